@@ -1,0 +1,50 @@
+# make demo   set everything up in .venv, build the custom ops, run the main job
+# make test   the test suite        make test-slow   the long tests
+# make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OPS := $(wildcard custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h) custom_ops/build.py
+
+.PHONY: demo serve test test-slow ops lint clean
+
+demo: $(VENV)/.runtime ops
+	$(BIN)/python benchmarks/demo.py
+
+serve: $(VENV)/.runtime ops
+	$(BIN)/fastdeploy serve $(ARGS)
+
+test: $(VENV)/.test ops
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test ops
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/python -m pip install -q ruff
+	$(BIN)/ruff check .
+
+# Skips the work when the sources have not changed, and says so when there is no compiler.
+ops: $(VENV)/.runtime
+	@$(BIN)/python custom_ops/build.py
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv; } \
+		|| { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: setup.py pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q "setuptools>=68" wheel
+	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info fastdeploy/model_executor/ops/*.so

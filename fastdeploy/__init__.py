@@ -1,0 +1,24 @@
+"""FastDeploy: an LLM serving engine for RL rollouts. Heavy parts are imported when they are first used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from fastdeploy.engine.sampling_params import SamplingParams
+    from fastdeploy.entrypoints.llm import LLM
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from fastdeploy.entrypoints.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from fastdeploy.engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

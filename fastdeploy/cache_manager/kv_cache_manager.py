@@ -1,0 +1,164 @@
+"""KV of requests: match a prefix, hold what is known, grow by the token, publish what is computed, release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fastdeploy.cache_manager.block_pool import BlockPool
+from fastdeploy.cache_manager.prefix_index import Node, PrefixIndex
+from fastdeploy.engine.request import Request
+from fastdeploy.scheduler.interface import BlockCopy
+
+
+class Admission(NamedTuple):
+    """``hit_tokens`` of the request need no computing; ``copy`` must run before the step that follows."""
+
+    hit_tokens: int
+    copy: BlockCopy | None
+
+
+class KVCacheManager:
+    """Owns the block pool and the prefix index; blocks are returned in ``release`` and nowhere else.
+
+    ``epoch`` is that of the serving weights. Blocks of another epoch are never matched, and blocks whose context spans
+    epochs (``request.kv_mixed``) are never published.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.epoch = 0
+        self.index = PrefixIndex(block_size)
+        self.pool = BlockPool(num_blocks, self.index.evict)
+        self._pinned: list[int] = []  # sources of copies that have not run yet
+        self.hit_tokens = 0
+        self.queried_tokens = 0
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def admit(self, request: Request) -> Admission | None:
+        """Take blocks for every token known of ``request``, reusing what is computed; None if there is no room.
+
+        The last token is always computed anew, since its logits are wanted:
+
+            tokens      |----full----|----full----|--part--|.|
+            hit         [            [            [         )          usable = min(matched, num_tokens - 1)
+            blocks         shared       shared       copy    fresh     a block that will be written into is copied
+        """
+        assert not request.blocks
+        path = self._match(request)
+        usable = min(sum(len(node.tokens) for node in path), request.num_tokens - 1)
+        num_shared = usable // self.block_size
+        shared = [node.block for node in path[:num_shared]]
+        source = path[num_shared].block if usable % self.block_size else None
+        kept = shared if source is None else [*shared, source]
+        for block in kept:
+            self.pool.share(block)
+        fresh = self.pool.allocate(self.blocks_for(request.num_tokens) - num_shared)
+        if fresh is None:
+            self._give_back(kept)
+            return None
+        copy = None
+        if source is not None:
+            self._pinned.append(source)  # a later admission of the same plan must not overwrite it before the copy
+            copy = BlockCopy(source, fresh[0])
+        request.blocks = shared + fresh
+        request.num_computed = usable
+        request.cursor = path[num_shared - 1] if num_shared else None
+        request.num_published = num_shared
+        request.tail_published = num_shared > request.num_prompt_tokens // self.block_size
+        request.kv_mixed = False
+        self.hit_tokens += usable
+        self.queried_tokens += request.num_tokens
+        return Admission(usable, copy)
+
+    def _match(self, request: Request) -> list[Node]:
+        if not self.enable_prefix_caching:
+            return []
+        return self.index.lookup((self.epoch, request.group.add.cache_salt), request.token_ids)
+
+    def grow(self, request: Request) -> bool:
+        """Make room for every token known; False (and nothing taken) if there is none."""
+        missing = self.blocks_for(request.num_tokens) - len(request.blocks)
+        if missing <= 0:
+            return True
+        fresh = self.pool.allocate(missing)
+        if fresh is None:
+            return False
+        request.blocks.extend(fresh)
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Make the blocks that are computed by now findable: the full ones, and the prompt's last, partial one."""
+        if not self.enable_prefix_caching or request.kv_mixed:
+            return
+        size = self.block_size
+        full = request.num_computed // size
+        tail_due = not request.tail_published and request.num_computed >= request.num_prompt_tokens
+        if full == request.num_published and not tail_due:
+            return
+        if request.cursor is None or not request.cursor.attached:
+            # First time, or an equal block that stood for one of ours was evicted: name our own from the root on.
+            request.cursor = self.index.root((self.epoch, request.group.add.cache_salt))
+            request.num_published = 0
+        for i in range(request.num_published, full):
+            if tail_due and i == request.num_prompt_tokens // size:
+                self._publish_tail(request)
+            tokens = tuple(request.token_ids[i * size : (i + 1) * size])
+            request.cursor = self.index.insert(request.cursor, tokens, request.blocks[i])
+        request.num_published = full
+        if tail_due and not request.tail_published:
+            self._publish_tail(request)
+
+    def _publish_tail(self, request: Request) -> None:
+        """Called with the cursor at the prompt's last full block."""
+        request.tail_published = True
+        at = request.num_prompt_tokens // self.block_size
+        tail = tuple(request.token_ids[at * self.block_size : request.num_prompt_tokens])
+        if tail:
+            self.index.insert(request.cursor, tail, request.blocks[at])
+
+    def release(self, request: Request) -> None:
+        """Return all blocks, last first, so that a prefix outlives what continues it."""
+        self._give_back(reversed(request.blocks))
+        request.blocks = []
+        request.num_computed = 0
+        request.cursor = None
+        request.num_published = 0
+        request.tail_published = False
+        request.kv_recomputed |= request.kv_mixed
+        request.kv_mixed = False
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        self.pool.release(blocks, self.index.__contains__)
+
+    def step_done(self) -> None:
+        """The step that was planned has run, its copies with it."""
+        if self._pinned:
+            self._give_back(self._pinned)
+            self._pinned.clear()
+
+    def forget_prefixes(self) -> None:
+        """No later request matches anything computed so far. Requests keep their blocks."""
+        self.index.clear()
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Every reference is accounted for: by a request or a pinned copy source; free blocks have none."""
+        references = [0] * self.pool.num_blocks
+        for request in requests:
+            assert len(request.blocks) >= self.blocks_for(request.num_computed), request
+            assert len(set(request.blocks)) == len(request.blocks), request
+            for block in request.blocks:
+                references[block] += 1
+        for block in self._pinned:
+            references[block] += 1
+        assert references == self.pool.references
+        for block, count in enumerate(references):
+            assert (count == 0) == self.pool.is_free(block), block
+        self.index.check_integrity()

@@ -1,0 +1,92 @@
+"""Frozen settings, checked once, unknown keys refused. They travel from the supervisor to its children as JSON."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from fastdeploy.errors import InvalidField
+
+DTYPES = ("auto", "float32", "bfloat16")
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the one engine process.
+
+    max_model_len None = the checkpoint's own. num_gpu_blocks_override: KV blocks of ``block_size`` tokens; None = from
+    ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
+    (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
+    be loaded from; ("/",) is any path, () is none. lost_commit: an earlier engine of this server had newer weights.
+    """
+
+    model: str
+    served_model_name: str = "default"
+    dtype: str = "auto"
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_gb: float | None = None
+    max_waiting: int = 16384
+    max_step_ms: float = 250.0
+    enable_prefix_caching: bool = True
+    heartbeat_s: float = 1.0
+    lost_commit: bool = False
+    model_roots: tuple[str, ...] = ()
+
+    def check(self) -> EngineConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+            _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
+        for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
+            value = getattr(self, field)
+            _require(field, value is None or value > 0, "a number above 0", value)
+        for field in ("max_step_ms", "heartbeat_s"):
+            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        return self
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the HTTP side.
+
+    port 0 = any free one. keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
+    shutdown_s: everything has ended by then, or is killed. stall_s: silence of the engine after which an overdue
+    control call counts it as stuck. update_s: time in which a weight update is not looked at for that.
+    """
+
+    model: str
+    served_model_name: str = "default"
+    host: str = "127.0.0.1"
+    port: int = 8180
+    workers: int = 1
+    keepalive_s: float = 10.0
+    shutdown_s: float = 10.0
+    stall_s: float = 10.0
+    update_s: float = 300.0
+    http_keepalive_s: int = 75
+
+    def check(self) -> ServeConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
+        _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
+        for field in ("keepalive_s", "shutdown_s", "stall_s", "update_s", "http_keepalive_s"):
+            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        return self
+
+
+def to_json(config: msgspec.Struct) -> str:
+    return msgspec.json.encode(config).decode()
+
+
+def from_json(text: str, kind: type[Config]) -> Config:
+    """Inverse of :func:`to_json`; raises msgspec.ValidationError for unknown keys and wrong types."""
+    return msgspec.json.decode(text.encode(), type=kind)
+
+
+def _require(field: str, ok: bool, expected: str, got: object) -> None:
+    if not ok:
+        raise InvalidField(field, f"expected {expected}, got {got!r}")

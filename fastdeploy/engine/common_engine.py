@@ -1,0 +1,391 @@
+"""The engine: one loop, on one thread, owns every request, all KV and the pause state.
+
+    messages in  ->  timers  ->  plan  ->  step  ->  outputs  ->  settle the pause  ->  ...
+
+Control is handled between steps on that same thread, so a status query or an abort is answered during a drain; when
+there is nothing to do the loop blocks on its sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.config import EngineConfig
+from fastdeploy.engine.delivery import Delivery
+from fastdeploy.engine.pause import Admission, Counts, Mode, PauseState
+from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
+from fastdeploy.engine.weight_update import Update, WeightUpdater
+from fastdeploy.errors import DuplicateRequest, EngineDead, EngineError, FastDeployError, InvalidField
+from fastdeploy.errors import QueueFull, RequestsRejected
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.transport import Transport
+from fastdeploy.metrics.metrics import EngineMetrics, Gauges
+from fastdeploy.scheduler.interface import Runner, StepPlan
+from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.scheduler import NewToken, Scheduler
+
+log = logging.getLogger("fastdeploy.engine")
+
+REPUBLISH_HOLD = "republish"
+MAX_CHOICES = 1024
+RETRY_AFTER_S = 1
+
+
+class CommonEngine:
+    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread.
+
+    run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
+    EngineError, and the process is expected to be replaced.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        transport: Transport,
+        boot_id: str | None = None,
+        on_commit: Callable[[int], None] | None = None,
+    ):
+        info = runner.info
+        assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
+        self.config = config
+        self.info = info
+        self.boot_id = boot_id or uuid.uuid4().hex
+        self.epoch = 0
+        self.version = "0"
+        self._runner = runner
+        self._transport = transport
+        self._on_commit = on_commit or (lambda epoch: None)
+        self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
+        pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
+        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
+        self.requests = RequestTable()
+        self.metrics = EngineMetrics()
+        self.delivery = Delivery(transport, self._reap)
+        self.pause = PauseState(self)
+        self.weights = WeightUpdater(runner, config.model_roots, transport.wake)
+        self._arrivals = 0
+        self._aborted = self._finished = self._aborted_tokens = 0
+        self._next_heartbeat = 0.0
+        self._stopping = False
+        self._was_busy = False
+        self._on_message: dict[type, Callable[[str, Any], None]] = {
+            m.Hello: self._hello,
+            m.AddRequest: self._add_request,
+            m.CancelRequest: self._cancel_request,
+            m.Call: self._call,
+            m.FenceAck: lambda client, ack: self.delivery.acknowledge(client, ack.fence_id),
+        }
+        self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
+            m.PauseArgs: self.pause.pause,
+            m.ResumeArgs: lambda args, answer: self.pause.resume(args),
+            m.PauseStatusArgs: lambda args, answer: self.pause.status(),
+            m.AbortArgs: lambda args, answer: self._abort(args),
+            m.UpdateWeightsArgs: self.weights.start,
+            m.ModelInfoArgs: lambda args, answer: self._model_info(),
+            m.MetricsArgs: lambda args, answer: {"text": self.metrics.render(self._gauges())},
+        }
+        if config.lost_commit:
+            self.pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD)
+
+    # ------------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        try:
+            while not self._stopping:
+                self.turn(block=True)
+        except Exception as error:
+            log.exception("the engine failed")
+            self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            raise EngineError(str(error)) from error
+        self._shut_down()
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe from any thread and from a signal handler."""
+        self._stopping = True
+        self._transport.wake()
+
+    def turn(self, block: bool) -> None:
+        """One round of the loop. Between two lines of it every invariant of the engine holds."""
+        for client, message in self._transport.recv(self._patience() if block else 0.0):
+            self._handle(client, message)
+        self._beat()
+        self._commit_staged()
+        self._hand_over([])
+        self.pause.settle()
+        plan = self.scheduler.plan(self.pause.gate, self.epoch, self.version)
+        if plan is not None:
+            self._hand_over(self._step(plan))
+            self.pause.settle()
+
+    def _patience(self) -> float | None:
+        """How long the loop may block: not at all while there is work."""
+        if self.scheduler.ended or self.scheduler.has_work(self.pause.gate):
+            self._was_busy = True
+            return 0.0
+        if self._was_busy and not len(self.requests):
+            self._was_busy = False
+            self.check_integrity()
+        now = time.monotonic()
+        due = [d for d in (self.pause.next_deadline(), self._next_heartbeat) if d is not None]
+        return max(min(due) - now, 0.0)
+
+    def _step(self, plan: StepPlan) -> list[NewToken]:
+        return self.scheduler.apply(plan, self._runner.execute(plan))
+
+    def _hand_over(self, tokens: list[NewToken]) -> None:
+        """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
+        ended, self.scheduler.ended = self.scheduler.ended, []
+        if not tokens and not ended:
+            return
+        self.metrics.observe_tokens(tokens)
+        now = time.time()
+        for request in ended:
+            self.metrics.observe_end(request, now)
+            if request.finish_reason is not FinishReason.ABORT:
+                self._finished += 1
+            elif not request.silent:
+                self._aborted += 1
+                self._aborted_tokens += request.num_output_tokens
+            self.scheduler.retire(request)
+            self.requests.remove(request)
+        self.delivery.send_outputs(tokens, ended)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.config.heartbeat_s
+            self.delivery.broadcast(m.Heartbeat(self.boot_id, self.pause.admission is Admission.REJECT))
+
+    # ------------------------------------------------------------------ messages
+
+    def _handle(self, client: str, message: m.ToEngine) -> None:
+        if client not in self.delivery.clients and not isinstance(message, m.Hello):
+            self._transport.send(client, m.Goodbye())
+            return
+        self._on_message[type(message)](client, message)
+
+    def _hello(self, client: str, hello: m.Hello) -> None:
+        self.delivery.clients.add(client)
+        self.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
+        self.delivery.send(client, m.Heartbeat(self.boot_id, self.pause.admission is Admission.REJECT))
+
+    def _add_request(self, client: str, add: m.AddRequest) -> None:
+        try:
+            max_output_tokens = self._check_admissible(add)
+        except FastDeployError as error:
+            self.delivery.send(client, m.Rejected(add.request_id, _failure(error)))
+            return
+        group = Group(client, add)
+        self._arrivals += 1
+        order = (add.priority, self._arrivals)
+        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
+        self.requests.add(group)
+        for request in group.requests:
+            self.scheduler.add(request)
+        self.metrics.prompt_tokens.inc(len(add.prompt_token_ids))
+
+    def _check_admissible(self, add: m.AddRequest) -> int:
+        """The door. Returns how many tokens each choice may produce; raises what the client is told."""
+        if self.pause.admission is Admission.REJECT:
+            raise RequestsRejected(
+                "the engine is pausing or paused and rejects new requests", retry_after=RETRY_AFTER_S, state=self.pause.phase.value
+            )
+        if add.request_id in self.requests:
+            raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
+        if not 1 <= add.n <= MAX_CHOICES:
+            raise InvalidField("n", f"expected an integer from 1 to {MAX_CHOICES}, got {add.n}")
+        if len(self.scheduler.waiting) + add.n > self.config.max_waiting:
+            raise QueueFull(f"the queue holds its maximum of {self.config.max_waiting} requests", retry_after=RETRY_AFTER_S)
+        prompt, limit = add.prompt_token_ids, self.info.max_model_len
+        if not prompt:
+            raise InvalidField("prompt", "expected at least one token")
+        if len(prompt) >= limit:
+            raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise InvalidField("prompt", f"expected token ids from 0 to {self.info.vocab_size - 1}")
+        return min(add.sampling.max_tokens, limit - len(prompt))
+
+    def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
+        for request in self.requests.get(cancel.request_id):
+            mine = request.group.client == client and cancel.choice in (None, request.choice)
+            if mine and request.live:
+                request.silent = True
+                self.scheduler.end(request, FinishReason(cancel.reason))
+
+    def _reap(self, client: str) -> None:
+        """Its process is gone: nobody waits for what it asked for."""
+        log.warning("client %s is gone", client)
+        for request in self.requests.of_client(client):
+            request.silent = True
+            if request.live:
+                self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
+
+    def _call(self, client: str, call: m.Call) -> None:
+        def answer(result: dict[str, Any], error: FastDeployError | None = None) -> None:
+            failure = None if error is None else _failure(error)
+            self.delivery.send(client, m.Reply(call.call_id, result, failure))
+
+        try:
+            result = self._on_call[type(call.args)](call.args, answer)
+        except FastDeployError as error:
+            answer({}, error)
+        else:
+            if result is not None:  # else it is answered later
+                answer(result)
+
+    def _abort(self, args: m.AbortArgs) -> dict[str, Any]:
+        if args.request_ids is None and not args.abort_all:
+            raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
+        wanted = args.request_ids if not args.abort_all else list(dict.fromkeys(r.key[0] for r in self.requests))
+        aborted, not_found = [], []
+        for request_id in dict.fromkeys(wanted):
+            live = [r for r in self.requests.get(request_id) if r.live]
+            if not live:
+                not_found.append(request_id)
+                continue
+            aborted.append({"request_id": request_id, "output_token_count": sum(r.num_output_tokens for r in live)})
+            for request in live:
+                self._abort_one(request, "aborted by request")
+        return {"aborted": aborted, "not_found": not_found}
+
+    def _abort_one(self, request: Request, why: str) -> None:
+        self.scheduler.end(request, FinishReason.ABORT, why if request.num_output_tokens else f"Abort before prefill: {why}")
+
+    def _model_info(self) -> dict[str, Any]:
+        return {**self.info._asdict(), "boot_id": self.boot_id, **self.weights_label()}
+
+    def _gauges(self) -> Gauges:
+        return Gauges(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            free_blocks=self.kv.num_free,
+            total_blocks=self.info.num_blocks,
+            prefix_hit_tokens=self.kv.hit_tokens,
+            prefix_queried_tokens=self.kv.queried_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            rejecting=self.pause.rejecting_new_requests,
+            paused=self.pause.is_paused,
+            epoch=self.epoch,
+        )
+
+    # ------------------------------------------------------------------ weights
+
+    def _commit_staged(self) -> None:
+        """Between two steps: weights, epoch, label and KV namespace change in one motion, or nothing does."""
+        update = self.weights.take_finished()
+        if update is None:
+            return
+        if update.error is not None:
+            update.answer(self.weights_label(), update.error)
+            return
+        before, began = self.weights_label(), time.monotonic()
+        in_flight = [r for r in self.requests if r.num_computed]
+        recompute = update.args.kv == "recompute"
+        to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
+        self._runner.commit(update.staged)
+        self.epoch += 1
+        self.version = update.args.version if update.args.version is not None else str(self.epoch)
+        self.scheduler.start_epoch(self.epoch, recompute)
+        self._on_commit(self.epoch)
+        self.pause.release_system_hold(REPUBLISH_HOLD)
+        update.answer(self._update_report(update, before, began, len(in_flight), to_recompute), None)
+
+    def _update_report(
+        self, update: Update, before: dict[str, Any], began: float, in_flight: int, to_recompute: int
+    ) -> dict[str, Any]:
+        now = time.monotonic()
+        return {
+            "status": "committed",
+            **self.weights_label(),
+            "previous_version": before["version"],
+            "previous_epoch": before["epoch"],
+            "kv": update.args.kv,
+            "requests_in_flight": in_flight,
+            "tokens_to_recompute": to_recompute,
+            "state": self.pause.phase.value,
+            "timings_ms": {
+                "stage": round((update.staged_at - update.started_at) * 1000, 3),
+                "wait_for_step": round((began - update.staged_at) * 1000, 3),
+                "commit": round((now - began) * 1000, 3),
+                "total": round((now - update.started_at) * 1000, 3),
+            },
+        }
+
+    # ------------------------------------------------------------------ PauseEffects
+
+    def abort_all(self, message: str) -> list[str]:
+        """End everything that lives; returns the ids. What never ran is not run first."""
+        live = [r for r in self.requests if r.live]
+        for request in live:
+            self._abort_one(request, message)
+        return list(dict.fromkeys(r.key[0] for r in live))
+
+    def retract_unstarted(self) -> None:
+        self.scheduler.retract_unstarted()
+
+    def drop_kv(self) -> None:
+        self.scheduler.drop_kv()
+
+    def drained(self) -> bool:
+        return self.scheduler.drained
+
+    def counts(self) -> Counts:
+        waiting = self.scheduler.waiting
+        started = sum(r.group.started for r in self.scheduler.running) + waiting.num_started
+        queued = len(waiting) + len(self.scheduler.running) - started
+        return Counts(self._aborted, self._finished, self._aborted_tokens, started, queued)
+
+    def raise_fence(self) -> None:
+        self._hand_over([])
+        self.delivery.raise_fence()
+
+    def fence_passed(self) -> bool:
+        return self.delivery.fence_passed()
+
+    def give_up_on_silent_clients(self) -> None:
+        for client in self.delivery.silent_clients:
+            log.error("client %s did not acknowledge a fence: counted as gone", client)
+            self._transport.send(client, m.Goodbye())
+            self.delivery.drop(client)
+
+    def weights_label(self) -> dict[str, Any]:
+        return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
+
+    # ------------------------------------------------------------------ the end
+
+    def _end_everything(self, reason: FinishReason, message: str, error: FastDeployError) -> None:
+        for request in self.requests:
+            if request.live:
+                self.scheduler.end(request, reason, message)
+        self._hand_over([])
+        self.pause.fail(error)
+        self.weights.fail(error)
+
+    def _fail(self, error: EngineError) -> None:
+        self._end_everything(FinishReason.ERROR, error.message, error)
+
+    def _shut_down(self) -> None:
+        error = EngineDead("the server is shutting down")
+        self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
+
+    def check_integrity(self) -> None:
+        """Nothing leaked, nothing counted twice. Run when idle, and by tests after every turn."""
+        self.scheduler.check_integrity()
+        for request in self.requests:
+            assert request.live or request in self.scheduler.ended, request
+        if not len(self.requests):
+            assert self.kv.num_free == self.info.num_blocks
+
+
+_Answer = Callable[[dict[str, Any], FastDeployError | None], None]
+
+
+def _failure(error: FastDeployError) -> m.Failure:
+    return m.Failure(error.code, error.message, error.detail)

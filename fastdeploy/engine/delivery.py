@@ -1,0 +1,98 @@
+"""From the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from fastdeploy.engine.request import Request
+from fastdeploy.inter_communicator.messages import Fence, Output, Outputs, ToClient
+from fastdeploy.inter_communicator.transport import Transport
+from fastdeploy.scheduler.scheduler import NewToken
+
+
+class Delivery:
+    """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more.
+
+    A fence goes to every client behind all outputs sent so far; transports are first-in first-out per client and a
+    client acknowledges only when everything before it is in the hands of the waiting requests. So when all have
+    acknowledged and nothing was sent since, every output made is delivered; a socket send alone proves nothing.
+    """
+
+    def __init__(self, transport: Transport, on_gone: Callable[[str], None]):
+        self._transport = transport
+        self._on_gone = on_gone
+        self.clients: set[str] = set()
+        self._outputs_sent = 0
+        self._fence_id = 0
+        self._fence_mark = 0
+        self._unacknowledged: set[str] = set()
+
+    def send(self, client: str, message: ToClient) -> None:
+        if client in self.clients and not self._transport.send(client, message):
+            self.drop(client)
+
+    def broadcast(self, message: ToClient) -> None:
+        for client in list(self.clients):
+            self.send(client, message)
+
+    def drop(self, client: str) -> None:
+        if client in self.clients:
+            self.clients.discard(client)
+            self._unacknowledged.discard(client)
+            self._on_gone(client)
+
+    def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
+        """One message per client: every new token, and one final output for each request that ended."""
+        by_client: dict[str, list[Output]] = defaultdict(list)
+        with_token = set()
+        for token in tokens:
+            with_token.add(token.request)
+            if not token.request.silent:
+                by_client[token.request.group.client].append(_output(token.request, token))
+        for request in ended:
+            if not request.silent and request not in with_token:
+                by_client[request.group.client].append(_output(request, None))
+        for client, outputs in by_client.items():
+            self._outputs_sent += 1
+            self.send(client, Outputs(outputs))
+
+    # ------------------------------------------------------------------ fence
+
+    def raise_fence(self) -> None:
+        self._fence_id += 1
+        self._fence_mark = self._outputs_sent
+        self._unacknowledged = set(self.clients)
+        self.broadcast(Fence(self._fence_id))
+
+    def acknowledge(self, client: str, fence_id: int) -> None:
+        if fence_id == self._fence_id:
+            self._unacknowledged.discard(client)
+
+    def fence_passed(self) -> bool:
+        """A fence that was overtaken by an output is raised again."""
+        if self._unacknowledged:
+            return False
+        if self._outputs_sent != self._fence_mark:
+            self.raise_fence()
+            return not self._unacknowledged
+        return True
+
+    @property
+    def silent_clients(self) -> set[str]:
+        return set(self._unacknowledged)
+
+
+def _output(request: Request, token: NewToken | None) -> Output:
+    return Output(
+        request_id=request.group.add.request_id,
+        choice=request.choice,
+        token_ids=[token.token_id] if token else [],
+        logprobs=[token.logprob] if token and token.logprob is not None else [],
+        spans=[token.span] if token else [],
+        finish_reason=request.finish_reason.value if request.finish_reason else None,
+        stop_reason=request.stop_reason,
+        cached_tokens=request.cached_tokens if token is None or token.first else 0,
+        num_preempted=request.num_preempted if request.finish_reason else 0,
+        message=request.message,
+    )

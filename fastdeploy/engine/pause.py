@@ -1,0 +1,415 @@
+"""Pause and resume: holds, the two flags, and the two phases. Pure state; what it does to requests goes through
+``PauseEffects``, which the engine implements.
+
+A pause closes the door (``rejecting_new_requests``), lets what must end come to its end, proves with a fence that
+every output has reached its API server, brings the caches into the state asked for, and only then says ``is_paused``:
+
+    RUNNING --place--> DRAINING --quiesced--> PAUSED --release the last hold--> RUNNING
+                          \\-------------------release the last hold-------------^
+
+Each pause call places a hold. The strongest standing hold decides: abort > keep > wait. Nothing that is PAUSED is set
+running again before the last hold is gone, whatever becomes of the stronger ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Any, Protocol
+
+from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout
+from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
+from fastdeploy.scheduler.scheduler import Gate
+
+FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
+MAX_HOLDS = 1024
+
+
+class Mode(IntEnum):
+    """In order of strength."""
+
+    WAIT = 1
+    KEEP = 2
+    ABORT = 3
+
+
+class Admission(IntEnum):
+    """What happens to requests that arrive while a hold stands; reject wins."""
+
+    HOLD = 1
+    REJECT = 2
+
+
+NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
+CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
+
+
+class Phase(Enum):
+    RUNNING = "running"
+    DRAINING = "draining"
+    PAUSED = "paused"
+
+
+class Event(Enum):
+    PLACE = "place"
+    QUIESCED = "quiesced"
+    RELEASE_LAST = "release_last"
+
+
+TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
+    (Phase.RUNNING, Event.PLACE): Phase.DRAINING,
+    (Phase.DRAINING, Event.PLACE): Phase.DRAINING,
+    (Phase.PAUSED, Event.PLACE): Phase.PAUSED,
+    (Phase.DRAINING, Event.QUIESCED): Phase.PAUSED,
+    (Phase.PAUSED, Event.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
+    (Phase.DRAINING, Event.RELEASE_LAST): Phase.RUNNING,
+    (Phase.PAUSED, Event.RELEASE_LAST): Phase.RUNNING,
+}
+
+# (phase, mode) -> who may be scheduled. Without a hold the gate is open.
+GATES: dict[tuple[Phase, Mode], Gate] = {
+    (Phase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
+    (Phase.DRAINING, Mode.KEEP): Gate.CLOSED,
+    (Phase.DRAINING, Mode.ABORT): Gate.CLOSED,
+    (Phase.PAUSED, Mode.WAIT): Gate.CLOSED,
+    (Phase.PAUSED, Mode.KEEP): Gate.CLOSED,
+    (Phase.PAUSED, Mode.ABORT): Gate.CLOSED,
+}
+
+
+@dataclass
+class Hold:
+    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name."""
+
+    id: str
+    mode: Mode
+    admission: Admission
+    clear_cache: bool
+    placed_by: str
+    named: bool
+    placed_at: float
+    expires_at: float | None = None
+
+    def describe(self, now: float) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "scope": "engine",
+            "mode": self.mode.name.lower(),
+            "admission": self.admission.name.lower(),
+            "clear_cache": self.clear_cache,
+            "placed_by": self.placed_by,
+            "named": self.named,
+            "age_s": round(now - self.placed_at, 3),
+            "ttl_left_s": None if self.expires_at is None else round(max(self.expires_at - now, 0.0), 3),
+        }
+
+
+Answer = Callable[[dict[str, Any], FastDeployError | None], None]
+
+
+@dataclass
+class PauseCall:
+    """A pause that has not been answered yet. ``answer`` is called exactly once."""
+
+    hold: Hold
+    clear_cache: bool
+    deadline: float
+    on_timeout: str
+    started_at: float
+    baseline: Counts
+    answer: Answer
+    escalated_by: str | None = None
+    forced_ids: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Totals since the engine started (choices, and tokens handed over by aborts), and what is in it now."""
+
+    aborted: int
+    finished: int
+    aborted_tokens: int
+    started: int
+    queued: int
+
+
+class PauseEffects(Protocol):
+    """What a pause may do to the engine."""
+
+    def abort_all(self, message: str) -> list[str]: ...
+    def retract_unstarted(self) -> None: ...
+    def drop_kv(self) -> None: ...
+    def drained(self) -> bool: ...
+    def counts(self) -> Counts: ...
+    def raise_fence(self) -> None: ...
+    def fence_passed(self) -> bool: ...
+    def give_up_on_silent_clients(self) -> None: ...
+    def weights_label(self) -> dict[str, Any]: ...
+
+
+class PauseState:
+    """All pause state of an engine. ``settle`` is called between any two steps and after every message."""
+
+    def __init__(self, effects: PauseEffects, clock: Callable[[], float] = time.monotonic):
+        self._effects = effects
+        self._clock = clock
+        self.phase = Phase.RUNNING
+        self.holds: dict[str, Hold] = {}
+        self._calls: list[PauseCall] = []
+        self._num_anonymous = 0
+        self._fence_deadline: float | None = None
+
+    # ------------------------------------------------------------------ what others read
+
+    @property
+    def mode(self) -> Mode | None:
+        return max((h.mode for h in self.holds.values()), default=None)
+
+    @property
+    def admission(self) -> Admission | None:
+        return max((h.admission for h in self.holds.values()), default=None)
+
+    @property
+    def rejecting_new_requests(self) -> bool:
+        """The door is closed: from the first moment of a pause until the last hold is gone."""
+        return bool(self.holds)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.phase is Phase.PAUSED
+
+    @property
+    def gate(self) -> Gate:
+        mode = self.mode
+        return Gate.OPEN if mode is None else GATES[self.phase, mode]
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._calls)
+
+    def next_deadline(self) -> float | None:
+        """When ``settle`` must be called even if nothing happens, on the clock given."""
+        due = [h.expires_at for h in self.holds.values() if h.expires_at is not None]
+        due += [c.deadline for c in self._calls]
+        if self._fence_deadline is not None:
+            due.append(self._fence_deadline)
+        return min(due, default=None)
+
+    # ------------------------------------------------------------------ calls
+
+    def pause(self, args: PauseArgs, answer: Answer) -> None:
+        """Place or renew a hold. ``answer(report, error)`` is called once, when quiesced or failed. Raises
+        InvalidField, and changes nothing, if an argument is out of range."""
+        standing = self.mode
+        call = self._new_call(args, answer)
+        self.holds[call.hold.id] = call.hold
+        if standing is not None and call.hold.mode > standing:
+            self._escalate_others(call)
+        self._calls.append(call)
+        self._advance(Event.PLACE)
+        self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
+
+    def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission) -> None:
+        """A hold that nobody placed over a route: it goes only by its name."""
+        now = self._clock()
+        self.holds[hold_id] = Hold(hold_id, mode, admission, False, "system", True, now)
+        self._advance(Event.PLACE)
+        self._enforce(mode, f"paused by hold {hold_id!r}")
+
+    def resume(self, args: ResumeArgs) -> dict[str, Any]:
+        """Release one hold by name, or all anonymous ones. Unknown names are reported, not an error."""
+        if args.hold_id is None:
+            released = [h.id for h in self.holds.values() if not h.named]
+        else:
+            released = [args.hold_id] if args.hold_id in self.holds else []
+        self._release(released, "resumed")
+        return {
+            "status": "running" if not self.holds else "held",
+            "state": self.phase.value,
+            "released": released,
+            "unknown": [args.hold_id] if args.hold_id is not None and not released else [],
+            "still_held_by": list(self.holds),
+            **self._effects.weights_label(),
+        }
+
+    def release_system_hold(self, hold_id: str) -> None:
+        self._release([hold_id] if hold_id in self.holds else [], "released")
+
+    def status(self) -> dict[str, Any]:
+        """The result of is_paused: both flags, phase, holds, counts."""
+        now, counts = self._clock(), self._effects.counts()
+        frozen = counts.started if self.is_paused else 0
+        return {
+            "is_paused": self.is_paused,
+            "rejecting_new_requests": self.rejecting_new_requests,
+            "phase": self.phase.value,
+            "mode": self.mode.name.lower() if self.mode else None,
+            "admission": self.admission.name.lower() if self.admission else None,
+            "holds": [h.describe(now) for h in self.holds.values()],
+            "counts": {"running": counts.started - frozen, "frozen": frozen, "queued": counts.queued},
+            **self._effects.weights_label(),
+        }
+
+    def fail(self, error: FastDeployError) -> None:
+        """The engine cannot go on: nobody who called is left waiting."""
+        for call in self._calls:
+            call.answer(self._report(call, "failed"), error)
+        self._calls.clear()
+
+    # ------------------------------------------------------------------ progress
+
+    def settle(self) -> None:
+        """Expire what is due, and move on as far as the state of the engine allows."""
+        self._expire(self._clock())
+        if self.phase is Phase.RUNNING or (self.phase is Phase.PAUSED and not self._calls):
+            return
+        if not self._drained():
+            self._fence_deadline = None
+            return
+        if self._fence_deadline is None:
+            self._effects.raise_fence()
+            self._fence_deadline = self._clock() + FENCE_TIMEOUT_S
+        if self._effects.fence_passed():
+            self._quiesced()
+
+    def _drained(self) -> bool:
+        """Who is frozen or gone needs no draining; in mode wait, everyone that has started must come to an end."""
+        return self.gate is Gate.CLOSED or self._effects.drained()
+
+    def _quiesced(self) -> None:
+        self._fence_deadline = None
+        self._advance(Event.QUIESCED)
+        if any(call.clear_cache for call in self._calls):
+            self._effects.drop_kv()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.answer(self._report(call, "paused"), None)
+
+    def _expire(self, now: float) -> None:
+        expired = [h.id for h in self.holds.values() if h.expires_at is not None and h.expires_at <= now]
+        self._release(expired, "the hold's ttl ended")
+        if self._fence_deadline is not None and self._fence_deadline <= now:
+            self._effects.give_up_on_silent_clients()
+        for call in [c for c in self._calls if c.deadline <= now]:
+            self._time_out(call, now)
+
+    def _time_out(self, call: PauseCall, now: float) -> None:
+        if self._drained():  # only the fence is missing, and that has a bound of its own
+            call.deadline = now + 2 * FENCE_TIMEOUT_S
+        elif call.on_timeout == "cancel":
+            error = PauseTimeout("the drain did not end within timeout_s; the hold is released (on_timeout=cancel)")
+            self._release([call.hold.id], "the drain timed out", error)
+        else:
+            mode = Mode[call.on_timeout.upper()]
+            self._escalate_others(call)
+            call.escalated_by = "timeout"
+            call.hold.mode = max(call.hold.mode, mode)
+            call.deadline = now + 2 * FENCE_TIMEOUT_S
+            call.forced_ids = self._enforce(mode, "the drain timed out (on_timeout=abort)")
+
+    def _enforce(self, mode: Mode, why: str) -> list[str]:
+        """What a mode does at once, to those who are in the engine now. Later arrivals meet the closed gate."""
+        self._fence_deadline = None
+        if mode is Mode.ABORT:
+            return self._effects.abort_all(why)
+        if self.gate is Gate.STARTED_ONLY:
+            self._effects.retract_unstarted()
+        return []
+
+    def _escalate_others(self, call: PauseCall) -> None:
+        for other in self._calls:
+            if other is not call and other.hold is not call.hold:
+                other.escalated_by = call.hold.id
+
+    def _release(self, hold_ids: list[str], why: str, error: FastDeployError | None = None) -> None:
+        if not hold_ids:
+            return
+        for hold_id in hold_ids:
+            del self.holds[hold_id]
+        interrupted = [c for c in self._calls if c.hold.id in hold_ids]
+        self._calls = [c for c in self._calls if c.hold.id not in hold_ids]
+        self._fence_deadline = None
+        if not self.holds:
+            self._advance(Event.RELEASE_LAST)
+        elif self.gate is Gate.STARTED_ONLY:  # only mode wait is left of a drain that was frozen
+            self._effects.retract_unstarted()
+        for call in interrupted:
+            default = PauseInterrupted(f"hold {call.hold.id!r} was released while it was draining: {why}")
+            call.answer(self._report(call, "interrupted"), error or default)
+
+    def _advance(self, event: Event) -> None:
+        self.phase = TRANSITIONS[self.phase, event]
+
+    # ------------------------------------------------------------------ calls in, reports out
+
+    def _new_call(self, args: PauseArgs, answer: Answer) -> PauseCall:
+        mode = _choice(Mode, "mode", args.mode)
+        admission = NATIVE_ADMISSION[mode] if args.admission is None else _choice(Admission, "admission", args.admission)
+        on_timeout = args.on_timeout or ("abort" if mode is Mode.ABORT else "keep")
+        if on_timeout not in ("keep", "abort", "cancel"):
+            raise InvalidField("on_timeout", f"expected keep, abort or cancel, got {on_timeout!r}")
+        if not 0.0 <= args.timeout_s <= 86400.0:
+            raise InvalidField("timeout_s", f"expected seconds from 0 to 86400, got {args.timeout_s!r}")
+        if args.ttl_s is not None and not 0.0 < args.ttl_s <= 31 * 86400.0:
+            raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {args.ttl_s!r}")
+        if args.hold_id is not None and not 0 < len(args.hold_id) <= 256:
+            raise InvalidField("hold_id", "expected 1 to 256 characters")
+        now = self._clock()
+        clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
+        hold = self._hold_for(args, mode, admission, clear_cache, now)
+        hold.expires_at = None if args.ttl_s is None else now + args.ttl_s
+        return PauseCall(
+            hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer
+        )
+
+    def _hold_for(self, args: PauseArgs, mode: Mode, admission: Admission, clear_cache: bool, now: float) -> Hold:
+        """A new hold, or the standing one of that name made at least as strong."""
+        standing = self.holds.get(args.hold_id) if args.hold_id is not None else None
+        if standing is not None:
+            if standing.placed_by == "system":
+                raise InvalidField("hold_id", f"{args.hold_id!r} is a hold of the system's own")
+            standing.mode = max(standing.mode, mode)
+            standing.admission = max(standing.admission, admission)
+            return standing
+        if len(self.holds) >= MAX_HOLDS:
+            raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")
+        name = args.hold_id
+        while name is None or (args.hold_id is None and name in self.holds):
+            self._num_anonymous += 1
+            name = f"anonymous-{self._num_anonymous}"
+        return Hold(name, mode, admission, clear_cache, args.placed_by, args.hold_id is not None, now)
+
+    def _report(self, call: PauseCall, status: str) -> dict[str, Any]:
+        now, counts, before = self._clock(), self._effects.counts(), call.baseline
+        mode = self.mode or call.hold.mode
+        admission = self.admission or call.hold.admission
+        return {
+            "status": status,
+            "state": self.phase.value,
+            "mode": mode.name.lower(),
+            "scope": "engine",
+            "hold": call.hold.describe(now),
+            "admission": admission.name.lower(),
+            "is_paused": self.is_paused,
+            "rejecting_new_requests": self.rejecting_new_requests,
+            **self._effects.weights_label(),
+            "counts": {
+                "aborted": counts.aborted - before.aborted,
+                "drained": counts.finished - before.finished,
+                "kept": counts.started,
+                "queued": counts.queued,
+            },
+            "tokens_returned": counts.aborted_tokens - before.aborted_tokens,
+            "forced_ids": call.forced_ids,
+            "escalated_by": call.escalated_by,
+            "elapsed_ms": round((now - call.started_at) * 1000, 3),
+        }
+
+
+def _choice(enum: type[IntEnum], name: str, value: str) -> Any:
+    try:
+        return enum[value.upper()]
+    except KeyError:
+        raise InvalidField(name, f"expected one of {', '.join(m.name.lower() for m in enum)}, got {value!r}") from None

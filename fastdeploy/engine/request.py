@@ -1,0 +1,168 @@
+"""One sequence in the engine, its state machine, and the table that holds all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from enum import Enum, StrEnum
+from typing import Any
+
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator.messages import AddRequest, Span
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDING = "ending"
+    FINISHED = "finished"
+
+
+class Event(Enum):
+    ADMIT = "admit"
+    RETRACT = "retract"
+    END = "end"
+    RETIRE = "retire"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+# An event that is not listed is our own mistake and raises KeyError.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.WAITING, Event.ADMIT): State.RUNNING,
+    (State.WAITING, Event.END): State.ENDING,
+    (State.RUNNING, Event.RETRACT): State.WAITING,
+    (State.RUNNING, Event.END): State.ENDING,
+    (State.ENDING, Event.RETIRE): State.FINISHED,
+}
+
+
+class Request:
+    """One choice of a client's request. Only the scheduler (and, for ``kv_mixed``, a weight commit) mutates it.
+
+    There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
+    ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
+
+    order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
+    kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single epoch.
+    silent: its client wants no final output (it cancelled the request, or is gone).
+    kv_recomputed: such KV was lost and rebuilt; the spans of later tokens say so.
+    """
+
+    __slots__ = (
+        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at", "group",
+        "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key", "sampling", "silent",
+        "state", "stop_reason", "tail_published", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
+        add = group.add
+        self.group = group
+        self.choice = choice
+        self.order = order
+        self.sampling: SamplingParams = add.sampling
+        self.token_ids: list[int] = list(add.prompt_token_ids)
+        self.num_prompt_tokens = len(add.prompt_token_ids)
+        self.max_output_tokens = max_output_tokens
+        self.prompt_key = group.prompt_key
+        self.state = State.WAITING
+        self.num_computed = 0
+        self.blocks: list[int] = []
+        self.cursor: Any = None  # owned by KVCacheManager: the node of the last full block that is published,
+        self.num_published = 0  # how many full blocks that makes, and whether the prompt's partial one is too
+        self.tail_published = False
+        self.kv_mixed = False
+        self.kv_recomputed = False
+        self.cached_tokens = 0
+        self.num_preempted = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.message = ""
+        self.silent = False
+        self.arrival = add.arrival or time.time()
+        self.first_token_at = 0.0
+        self.last_token_at = 0.0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.group.add.request_id, self.choice
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def live(self) -> bool:
+        return self.state is State.WAITING or self.state is State.RUNNING
+
+    def advance(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+    def append(self, token_id: int, epoch: int, version: str, now: float) -> Span:
+        """Add one sampled token; returns the span that labels it."""
+        at = self.num_output_tokens
+        self.token_ids.append(token_id)
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        return Span(version=version, epoch=epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
+
+    def __repr__(self) -> str:
+        return f"<Request {self.key} {self.state.value} {self.num_computed}/{self.num_tokens} blocks={len(self.blocks)}>"
+
+
+class Group:
+    """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
+    drains (mode wait) runs all of them to their end."""
+
+    __slots__ = ("add", "client", "prompt_key", "requests", "started")
+
+    def __init__(self, client: str, add: AddRequest):
+        self.client = client
+        self.add = add
+        self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
+        self.requests: list[Request] = []
+        self.started = False
+
+
+class RequestTable:
+    """The one table of requests, by the id that the client knows. A group leaves when its last choice is retired."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        assert group.add.request_id not in self._groups
+        self._groups[group.add.request_id] = group
+
+    def get(self, request_id: str) -> list[Request]:
+        """The choices still in the engine; empty for an unknown id."""
+        group = self._groups.get(request_id)
+        return list(group.requests) if group else []
+
+    def remove(self, request: Request) -> None:
+        group = request.group
+        group.requests.remove(request)
+        if not group.requests:
+            del self._groups[group.add.request_id]
+
+    def of_client(self, client: str) -> list[Request]:
+        return [r for g in self._groups.values() if g.client == client for r in g.requests]
+
+    def __iter__(self) -> Iterator[Request]:
+        return (r for g in list(self._groups.values()) for r in list(g.requests))

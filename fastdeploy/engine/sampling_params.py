@@ -1,0 +1,57 @@
+"""What a client may ask of sampling. Imports nothing of ours but the error tree, so that messages can carry it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fastdeploy.errors import InvalidField
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Validated once, by :meth:`check`, at the API server; the engine trusts it.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, relative to the best token.
+    logprobs: None = none; 0 = only the sampled token's; k = the k best beside it (log softmax of the raw logits).
+    seed: with the choice index and the absolute position it keys the random number of each token, so that a
+    request which is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def check(self) -> SamplingParams:
+        """Return self, or raise InvalidField naming the first field that is out of range."""
+        for field, ok, expected in (
+            ("max_tokens", self.max_tokens >= 1, "an integer >= 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "an integer from 0 to max_tokens"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
+            ("top_k", self.top_k >= 0, "an integer >= 0 (0 or -1 = off)"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "a number from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
+            ("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
+            ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
+        ):
+            if not ok:
+                raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")
+        return self
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,0 +1,118 @@
+"""Every error a caller of this package can meet, and the HTTP status it maps to.
+
+    FastDeployError
+    ├── RequestError            the caller's fault: nothing was accepted, nothing changed
+    │   ├── InvalidField        400  a field is missing, malformed, or not supported
+    │   ├── ModelNotFound       404  the model named is not served here
+    │   ├── DuplicateRequest    409  the request id is alive
+    │   ├── QueueFull           429  the waiting queue is at its bound
+    │   └── RequestsRejected    503  a pause with admission=reject stands
+    ├── ControlError            a control call that did not do what it asked for
+    │   ├── PauseInterrupted    409  a resume released the hold while it was draining
+    │   ├── PauseTimeout        504  on_timeout=cancel: the engine runs again
+    │   ├── WeightUpdateRefused 400  the old weights serve on
+    │   └── UpdateInProgress    409  another update is being staged
+    └── EngineError             the engine process is at fault
+        ├── EngineDead          503  it died; what was in flight has been answered
+        └── EngineStalled       504  it stopped beating; it is being replaced
+
+``STATUS`` is the one map from ``code`` to HTTP status; the wire carries ``code`` (see messages.Failure).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FastDeployError(Exception):
+    """Base of the tree. ``detail`` is machine-readable and travels to the HTTP body under ``error``."""
+
+    code: str = "internal_error"
+    status: int = 500
+
+    def __init__(self, message: str, **detail: Any):
+        super().__init__(message)
+        self.message = message
+        self.detail = detail
+
+
+class RequestError(FastDeployError):
+    code, status = "invalid_request_error", 400
+
+
+class InvalidField(RequestError):
+    """``field`` is the dotted path of the offending field; the message says what was expected."""
+
+    code, status = "invalid_field", 400
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}", param=field)
+        self.field = field
+
+
+class ModelNotFound(RequestError):
+    code, status = "model_not_found", 404
+
+
+class DuplicateRequest(RequestError):
+    code, status = "duplicate_request_id", 409
+
+
+class QueueFull(RequestError):
+    code, status = "queue_full", 429
+
+
+class RequestsRejected(RequestError):
+    code, status = "rejecting_new_requests", 503
+
+
+class ControlError(FastDeployError):
+    code, status = "control_error", 400
+
+
+class PauseInterrupted(ControlError):
+    code, status = "pause_interrupted", 409
+
+
+class PauseTimeout(ControlError):
+    code, status = "pause_timeout", 504
+
+
+class WeightUpdateRefused(ControlError):
+    code, status = "weight_update_refused", 400
+
+
+class UpdateInProgress(ControlError):
+    code, status = "update_in_progress", 409
+
+
+class EngineError(FastDeployError):
+    code, status = "engine_error", 500
+
+
+class EngineDead(EngineError):
+    code, status = "engine_dead", 503
+
+
+class EngineStalled(EngineError):
+    code, status = "engine_stalled", 504
+
+
+def _walk(cls: type[FastDeployError]):
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _walk(sub)
+
+
+BY_CODE: dict[str, type[FastDeployError]] = {cls.code: cls for cls in _walk(FastDeployError)}
+STATUS: dict[str, int] = {code: cls.status for code, cls in BY_CODE.items()}
+
+
+def from_wire(code: str, message: str, detail: dict[str, Any]) -> FastDeployError:
+    """Rebuild the exception that the engine put on the wire as (code, message, detail)."""
+    cls = BY_CODE.get(code, FastDeployError)
+    error = cls.__new__(cls)
+    FastDeployError.__init__(error, message, **detail)
+    if isinstance(error, InvalidField):
+        error.field = detail.get("param", "")
+    return error

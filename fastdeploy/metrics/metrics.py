@@ -1,0 +1,79 @@
+"""The engine's Prometheus metrics, under FastDeploy's names. Counters move with events; gauges are read when asked."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from fastdeploy.engine.request import FinishReason, Request
+from fastdeploy.scheduler.scheduler import NewToken
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Gauges(NamedTuple):
+    """What is in the engine at the moment of a scrape."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    prefix_hit_tokens: int
+    prefix_queried_tokens: int
+    preemptions: int
+    rejecting: bool
+    paused: bool
+    epoch: int
+
+
+class EngineMetrics:
+    """One registry per engine: nothing global, so that engines in one process do not meet."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def make(kind, name, text, **more):
+            return kind(f"fastdeploy:{name}", text, registry=self.registry, **more)
+
+        self.running = make(Gauge, "num_requests_running", "Sequences in the batch")
+        self.waiting = make(Gauge, "num_requests_waiting", "Sequences that wait for a place in the batch")
+        self.free_blocks = make(Gauge, "available_gpu_block_num", "KV blocks that no request holds")
+        self.total_blocks = make(Gauge, "total_gpu_block_num", "KV blocks in all")
+        self.hit_tokens = make(Gauge, "prefix_cache_hit_tokens", "Tokens served from the prefix cache since start")
+        self.queried_tokens = make(Gauge, "prefix_cache_queried_tokens", "Tokens looked up in the prefix cache")
+        self.preemptions = make(Gauge, "num_preemptions", "Sequences whose KV was given up for others, since start")
+        self.rejecting = make(Gauge, "rejecting_new_requests", "1 while a pause hold stands")
+        self.paused = make(Gauge, "is_paused", "1 while quiesced")
+        self.epoch = make(Gauge, "weight_epoch", "Commits of weights since start")
+        self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
+        self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
+        self.finished = make(Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",))
+        self.ttft = make(Histogram, "time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
+        self.tpot = make(Histogram, "time_per_output_token_seconds", "Gap between tokens", buckets=_SECONDS)
+        self.e2e = make(Histogram, "e2e_request_latency_seconds", "Arrival to last token", buckets=_SECONDS)
+        self._by_reason = {reason: self.finished.labels(reason.value) for reason in FinishReason}
+
+    def observe_tokens(self, tokens: list[NewToken]) -> None:
+        self.tokens.inc(len(tokens))
+        for token in tokens:
+            (self.ttft if token.first else self.tpot).observe(max(token.gap_s, 0.0))
+
+    def observe_end(self, request: Request, now: float) -> None:
+        assert request.finish_reason is not None
+        self._by_reason[request.finish_reason].inc()
+        self.e2e.observe(max(now - request.arrival, 0.0))
+
+    def render(self, gauges: Gauges) -> str:
+        """The text exposition of everything, with the gauges as given."""
+        self.running.set(gauges.running)
+        self.waiting.set(gauges.waiting)
+        self.free_blocks.set(gauges.free_blocks)
+        self.total_blocks.set(gauges.total_blocks)
+        self.hit_tokens.set(gauges.prefix_hit_tokens)
+        self.queried_tokens.set(gauges.prefix_queried_tokens)
+        self.preemptions.set(gauges.preemptions)
+        self.rejecting.set(gauges.rejecting)
+        self.paused.set(gauges.paused)
+        self.epoch.set(gauges.epoch)
+        return generate_latest(self.registry).decode()

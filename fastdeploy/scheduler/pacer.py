@@ -1,0 +1,35 @@
+"""How many tokens a step may compute, so that no step lasts longer than a pause may wait for it."""
+
+from __future__ import annotations
+
+
+class StepPacer:
+    """Learns the cost of a prompt token from the steps that had many, and sizes chunks so that a step with prefill
+    stays within ``max_step_s``. Quiescing waits for the step in flight: this is its bound.
+
+    Results do not depend on chunk sizes (the ops guarantee it), so pacing by the clock keeps outputs reproducible.
+    """
+
+    ALIGN = 64  # rows; the kernels' tile height divides it
+    FIRST_GUESS = 256  # tokens, before anything has been measured
+    SMOOTHING = 0.3  # weight of the newest measurement
+
+    def __init__(self, max_tokens: int, max_step_s: float):
+        self.max_tokens = max_tokens
+        self.max_step_s = max_step_s
+        self._decode_s = 0.0  # a step without prefill
+        self._token_s: float | None = None  # each prompt token on top of that
+
+    def budget(self) -> int:
+        """Tokens the next step may compute, decodes included."""
+        if self._token_s is None:
+            return min(self.FIRST_GUESS, self.max_tokens)
+        fit = int(max(self.max_step_s - self._decode_s, 0.0) / self._token_s) // self.ALIGN * self.ALIGN
+        return min(max(fit, self.ALIGN), self.max_tokens)
+
+    def observe(self, prefill_tokens: int, elapsed_s: float) -> None:
+        if prefill_tokens == 0:
+            self._decode_s += self.SMOOTHING * (elapsed_s - self._decode_s)
+        elif prefill_tokens >= self.ALIGN:
+            cost = max(elapsed_s - self._decode_s, elapsed_s / 10) / prefill_tokens
+            self._token_s = cost if self._token_s is None else self._token_s + self.SMOOTHING * (cost - self._token_s)

@@ -1,0 +1,269 @@
+"""Continuous batching: ``plan()`` says what the next step computes, ``apply()`` takes in what it produced."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from enum import Enum
+from typing import NamedTuple
+
+from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.engine.request import Event, FinishReason, Request, State
+from fastdeploy.inter_communicator.messages import Logprob, Span
+from fastdeploy.scheduler.interface import BlockCopy, ModelInfo, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.pacer import StepPacer
+from fastdeploy.scheduler.queue import WaitingQueue
+
+
+class Gate(Enum):
+    """Who may be scheduled; set by the pause state."""
+
+    OPEN = "open"
+    STARTED_ONLY = "started_only"
+    CLOSED = "closed"
+
+
+class NewToken(NamedTuple):
+    """One token of one request. gap_s: since the token before it, or since arrival for the first."""
+
+    request: Request
+    token_id: int
+    logprob: Logprob | None
+    span: Span
+    first: bool
+    gap_s: float
+
+
+class Scheduler:
+    """The only place that mutates requests. No Paddle, no sockets, no clock but for timestamps.
+
+    Time per step depends on the number of running requests, never on how many wait.
+    """
+
+    def __init__(self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager):
+        self.info = info
+        self.max_num_seqs = max_num_seqs
+        self.pacer = pacer
+        self.kv = kv
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []  # sorted by order
+        self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt right now
+        self.ended: list[Request] = []  # ENDING: final output not collected yet
+        self._step_id = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------ requests in and out
+
+    def add(self, request: Request) -> None:
+        self.waiting.push(request)
+
+    def end(self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | None = None) -> None:
+        """From now on the request computes nothing; ``retire`` follows once its final output is handed over."""
+        if request.state is State.RUNNING:
+            self._leave_batch(request)
+        else:
+            self.waiting.remove(request)
+        request.advance(Event.END)
+        request.finish_reason, request.message, request.stop_reason = reason, message, stop_reason
+        self.ended.append(request)
+
+    def retire(self, request: Request) -> None:
+        """The final output has been handed over."""
+        request.advance(Event.RETIRE)
+        self.kv.release(request)
+
+    def retract(self, request: Request) -> None:
+        """Back to the queue; its KV is given up and recomputed when its turn comes."""
+        self._leave_batch(request)
+        request.advance(Event.RETRACT)
+        self.kv.release(request)
+        self.waiting.push(request)
+
+    def _leave_batch(self, request: Request) -> None:
+        self.running.remove(request)
+        if self._prefilling.get(request.prompt_key) is request:
+            del self._prefilling[request.prompt_key]
+
+    # ------------------------------------------------------------------ one step
+
+    def has_work(self, gate: Gate) -> bool:
+        """Whether ``plan`` may have something to compute."""
+        if gate is Gate.CLOSED:
+            return False
+        return bool(self.running or self.waiting.num_started or (gate is Gate.OPEN and len(self.waiting)))
+
+    def plan(self, gate: Gate, epoch: int, version: str) -> StepPlan | None:
+        """Decodes first, then prompts under way, then newcomers, within the pacer's budget."""
+        if not self.has_work(gate):
+            return None
+        chunks: dict[Request, ScheduledChunk] = {}
+        copies: list[BlockCopy] = []
+        budget = self._plan_decodes(chunks, self.pacer.budget())
+        budget = self._plan_prefills(chunks, budget)
+        self._plan_admissions(chunks, copies, budget, gate)
+        if not chunks:
+            return None
+        self._step_id += 1
+        return StepPlan(self._step_id, epoch, version, list(chunks.values()), copies)
+
+    def _plan_decodes(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
+        for request in self.running[:]:
+            if request.state is not State.RUNNING or request.num_tokens - request.num_computed != 1:
+                continue
+            while not self.kv.grow(request):
+                victim = self._preempt()
+                budget += len(chunks.pop(victim).token_ids) if victim in chunks else 0
+                if victim is request:
+                    break
+            else:
+                chunks[request] = self._chunk(request, 1)
+                budget -= 1
+        return budget
+
+    def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
+        for request in self.running:
+            missing = request.num_tokens - request.num_computed
+            if missing > 1 and request not in chunks:
+                if budget <= 0:
+                    break
+                chunks[request] = self._chunk(request, min(missing, budget))
+                budget -= len(chunks[request].token_ids)
+        return budget
+
+    def _plan_admissions(
+        self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int, gate: Gate
+    ) -> None:
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting.head(started_only=gate is Gate.STARTED_ONLY)
+            if request is None or self._prompt_is_being_computed(request):
+                return
+            admission = self.kv.admit(request)
+            if admission is None:
+                return
+            self.waiting.remove(request)
+            request.advance(Event.ADMIT)
+            insort(self.running, request, key=lambda r: (r.order, r.choice))
+            if request.num_output_tokens == 0:
+                request.cached_tokens = admission.hit_tokens
+                if self.kv.enable_prefix_caching and request.num_tokens - request.num_computed > 1:
+                    self._prefilling.setdefault(request.prompt_key, request)
+            if admission.copy is not None:
+                copies.append(admission.copy)
+            chunks[request] = self._chunk(request, min(request.num_tokens - request.num_computed, budget))
+            budget -= len(chunks[request].token_ids)
+
+    def _prompt_is_being_computed(self, request: Request) -> bool:
+        """A group, or the same prompt sent many times, is prefilled once: the others wait for the first, and hit."""
+        first = self._prefilling.get(request.prompt_key)
+        if first is None or request.num_output_tokens:
+            return False
+        n = first.num_prompt_tokens
+        return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
+
+    def _chunk(self, request: Request, count: int) -> ScheduledChunk:
+        start = request.num_computed
+        sampling = request.sampling
+        banned: tuple[int, ...] = ()
+        if request.num_output_tokens < sampling.min_tokens:
+            banned = self.info.eos_token_ids + sampling.stop_token_ids
+        return ScheduledChunk(
+            key=request.key,
+            token_ids=request.token_ids[start : start + count],
+            start=start,
+            block_table=request.blocks,
+            sample=start + count == request.num_tokens,
+            sampling=sampling,
+            all_token_ids=request.token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            banned=banned,
+            request=request,
+        )
+
+    def _preempt(self) -> Request:
+        """Recompute the last in order later; one whose KV spans epochs, and cannot be rebuilt, only if all do."""
+        victim = max(self.running, key=lambda r: (not r.kv_mixed, r.order, r.choice))
+        victim.num_preempted += 1
+        self.num_preemptions += 1
+        self.retract(victim)
+        return victim
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
+        """Take in one step. Returns its tokens; the requests that came to their end by them are in ``ended``."""
+        self.kv.step_done()
+        now = time.time()
+        tokens: list[NewToken] = []
+        prefill_tokens = 0
+        for chunk, sampled in zip(plan.chunks, result.sampled, strict=True):
+            request: Request = chunk.request
+            request.num_computed += len(chunk.token_ids)
+            prefill_tokens += len(chunk.token_ids) if len(chunk.token_ids) > 1 else 0
+            self.kv.publish(request)
+            if sampled is None:
+                continue
+            if self._prefilling.get(request.prompt_key) is request:
+                del self._prefilling[request.prompt_key]
+            first, before = request.num_output_tokens == 0, request.last_token_at or request.arrival
+            span = request.append(sampled.token_id, plan.epoch, plan.version, now)
+            tokens.append(NewToken(request, sampled.token_id, sampled.logprob, span, first, now - before))
+            if not request.group.started:
+                self._group_started(request)
+            self._end_if_done(request, sampled.token_id)
+        self.pacer.observe(prefill_tokens, result.elapsed_s)
+        return tokens
+
+    def _group_started(self, request: Request) -> None:
+        waiting = [r for r in request.group.requests if r in self.waiting]
+        request.group.started = True
+        for sibling in waiting:
+            self.waiting.promote(sibling)
+
+    def _end_if_done(self, request: Request, token: int) -> None:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids:
+            self.end(request, FinishReason.STOP, stop_reason=token)
+        elif token in self.info.eos_token_ids and not sampling.ignore_eos:
+            self.end(request, FinishReason.STOP)
+        elif request.num_output_tokens >= request.max_output_tokens:
+            self.end(request, FinishReason.LENGTH)
+
+    # ------------------------------------------------------------------ pause and weights
+
+    @property
+    def drained(self) -> bool:
+        """Nothing that has produced a token is left to run."""
+        return not any(r.group.started for r in self.running) and self.waiting.num_started == 0
+
+    def retract_unstarted(self) -> None:
+        """Half-prefilled requests go back to the queue: a drain waits for answers under way, not for new ones."""
+        for request in [r for r in self.running if not r.group.started]:
+            self.retract(request)
+
+    def drop_kv(self) -> None:
+        """Give all KV back: what runs is recomputed when it is scheduled again, and nothing matches what was."""
+        for request in self.running[:]:
+            self.retract(request)
+        self.kv.forget_prefixes()
+
+    def start_epoch(self, epoch: int, recompute: bool) -> None:
+        """The weights have just changed. No request matches KV of another epoch; those under way keep their own
+        (and share it with nobody from now on), or drop it and are recomputed."""
+        if recompute:
+            self.drop_kv()
+        for request in self.running:
+            request.kv_mixed = bool(request.num_computed) or request.kv_mixed
+        self._prefilling.clear()
+        self.kv.forget_prefixes()
+        self.kv.epoch = epoch
+
+    def check_integrity(self) -> None:
+        """Run by tests after every step, and by the engine when idle."""
+        assert self.running == sorted(self.running, key=lambda r: (r.order, r.choice))
+        assert len(self.running) <= self.max_num_seqs
+        for request in self.running:
+            assert request.state is State.RUNNING and request not in self.waiting, request
+            assert 0 <= request.num_computed < request.num_tokens, request
+        for request in self._prefilling.values():
+            assert request in self.running, request
+        assert all(r.state is State.ENDING for r in self.ended)
+        self.waiting.check_integrity()
+        self.kv.check_integrity([*self.running, *self.ended])

@@ -1,0 +1,65 @@
+"""Packaging. The distribution is called fastdeploy-gpu where the Paddle that is installed is a CUDA build, else
+fastdeploy-cpu; both install the package ``fastdeploy``. ``custom_ops/build.py`` builds the C++ ops into it."""
+
+from importlib import metadata, util
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def paddle_is_cuda_build() -> bool:
+    """Read from Paddle's version file, without importing Paddle."""
+    try:
+        metadata.distribution("paddlepaddle-gpu")
+        return True
+    except metadata.PackageNotFoundError:
+        pass
+    spec = util.find_spec("paddle")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).parent / "version" / "__init__.py"
+    if not version.exists():
+        return False
+    lines = [line.split("=") for line in version.read_text().splitlines() if line.startswith("cuda_version")]
+    return bool(lines) and lines[0][1].strip(" '\"") not in ("False", "0", "None")
+
+
+GPU = paddle_is_cuda_build()
+
+RUNTIME = [
+    "fastapi>=0.115",
+    "httptools>=0.6",
+    "msgspec>=0.19",
+    "numpy>=1.26",
+    "prometheus-client>=0.21",
+    "pydantic>=2.9",
+    "pyzmq>=26",
+    "rich>=13",
+    "safetensors>=0.5",
+    "tokenizers>=0.21",
+    "transformers>=4.56",
+    "jinja2>=3.1",
+    "uvicorn>=0.34",
+    "uvloop>=0.21",
+]
+TEST = ["httpx>=0.27", "hypothesis>=6.100", "openai>=1.60", "pytest>=8", "pytest-timeout>=2.3", "torch==2.13.0"]
+
+setup(
+    name="fastdeploy-gpu" if GPU else "fastdeploy-cpu",
+    version="0.1.0",
+    description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["fastdeploy", "fastdeploy.*"]),
+    package_data={
+        "fastdeploy.embedded": ["model/*"],
+        "fastdeploy.model_executor.ops": ["*.so"],
+    },
+    install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
+    extras_require={"test": TEST, "dev": ["ruff"]},
+    entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
+)

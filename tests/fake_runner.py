@@ -1,0 +1,99 @@
+"""A runner without a model that knows what KV is: it writes every computed token into simulated blocks, and refuses a
+step whose context is not, slot by slot, what the sequence says. The next token is a hash of the whole sequence and of
+the weights, so an undisturbed run can be computed from outside with :func:`expected_tokens`."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+from fastdeploy.errors import WeightUpdateRefused
+from fastdeploy.inter_communicator.messages import Logprob
+from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+
+EOS = 0
+
+
+class Slot(NamedTuple):
+    token: int
+    position: int
+    weights: int
+    context: int  # checksum of the tokens before it
+
+
+def next_token(token_ids: list[int], weights: int, vocab: int) -> int:
+    """What the model with these weights says after ``token_ids``."""
+    return zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
+
+
+def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int = 1000) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, weights, vocab))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """``weights`` is an int. ``stage("w<k>")`` stages weights k; any other folder name is refused.
+
+    mixed_ok: keys of sequences whose context may span weights (kept through a commit); filled by ``commit``.
+    fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
+    """
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
+        self.info = ModelInfo("fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size)
+        self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.weights = 0
+        self.plans: list[StepPlan] = []
+        self.fail_next = False
+        self.step_s = 0.001
+        self.computed_tokens = 0
+        self.mixed_ok: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int]] = set()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.fail_next:
+            raise RuntimeError("the worker died")
+        self.plans.append(plan)
+        for copy in plan.copies:
+            self.slots[copy.target] = list(self.slots[copy.source])
+        keys = [chunk.key for chunk in plan.chunks]
+        assert len(set(keys)) == len(keys), "a sequence is in the plan twice"
+        sampled = [self._run(chunk) for chunk in plan.chunks]
+        return StepResult(plan.step_id, sampled, self.step_s)
+
+    def _run(self, chunk: ScheduledChunk) -> Sampled | None:
+        size, tokens = self.info.block_size, list(chunk.all_token_ids)
+        end = chunk.start + len(chunk.token_ids)
+        assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
+        self._seen.add(chunk.key)
+        for position in range(chunk.start):
+            slot = self.slots[chunk.block_table[position // size]][position % size]
+            assert slot is not None, f"{chunk.key}: position {position} was never computed"
+            assert (slot.token, slot.position) == (tokens[position], position), f"{chunk.key}: foreign KV at {position}"
+            assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{chunk.key}: foreign context"
+            assert slot.weights == self.weights or chunk.key in self.mixed_ok, f"{chunk.key}: stale KV at {position}"
+        for position in range(chunk.start, end):
+            slot = Slot(tokens[position], position, self.weights, zlib.crc32(repr(tokens[:position]).encode()))
+            self.slots[chunk.block_table[position // size]][position % size] = slot
+        self.computed_tokens += len(chunk.token_ids)
+        assert chunk.sample == (end == len(tokens))
+        if not chunk.sample:
+            return None
+        token = next_token(tokens, self.weights, self.info.vocab_size)
+        if token in chunk.banned:
+            token += 1
+        return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
+
+    def stage(self, model_path: str) -> Any:
+        name = model_path.rsplit("/", 1)[-1]
+        if not name.startswith("w"):
+            raise WeightUpdateRefused(f"{model_path}: not a checkpoint")
+        return int(name[1:])
+
+    def commit(self, staged: Any) -> None:
+        self.weights = staged
+        self.mixed_ok = set(self._seen)
+
+    def close(self) -> None:
+        pass
