@@ -4,6 +4,7 @@ the weights, so an undisturbed run can be computed from outside with :func:`expe
 
 from __future__ import annotations
 
+import threading
 import zlib
 from typing import Any, NamedTuple
 
@@ -21,9 +22,12 @@ class Slot(NamedTuple):
     context: int  # checksum of the tokens before it
 
 
-def next_token(token_ids: list[int], weights: int, vocab: int) -> int:
+def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = ()) -> int:
     """What the model with these weights says after ``token_ids``."""
-    return zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
+    token = zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
+    while token in banned:
+        token = (token + 1) % vocab
+    return token
 
 
 def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int = 1000) -> list[int]:
@@ -34,10 +38,12 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
 
 
 class FakeRunner:
-    """``weights`` is an int. ``stage("w<k>")`` stages weights k; any other folder name is refused.
+    """``weights`` is an int. ``stage("w<k>")`` stages weights k; any other folder name is refused. After a commit of
+    "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
 
-    mixed_ok: keys of sequences whose context may span weights (kept through a commit); filled by ``commit``.
+    mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
+    may_stage: staging takes until this is set (it is, to begin with).
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -48,8 +54,10 @@ class FakeRunner:
         self.fail_next = False
         self.step_s = 0.001
         self.computed_tokens = 0
+        self.may_stage = threading.Event()
+        self.may_stage.set()
         self.mixed_ok: set[tuple[str, int]] = set()
-        self._seen: set[tuple[str, int]] = set()
+        self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.fail_next:
@@ -66,7 +74,9 @@ class FakeRunner:
         size, tokens = self.info.block_size, list(chunk.all_token_ids)
         end = chunk.start + len(chunk.token_ids)
         assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
-        self._seen.add(chunk.key)
+        if chunk.start != self._end.get(chunk.key):
+            self.mixed_ok.discard(chunk.key)
+        self._end[chunk.key] = end
         for position in range(chunk.start):
             slot = self.slots[chunk.block_table[position // size]][position % size]
             assert slot is not None, f"{chunk.key}: position {position} was never computed"
@@ -80,20 +90,21 @@ class FakeRunner:
         assert chunk.sample == (end == len(tokens))
         if not chunk.sample:
             return None
-        token = next_token(tokens, self.weights, self.info.vocab_size)
-        if token in chunk.banned:
-            token += 1
+        token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
 
     def stage(self, model_path: str) -> Any:
-        name = model_path.rsplit("/", 1)[-1]
+        assert self.may_stage.wait(30)
+        name, _, recompute = model_path.rsplit("/", 1)[-1].partition("-")
+        if name == "garbage":
+            raise ValueError("a reader that did not expect this")
         if not name.startswith("w"):
             raise WeightUpdateRefused(f"{model_path}: not a checkpoint")
-        return int(name[1:])
+        return int(name[1:]), recompute != "recompute"
 
     def commit(self, staged: Any) -> None:
-        self.weights = staged
-        self.mixed_ok = set(self._seen)
+        self.weights, keeps_kv = staged
+        self.mixed_ok = set(self._end) if keeps_kv else set()
 
     def close(self) -> None:
         pass

@@ -1,7 +1,9 @@
-"""An engine on a fake runner and a transport made of lists: tests turn the loop by hand and see every message."""
+"""An engine on a fake runner, a transport made of lists and a clock that stands: tests turn the loop by hand, advance
+``now`` (seconds), and see every message."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from itertools import count
 
@@ -15,13 +17,14 @@ from fastdeploy.inter_communicator import messages as m
 
 class ListTransport:
     """``inbox`` holds what the engine will receive; ``sent[client]`` what it sent. A client in ``gone`` is dead; one
-    in ``mute`` receives but acknowledges no fence until it is taken out and ``unmute`` is called."""
+    in ``mute`` receives, but acknowledges no fence. ``acked[client]``: how much of sent it has acknowledged."""
 
     def __init__(self) -> None:
         self.inbox: deque[tuple[str, m.ToEngine]] = deque()
         self.sent: dict[str, list[m.ToClient]] = {}
         self.gone: set[str] = set()
         self.mute: set[str] = set()
+        self.acked: dict[str, int] = {}
 
     def recv(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine]]:
         batch = list(self.inbox)
@@ -34,6 +37,7 @@ class ListTransport:
         self.sent.setdefault(client, []).append(message)
         if isinstance(message, m.Fence) and client not in self.mute:
             self.inbox.append((client, m.FenceAck(message.fence_id)))
+            self.acked[client] = len(self.sent[client])
         return True
 
     def wake(self) -> None:
@@ -62,7 +66,10 @@ class Harness:
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
-        self.engine = CommonEngine(EngineConfig(**config), self.runner, self.transport, boot_id="boot")
+        self.now = 1000.0
+        self.engine = CommonEngine(
+            EngineConfig(**config), self.runner, self.transport, boot_id="boot", clock=lambda: self.now
+        )
         self._calls = count(1)
         self.connect("a")
 
@@ -75,9 +82,11 @@ class Harness:
     def send(self, message: m.ToEngine, client: str = "a") -> None:
         self.transport.inbox.append((client, message))
 
-    def add(self, request_id: str, prompt: list[int], client: str = "a", n: int = 1, priority: int = 0, **sampling) -> None:
-        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **sampling})
-        self.send(m.AddRequest(request_id, prompt, params, n=n, priority=priority), client)
+    def add(self, request_id: str, prompt: list[int], client: str = "a", **fields) -> None:
+        """Fields of AddRequest and of SamplingParams alike."""
+        of_request = {k: fields.pop(k) for k in ("n", "priority", "cache_salt", "group") if k in fields}
+        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})
+        self.send(m.AddRequest(request_id, prompt, params, **of_request), client)
 
     def call(self, args: m.Args, client: str = "a") -> int:
         call_id = next(self._calls)
@@ -94,6 +103,9 @@ class Harness:
                 return reply
         raise AssertionError(f"no reply to {args} within {turns} turns")
 
+    def update(self, folder: str, turns: int = 3, **args) -> m.Reply:
+        return self.ask(m.UpdateWeightsArgs(str(folder), **args), turns=turns)
+
     def pause(self, turns: int = 50, **args) -> m.Reply:
         return self.ask(m.PauseArgs(**args), turns=turns)
 
@@ -108,7 +120,15 @@ class Harness:
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
             self.engine.turn(block=False)
+            self.join_staging()
             self.engine.check_integrity()
+
+    def join_staging(self) -> None:
+        """Staging runs on a thread; wait for it, unless it is held up, so that each run is the same."""
+        if self.runner.may_stage.is_set():
+            for thread in threading.enumerate():
+                if thread.name == "stage-weights":
+                    thread.join()
 
     def run_out(self, limit: int = 2000) -> None:
         """Turn until nothing is left in the engine."""

@@ -57,12 +57,17 @@ class KVCacheManager:
         num_shared = usable // self.block_size
         shared = [node.block for node in path[:num_shared]]
         source = path[num_shared].block if usable % self.block_size else None
-        kept = shared if source is None else [*shared, source]
-        for block in kept:
+        for block in shared if source is None else [*shared, source]:
             self.pool.share(block)
-        fresh = self.pool.allocate(self.blocks_for(request.num_tokens) - num_shared)
+        missing = self.blocks_for(request.num_tokens) - num_shared
+        fresh = self.pool.allocate(missing)
+        if fresh is None and source is not None:
+            # The source may be the very block that is missing: compute its tokens anew rather than wait for ever.
+            self._give_back([source])
+            source, usable = None, num_shared * self.block_size
+            fresh = self.pool.allocate(missing)
         if fresh is None:
-            self._give_back(kept)
+            self._give_back(shared)
             return None
         copy = None
         if source is not None:
@@ -73,7 +78,7 @@ class KVCacheManager:
         request.cursor = path[num_shared - 1] if num_shared else None
         request.num_published = num_shared
         request.tail_published = num_shared > request.num_prompt_tokens // self.block_size
-        request.kv_mixed = False
+        request.kv_recomputed |= request.first_epoch is not None and request.first_epoch != self.epoch
         self.hit_tokens += usable
         self.queried_tokens += request.num_tokens
         return Admission(usable, copy)
@@ -132,7 +137,6 @@ class KVCacheManager:
         request.cursor = None
         request.num_published = 0
         request.tail_published = False
-        request.kv_recomputed |= request.kv_mixed
         request.kv_mixed = False
 
     def _give_back(self, blocks: Iterable[int]) -> None:

@@ -38,7 +38,8 @@ RETRY_AFTER_S = 1
 
 
 class CommonEngine:
-    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread.
+    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock: in
+    seconds, for deadlines and heartbeats.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
     EngineError, and the process is expected to be replaced.
@@ -51,6 +52,7 @@ class CommonEngine:
         transport: Transport,
         boot_id: str | None = None,
         on_commit: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
@@ -62,13 +64,14 @@ class CommonEngine:
         self._runner = runner
         self._transport = transport
         self._on_commit = on_commit or (lambda epoch: None)
+        self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
         self.requests = RequestTable()
         self.metrics = EngineMetrics()
         self.delivery = Delivery(transport, self._reap)
-        self.pause = PauseState(self)
+        self.pause = PauseState(self, clock)
         self.weights = WeightUpdater(runner, config.model_roots, transport.wake)
         self._arrivals = 0
         self._aborted = self._finished = self._aborted_tokens = 0
@@ -132,7 +135,7 @@ class CommonEngine:
         if self._was_busy and not len(self.requests):
             self._was_busy = False
             self.check_integrity()
-        now = time.monotonic()
+        now = self._clock()
         due = [d for d in (self.pause.next_deadline(), self._next_heartbeat) if d is not None]
         return max(min(due) - now, 0.0)
 
@@ -158,7 +161,7 @@ class CommonEngine:
         self.delivery.send_outputs(tokens, ended)
 
     def _beat(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
             self.delivery.broadcast(m.Heartbeat(self.boot_id, self.pause.admission is Admission.REJECT))
@@ -243,16 +246,17 @@ class CommonEngine:
     def _abort(self, args: m.AbortArgs) -> dict[str, Any]:
         if args.request_ids is None and not args.abort_all:
             raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
-        wanted = args.request_ids if not args.abort_all else list(dict.fromkeys(r.key[0] for r in self.requests))
+        wanted = args.request_ids if not args.abort_all else [r.group.client_id for r in self.requests]
         aborted, not_found = [], []
         for request_id in dict.fromkeys(wanted):
-            live = [r for r in self.requests.get(request_id) if r.live]
+            live = [r for r in self.requests.known_as(request_id) if r.live]
             if not live:
                 not_found.append(request_id)
                 continue
             aborted.append({"request_id": request_id, "output_token_count": sum(r.num_output_tokens for r in live)})
             for request in live:
                 self._abort_one(request, "aborted by request")
+        self._hand_over([])  # the final outputs go before the reply
         return {"aborted": aborted, "not_found": not_found}
 
     def _abort_one(self, request: Request, why: str) -> None:
@@ -279,11 +283,11 @@ class CommonEngine:
 
     def _commit_staged(self) -> None:
         """Between two steps: weights, epoch, label and KV namespace change in one motion, or nothing does."""
-        update = self.weights.take_finished()
+        update = self.weights.staged
         if update is None:
             return
         if update.error is not None:
-            update.answer(self.weights_label(), update.error)
+            self.weights.finish(self.weights_label(), update.error)
             return
         before, began = self.weights_label(), time.monotonic()
         in_flight = [r for r in self.requests if r.num_computed]
@@ -295,7 +299,7 @@ class CommonEngine:
         self.scheduler.start_epoch(self.epoch, recompute)
         self._on_commit(self.epoch)
         self.pause.release_system_hold(REPUBLISH_HOLD)
-        update.answer(self._update_report(update, before, began, len(in_flight), to_recompute), None)
+        self.weights.finish(self._update_report(update, before, began, len(in_flight), to_recompute), None)
 
     def _update_report(
         self, update: Update, before: dict[str, Any], began: float, in_flight: int, to_recompute: int
@@ -325,7 +329,7 @@ class CommonEngine:
         live = [r for r in self.requests if r.live]
         for request in live:
             self._abort_one(request, message)
-        return list(dict.fromkeys(r.key[0] for r in live))
+        return list(dict.fromkeys(r.group.client_id for r in live))
 
     def retract_unstarted(self) -> None:
         self.scheduler.retract_unstarted()
@@ -347,13 +351,17 @@ class CommonEngine:
         self.delivery.raise_fence()
 
     def fence_passed(self) -> bool:
-        return self.delivery.fence_passed()
+        return self.delivery.fence_passed
+
+    def fence_overtaken(self) -> bool:
+        return self.delivery.fence_overtaken
 
     def give_up_on_silent_clients(self) -> None:
         for client in self.delivery.silent_clients:
             log.error("client %s did not acknowledge a fence: counted as gone", client)
             self._transport.send(client, m.Goodbye())
             self.delivery.drop(client)
+        self._hand_over([])
 
     def weights_label(self) -> dict[str, Any]:
         return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
@@ -378,8 +386,10 @@ class CommonEngine:
     def check_integrity(self) -> None:
         """Nothing leaked, nothing counted twice. Run when idle, and by tests after every turn."""
         self.scheduler.check_integrity()
+        scheduler = self.scheduler
         for request in self.requests:
-            assert request.live or request in self.scheduler.ended, request
+            assert request.live or request in scheduler.ended, request
+        assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
         if not len(self.requests):
             assert self.kv.num_free == self.info.num_blocks
 

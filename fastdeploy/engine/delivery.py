@@ -69,14 +69,15 @@ class Delivery:
         if fence_id == self._fence_id:
             self._unacknowledged.discard(client)
 
+    @property
     def fence_passed(self) -> bool:
-        """A fence that was overtaken by an output is raised again."""
-        if self._unacknowledged:
-            return False
-        if self._outputs_sent != self._fence_mark:
-            self.raise_fence()
-            return not self._unacknowledged
-        return True
+        """Every client has acknowledged, and nothing was sent since."""
+        return not self._unacknowledged and self._outputs_sent == self._fence_mark
+
+    @property
+    def fence_overtaken(self) -> bool:
+        """Every client has acknowledged, but an output was sent since: it must be raised again."""
+        return not self._unacknowledged and self._outputs_sent != self._fence_mark
 
     @property
     def silent_clients(self) -> set[str]:

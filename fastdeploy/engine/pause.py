@@ -44,6 +44,7 @@ class Admission(IntEnum):
 
 NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
 CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
+SYSTEM = "system"  # placed_by of the engine's own holds
 
 
 class Phase(Enum):
@@ -145,6 +146,7 @@ class PauseEffects(Protocol):
     def counts(self) -> Counts: ...
     def raise_fence(self) -> None: ...
     def fence_passed(self) -> bool: ...
+    def fence_overtaken(self) -> bool: ...
     def give_up_on_silent_clients(self) -> None: ...
     def weights_label(self) -> dict[str, Any]: ...
 
@@ -214,7 +216,7 @@ class PauseState:
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission) -> None:
         """A hold that nobody placed over a route: it goes only by its name."""
         now = self._clock()
-        self.holds[hold_id] = Hold(hold_id, mode, admission, False, "system", True, now)
+        self.holds[hold_id] = Hold(hold_id, mode, admission, False, SYSTEM, True, now)
         self._advance(Event.PLACE)
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
@@ -235,7 +237,8 @@ class PauseState:
         }
 
     def release_system_hold(self, hold_id: str) -> None:
-        self._release([hold_id] if hold_id in self.holds else [], "released")
+        hold = self.holds.get(hold_id)
+        self._release([hold_id] if hold is not None and hold.placed_by == SYSTEM else [], "released")
 
     def status(self) -> dict[str, Any]:
         """The result of is_paused: both flags, phase, holds, counts."""
@@ -263,12 +266,12 @@ class PauseState:
     def settle(self) -> None:
         """Expire what is due, and move on as far as the state of the engine allows."""
         self._expire(self._clock())
-        if self.phase is Phase.RUNNING or (self.phase is Phase.PAUSED and not self._calls):
-            return
-        if not self._drained():
+        at_rest = self.phase is Phase.RUNNING or (self.phase is Phase.PAUSED and not self._calls)
+        if at_rest or not self._drained():
             self._fence_deadline = None
             return
-        if self._fence_deadline is None:
+        # A pause that joins does not raise it anew: a client that is mute could be given time for ever.
+        if self._fence_deadline is None or self._effects.fence_overtaken():
             self._effects.raise_fence()
             self._fence_deadline = self._clock() + FENCE_TIMEOUT_S
         if self._effects.fence_passed():
@@ -292,7 +295,8 @@ class PauseState:
         self._release(expired, "the hold's ttl ended")
         if self._fence_deadline is not None and self._fence_deadline <= now:
             self._effects.give_up_on_silent_clients()
-        for call in [c for c in self._calls if c.deadline <= now]:
+        # Each round answers the call or extends its deadline, and may answer others that share its hold.
+        while (call := next((c for c in self._calls if c.deadline <= now), None)) is not None:
             self._time_out(call, now)
 
     def _time_out(self, call: PauseCall, now: float) -> None:
@@ -311,7 +315,6 @@ class PauseState:
 
     def _enforce(self, mode: Mode, why: str) -> list[str]:
         """What a mode does at once, to those who are in the engine now. Later arrivals meet the closed gate."""
-        self._fence_deadline = None
         if mode is Mode.ABORT:
             return self._effects.abort_all(why)
         if self.gate is Gate.STARTED_ONLY:
@@ -320,7 +323,7 @@ class PauseState:
 
     def _escalate_others(self, call: PauseCall) -> None:
         for other in self._calls:
-            if other is not call and other.hold is not call.hold:
+            if other is not call:
                 other.escalated_by = call.hold.id
 
     def _release(self, hold_ids: list[str], why: str, error: FastDeployError | None = None) -> None:
@@ -330,7 +333,6 @@ class PauseState:
             del self.holds[hold_id]
         interrupted = [c for c in self._calls if c.hold.id in hold_ids]
         self._calls = [c for c in self._calls if c.hold.id not in hold_ids]
-        self._fence_deadline = None
         if not self.holds:
             self._advance(Event.RELEASE_LAST)
         elif self.gate is Gate.STARTED_ONLY:  # only mode wait is left of a drain that was frozen
@@ -368,10 +370,11 @@ class PauseState:
         """A new hold, or the standing one of that name made at least as strong."""
         standing = self.holds.get(args.hold_id) if args.hold_id is not None else None
         if standing is not None:
-            if standing.placed_by == "system":
+            if standing.placed_by == SYSTEM:
                 raise InvalidField("hold_id", f"{args.hold_id!r} is a hold of the system's own")
             standing.mode = max(standing.mode, mode)
             standing.admission = max(standing.admission, admission)
+            standing.named = True  # who took an anonymous hold's name owns it now
             return standing
         if len(self.holds) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")

@@ -51,12 +51,13 @@ class Request:
     order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single epoch.
     silent: its client wants no final output (it cancelled the request, or is gone).
-    kv_recomputed: such KV was lost and rebuilt; the spans of later tokens say so.
+    first_epoch: of the weights that sampled its first token.
+    kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at", "group",
-        "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_epoch", "first_token_at",
+        "group", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
         "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key", "sampling", "silent",
         "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
@@ -79,6 +80,7 @@ class Request:
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
+        self.first_epoch: int | None = None
         self.cached_tokens = 0
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
@@ -112,6 +114,8 @@ class Request:
         """Add one sampled token; returns the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
+        if at == 0:
+            self.first_epoch = epoch
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         return Span(version=version, epoch=epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
@@ -122,12 +126,14 @@ class Request:
 
 class Group:
     """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
-    drains (mode wait) runs all of them to their end."""
+    drains (mode wait) runs all of them to their end. ``client_id``: what the client calls it, perhaps together with
+    others."""
 
-    __slots__ = ("add", "client", "prompt_key", "requests", "started")
+    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "started")
 
     def __init__(self, client: str, add: AddRequest):
         self.client = client
+        self.client_id = add.group or add.request_id
         self.add = add
         self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
@@ -135,10 +141,11 @@ class Group:
 
 
 class RequestTable:
-    """The one table of requests, by the id that the client knows. A group leaves when its last choice is retired."""
+    """The one table of requests, by request id. A group leaves when its last choice is retired."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
+        self._by_client_id: dict[str, list[Group]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -149,17 +156,26 @@ class RequestTable:
     def add(self, group: Group) -> None:
         assert group.add.request_id not in self._groups
         self._groups[group.add.request_id] = group
+        self._by_client_id.setdefault(group.client_id, []).append(group)
 
     def get(self, request_id: str) -> list[Request]:
         """The choices still in the engine; empty for an unknown id."""
         group = self._groups.get(request_id)
         return list(group.requests) if group else []
 
+    def known_as(self, client_id: str) -> list[Request]:
+        """All that the client means by this id, which may be several requests."""
+        return [r for group in self._by_client_id.get(client_id, []) for r in group.requests]
+
     def remove(self, request: Request) -> None:
         group = request.group
         group.requests.remove(request)
         if not group.requests:
             del self._groups[group.add.request_id]
+            same = self._by_client_id[group.client_id]
+            same.remove(group)
+            if not same:
+                del self._by_client_id[group.client_id]
 
     def of_client(self, client: str) -> list[Request]:
         return [r for g in self._groups.values() if g.client == client for r in g.requests]

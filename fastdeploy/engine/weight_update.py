@@ -53,9 +53,11 @@ class WeightUpdater:
         threading.Thread(target=self._stage, args=(self._update,), name="stage-weights", daemon=True).start()
 
     def _check_path(self, path: str) -> None:
+        if "\0" in path:
+            raise InvalidField("model_path", "expected a path, got a string with a zero byte")
         real = os.path.realpath(path)
         if not any(os.path.commonpath([real, root]) == root for root in self._roots):
-            raise InvalidField("model_path", f"{path!r} is not under an allowed root (--model-roots)")
+            raise InvalidField("model_path", f"{path!r} is not under an allowed root (--model-root)")
         if not os.path.isdir(real):
             raise InvalidField("model_path", f"{path!r} is not a folder")
 
@@ -70,15 +72,18 @@ class WeightUpdater:
         update.done = True
         self._wake()
 
-    def take_finished(self) -> Update | None:
-        """The update whose staging has ended, once."""
-        if self._update is None or not self._update.done:
-            return None
+    @property
+    def staged(self) -> Update | None:
+        """The update whose staging has ended, well or not, until :meth:`finish`."""
+        return self._update if self._update is not None and self._update.done else None
+
+    def finish(self, result: dict[str, Any], error: FastDeployError | None) -> None:
+        """Answer the caller; the next update may start."""
+        assert self._update is not None
         update, self._update = self._update, None
-        return update
+        update.answer(result, error)
 
     def fail(self, error: FastDeployError) -> None:
         """The engine cannot go on: answer whoever waits."""
         if self._update is not None:
-            self._update.answer({}, error)
-            self._update = None
+            self.finish({}, error)

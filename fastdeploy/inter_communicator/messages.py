@@ -16,8 +16,8 @@ from fastdeploy.engine.sampling_params import SamplingParams
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled by weights (version, epoch).
 
-    recomputed: the KV of an earlier epoch that these tokens continued from was lost to a preemption and rebuilt
-    under this epoch (only a kept request that saw a commit can have that).
+    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or an
+    update with kv=recompute) and rebuilt under the weights of a later one.
     """
 
     version: str

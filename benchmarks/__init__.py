@@ -1,0 +1,1 @@
+"""Measurements and acceptance checks over real HTTP. Nothing here imports the engine."""

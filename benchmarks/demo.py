@@ -1,0 +1,190 @@
+#!/usr/bin/env python
+"""The main job on the embedded model, in about a minute: serve, pause in every mode, update under live streams, stop.
+
+    python benchmarks/demo.py        (or: make demo)
+
+Everything printed is measured over HTTP on the server that this script starts. Exits 1 if a promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.acceptance import Acceptance, Options, Outcome
+from benchmarks.lib.client import Client
+from benchmarks.lib.dialect import Native, ServerError
+from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
+from benchmarks.lib.report import Printer
+from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.spans import judge_update
+from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.verdicts import Check
+from benchmarks.lib.wire import WireError
+from benchmarks.lib.workload import completion
+from benchmarks.pause import allow_files
+from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
+
+RUNNING = 8
+VERSION = "demo-2"
+UPDATE_TOKENS, UPDATE_AFTER = 1500, 300
+PERTURBATION = 0.02
+READY_S, STOP_S = 120.0, 20.0
+
+
+class Demo:
+    """One server, and what is done to it. ``checks`` are the verdicts so far."""
+
+    def __init__(self, server: ServerProcess, folder: Path, waiting: int, printer: Printer) -> None:
+        self.server, self.folder, self.waiting, self.printer = server, folder, waiting, printer
+        self.native = Native(Client(server.url))
+        self.checks: list[Check] = []
+        self.model = ""
+        self._problems = arithmetic.problems(seed=0, n=256)
+
+    async def run(self) -> None:
+        took = await self.server.wait_ready(READY_S)
+        self.model, length = await self.native.model(None)
+        self.printer.say(f"{self.model} (context {length}) ready at {self.server.url} after {took:.1f} s")
+        await self._solve()
+        self.printer.acceptance(await self._accept())
+        await self._update()
+
+    async def _solve(self) -> None:
+        """A few problems first, so that one sees what the model does."""
+        problems = self._problems[:8]
+        bodies = [
+            completion(self.model, tokenizer.prompt_ids(p, chat=True), 600) | {"ignore_eos": False} for p in problems
+        ]
+        streams = [await self.native.client.stream("/v1/completions", body, "solve") for body in bodies]
+        rows = []
+        for problem, stream in zip(problems, streams, strict=True):
+            log = await stream.wait_closed()
+            right = arithmetic.is_correct(problem, log.text)
+            said = "".join(char if char.isprintable() else "." for char in log.text)
+            said = said if len(said) < 60 else f"{said[:28]} ... {said[-28:]}"
+            rows.append((problem.prompt, said, str(log.num_tokens), "right" if right else "wrong"))
+        self.printer.table("the model at work, greedy", ("problem", "answer", "tokens", ""), rows)
+
+    async def _accept(self) -> Outcome:
+        options = Options(
+            model=self.model, running=RUNNING, max_tokens=3500, wait_tokens=800, freeze_s=1.5, waiting=self.waiting
+        )
+        acceptance = Acceptance(self.native, options, self.printer.say, self.printer.checks, self._prompt)
+        outcome = await acceptance.run()
+        self.checks += outcome.checks
+        self.printer.measurements(outcome.runs)
+        return outcome
+
+    def _prompt(self, index: int) -> list[int]:
+        return tokenizer.prompt_ids(self._problems[index % len(self._problems)], chat=True)
+
+    async def _update(self) -> None:
+        """A bad update, then a good one whose folder is deleted at once, both under live streams."""
+        good, broken = self.folder / "step-2", self.folder / "broken"
+        perturbed_copy(MODEL_DIR, good, PERTURBATION)
+        break_weights(shutil.copytree(MODEL_DIR, broken))
+        undisturbed = await self._streams("before")
+        live = [await self._open(i, UPDATE_TOKENS, "live") for i in range(RUNNING)]
+        await asyncio.gather(*(stream.wait_tokens(UPDATE_AFTER) for stream in live))
+        self.printer.say("update: a broken checkpoint")
+        refused = await self._bad_update(broken)
+        self.printer.say(f"update: new weights as {VERSION!r}")
+        report = await self.native.update_weights(str(good), VERSION)
+        shutil.rmtree(good)
+        self.printer.say(f"update: {report.get('status')}, timings in ms {report.get('timings_ms')}, folder deleted")
+        after = await (await self._open(0, 32, "after")).wait_closed()
+        logs = [await stream.wait_closed() for stream in live]
+        checks = [refused, *judge_update(logs, undisturbed, after, VERSION, UPDATE_TOKENS)]
+        self.checks += checks
+        self.printer.checks(checks)
+
+    async def _bad_update(self, broken: Path) -> Check:
+        reply = await self.native.client.call(
+            "POST", "/v1/update_weights", {"model_path": str(broken), "version": "bad"}
+        )
+        error = reply.body.get("error") if isinstance(reply.body, dict) else None
+        said = str((error or {}).get("message", reply.body))[:60]
+        return Check(
+            "update under live streams",
+            "half a checkpoint is refused",
+            f"HTTP {reply.status}: {said}",
+            reply.status == 400,
+        )
+
+    async def _streams(self, name: str) -> list[StreamLog]:
+        streams = [await self._open(i, UPDATE_TOKENS, name) for i in range(RUNNING)]
+        return [await stream.wait_closed() for stream in streams]
+
+    async def _open(self, index: int, tokens: int, name: str):
+        request_id = f"{name}-{index}"
+        body = completion(self.model, self._prompt(index), tokens, request_id)
+        return await self.native.client.stream("/v1/completions", body, request_id)
+
+
+def break_weights(folder: Path) -> None:
+    """Cut the weights file in half, as a trainer does that dies while it writes."""
+    weights = folder / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def judge_stop(server: ServerProcess) -> list[Check]:
+    """Ctrl-C: the exit is clean and bounded, and no process or socket file stays behind."""
+    code, took = server.stop(STOP_S)
+    left = server.left_over()
+    files = [str(path.relative_to(server.ipc)) for path in server.ipc.rglob("*")]
+    return [
+        Check(
+            "stop",
+            f"Ctrl-C ends the server within {STOP_S:.0f} s, exit code 0",
+            f"code {code}, {took:.2f} s",
+            code == 0,
+        ),
+        Check("stop", "no process is left", ", ".join(map(str, left)) or "none", not left),
+        Check("stop", "no socket file is left", ", ".join(files[:3]) or "none", not files),
+    ]
+
+
+def run(waiting: int, printer: Printer) -> list[Check]:
+    """Every check of the demo. Raises ServerError and the like when the server cannot be driven."""
+    with tempfile.TemporaryDirectory(prefix="fd-demo-") as name:
+        command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--max-num-seqs", str(RUNNING)]
+        server = ServerProcess(command, Path(name))
+        try:
+            demo = Demo(server, Path(name), waiting, printer)
+            asyncio.run(demo.run())
+            stopped = judge_stop(server)
+            printer.checks(stopped)
+            return demo.checks + stopped
+        finally:
+            server.kill()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--waiting", type=int, default=1000, help="length of the long queue (default: %(default)s)")
+    args = parser.parse_args(argv)
+    printer = Printer()
+    try:
+        allow_files(2 * (args.waiting + RUNNING))
+        checks = run(args.waiting, printer)
+    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+        printer.say(f"the demo could not go on: {type(error).__name__}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    failed = [check for check in checks if not check.ok]
+    printer.say(f"{len(checks) - len(failed)} of {len(checks)} promises held")
+    for check in failed:
+        printer.say(f"FAILED  {check.scenario}: {check.promise}: {check.seen}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

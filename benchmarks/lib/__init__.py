@@ -1,0 +1,1 @@
+"""Shared by the benchmark scripts: HTTP and SSE readers, timelines, verdicts, tables."""

@@ -1,0 +1,297 @@
+"""Drives a live server through every pause mode and collects the timelines that verdicts.py judges."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.lib import verdicts
+from benchmarks.lib.client import Stream
+from benchmarks.lib.dialect import Dialect, Gauges, ServerError
+from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.verdicts import Check, PauseRun
+from benchmarks.lib.workload import completion, prompt_ids
+
+NEW_REQUESTS = 5
+NEW_REQUEST_TOKENS = 16
+PROBE_S = 10.0
+# Tokens of each running stream between the end of our own sending and the pause: from them the step is measured.
+SETTLE = 12
+SETTLE_S = 0.2
+JUDGES = {"abort": verdicts.judge_abort, "keep": verdicts.judge_keep, "wait": verdicts.judge_wait}
+
+
+@dataclass(frozen=True)
+class Options:
+    """running: the server's max_num_seqs. before: tokens every running stream has when the pause comes.
+    wait_tokens: max_tokens in mode wait, whose pause lasts until they are made. freeze_s: how long keep stays paused.
+    after: tokens to see after keep's resume. waiting: size of the extra scenarios' queue, 0 = without."""
+
+    model: str
+    streams: int = 20
+    running: int = 8
+    prompt_tokens: int = 512
+    max_tokens: int = 3000
+    before: int = 50
+    after: int = 20
+    wait_tokens: int = 64
+    freeze_s: float = 2.0
+    waiting: int = 0
+    timeout_s: float = 60.0
+    load_timeout_s: float = 300.0
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """runs: one per scenario, in order. checks: every verdict."""
+
+    runs: list[PauseRun] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.ok is False]
+
+
+class Acceptance:
+    """Runs the scenarios one after the other; ``say`` gets a line per stage, ``show`` each set of new checks.
+
+    ``prompt`` makes prompt number i, by default seeded random ids.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        options: Options,
+        say: Callable[[str], None] = lambda _: None,
+        show: Callable[[list[Check]], None] = lambda _: None,
+        prompt: Callable[[int], list[int]] | None = None,
+    ) -> None:
+        self.dialect, self.options = dialect, options
+        self._say, self._show = say, show
+        self._live: list[Stream] = []
+        self._make_prompt = prompt or (lambda index: prompt_ids(options.seed, index, options.prompt_tokens))
+        self._prompts: dict[int, list[int]] = {}
+        self._sent = 0
+        self.outcome = Outcome()
+
+    async def run(self) -> Outcome:
+        """Raises ServerError, WireError, OSError or TimeoutError when the server cannot be driven at all."""
+        options, outcome = self.options, self.outcome
+        start = await self._idle_gauges()
+        scenarios = [("abort", "abort", options.streams), ("keep", "keep", options.streams)]
+        scenarios.append(("wait", "wait", options.streams))
+        if options.waiting:
+            total = options.running + options.waiting
+            scenarios += [(f"abort, {options.waiting} waiting", "abort", total)]
+            scenarios += [(f"keep, {options.waiting} waiting", "keep", total)]
+        try:
+            for name, mode, streams in scenarios:
+                run = await self._scenario(name, mode, streams)
+                outcome.runs.append(run)
+                self._add(JUDGES[mode](run, rejects=self.dialect.rejects))
+            self._add(await self._compare())
+            self._say(f"after: {NEW_REQUESTS} new requests")
+            fresh = await self._complete(
+                [NEW_REQUEST_TOKENS] * NEW_REQUESTS, [100_000 + i for i in range(NEW_REQUESTS)], "new"
+            )
+            await self._clear()
+            after = await self._idle_gauges(must=False)
+            self._add(verdicts.judge_after(fresh, NEW_REQUEST_TOKENS, NEW_REQUESTS, start, after))
+        finally:
+            for stream in self._live:
+                stream.cancel()
+        return outcome
+
+    def _add(self, checks: list[Check]) -> None:
+        self.outcome.checks += checks
+        self._show(checks)
+
+    # ------------------------------------------------------------------ one scenario
+
+    async def _scenario(self, name: str, mode: str, count: int) -> PauseRun:
+        options = self.options
+        tokens = options.wait_tokens if mode == "wait" else options.max_tokens
+        for index in range(count):  # made before any stream runs: it would take the time in which tokens are stamped
+            self._prompt(index)
+        before = await self._idle_gauges()
+        self._say(f"{name}: starting {count} streams, {options.running} of them running")
+        streams = await self._load(name, count, tokens)
+        if mode != "wait":
+            await asyncio.sleep(SETTLE_S)  # what arrived late while thousands were being sent is behind us
+        steady_at = time.perf_counter()
+        if mode != "wait":
+            await asyncio.sleep(SETTLE_S)
+        running, least = streams[: options.running], 0 if mode == "wait" else options.before
+        more = tokens // 4 if mode == "wait" else SETTLE
+        await self._tokens(running, [max(least, stream.log.num_tokens + more) for stream in running])
+        loaded = await self.dialect.gauges()
+
+        self._say(f"{name}: pausing")
+        window = None
+        called_at = time.perf_counter()
+        pause = asyncio.create_task(self._pause(mode))
+        if mode == "wait" and self.dialect.rejects:
+            window = await self._probe_window(pause)
+        await pause
+        replied_at = time.perf_counter()
+        self._say(f"{name}: paused after {replied_at - called_at:.3f} s")
+        if mode == "abort":
+            await self._closed(streams)
+        paused = await self.dialect.gauges()
+        probes = [await self._send(200_000, NEW_REQUEST_TOKENS, f"{name} probe")]
+        if mode == "keep" or not self.dialect.rejects:
+            await asyncio.sleep(options.freeze_s)
+        else:
+            await self._answer(probes[0])
+        resume_called_at = time.perf_counter()
+        await self.dialect.resume()
+        resume_replied_at = time.perf_counter()
+        self._say(f"{name}: resumed")
+        await self._finish(mode, streams, probes)
+        return PauseRun(
+            scenario=name,
+            running=options.running,
+            complete_tokens=tokens,
+            streams=[stream.log for stream in streams],
+            steady_at=steady_at,
+            called_at=called_at,
+            replied_at=replied_at,
+            resume_called_at=resume_called_at,
+            resume_replied_at=resume_replied_at,
+            before=before,
+            loaded=loaded,
+            paused=paused,
+            probes=[probe.log for probe in probes],
+            window_probe=window[1].log if window else None,
+            window_seen_at=window[0] if window else None,
+        )
+
+    async def _load(self, name: str, count: int, max_tokens: int) -> list[Stream]:
+        """Start ``running`` streams, then, once each has a token, the others; return when the gauges show them all."""
+        running = self.options.running
+        first = await asyncio.gather(*(self._send(i, max_tokens, name) for i in range(running)))
+        await self._tokens(first, [1] * running)
+        others = await asyncio.gather(*(self._send(i, max_tokens, name) for i in range(running, count)))
+        await self._until(lambda g: g.waiting >= count - running, f"{count - running} waiting requests")
+        return [*first, *others]
+
+    async def _pause(self, mode: str) -> dict[str, Any]:
+        """keep keeps the KV: frozen streams must go on as if nothing had been. wait is placed with admission reject."""
+        return await self.dialect.pause(
+            mode,
+            clear_cache=mode != "keep",
+            admission="reject" if mode == "wait" else None,
+            timeout_s=self.options.timeout_s,
+        )
+
+    async def _probe_window(self, pause: asyncio.Task[dict]) -> tuple[float, Stream] | None:
+        """Ask for the flags until they show the window, then send a request into it; None if the pause ended first."""
+        while not pause.done():
+            flags = await self.dialect.flags()
+            if flags.rejecting and not flags.is_paused:
+                seen_at = time.perf_counter()
+                probe = await self._send(200_001, NEW_REQUEST_TOKENS, "window probe")
+                await self._answer(probe)
+                return seen_at, probe
+        return None
+
+    async def _finish(self, mode: str, streams: Sequence[Stream], probes: Sequence[Stream]) -> None:
+        """Bring every stream of a resumed scenario to its end, and leave an idle server with clean caches."""
+        if mode == "keep":
+            targets = [stream.log.num_tokens + self.options.after for stream in streams[: self.options.running]]
+            await self._tokens(streams[: self.options.running], targets)
+            await self._clear()
+        await self._closed([*streams, *probes])
+
+    async def _clear(self) -> None:
+        await self.dialect.pause("abort", clear_cache=True, timeout_s=self.options.timeout_s)
+        await self.dialect.resume()
+
+    # ------------------------------------------------------------------ the undisturbed run
+
+    async def _compare(self) -> list[Check]:
+        """Run the prompts that were interrupted once more, undisturbed, and compare every token."""
+        running = self.options.running
+        by_run = [(run, [(i, log) for i, log in enumerate(run.streams) if log.tokens]) for run in self.outcome.runs]
+        longest: dict[int, int] = {}
+        for _, logs in by_run:
+            for i, log in logs:
+                if i < running:
+                    longest[i] = max(longest.get(i, 1), log.num_tokens)
+        self._say(f"reference: {len(longest)} undisturbed streams")
+        indices = sorted(longest)
+        whole = await self._complete([longest[i] for i in indices], indices, "reference")
+        reference = {str(i): log for i, log in zip(indices, whole, strict=True)}
+        checks: list[Check] = []
+        for run, logs in by_run:
+            prompts = {log.request_id: str(i) for i, log in logs}
+            mine = [log for i, log in logs if i < running]
+            checks += verdicts.judge_texts(run.scenario, mine, reference, lambda rid, p=prompts: p[rid])
+        return checks
+
+    async def _complete(self, max_tokens: Sequence[int], indices: Sequence[int], name: str) -> list[StreamLog]:
+        streams = await asyncio.gather(*(self._send(i, n, name) for i, n in zip(indices, max_tokens, strict=True)))
+        return await self._closed(streams)
+
+    # ------------------------------------------------------------------ small things
+
+    async def _send(self, index: int, max_tokens: int, name: str) -> Stream:
+        options = self.options
+        self._sent += 1
+        request_id = f"{name} {index} #{self._sent}".replace(" ", "-").replace(",", "")
+        body = completion(options.model, self._prompt(index), max_tokens, request_id)
+        stream = await self.dialect.client.stream("/v1/completions", body, request_id)
+        self._live.append(stream)
+        return stream
+
+    def _prompt(self, index: int) -> list[int]:
+        if index not in self._prompts:
+            self._prompts[index] = self._make_prompt(index)
+        return self._prompts[index]
+
+    async def _closed(self, streams: Sequence[Stream]) -> list[StreamLog]:
+        """Wait for every stream's end; those which do not end in time are cut, and fail their check by it."""
+        pending = asyncio.gather(*(stream.wait_closed() for stream in streams))
+        try:
+            await asyncio.wait_for(pending, self.options.load_timeout_s)
+        except TimeoutError:
+            for stream in streams:
+                stream.cancel()
+        return [stream.log for stream in streams]
+
+    async def _tokens(self, streams: Sequence[Stream], counts: Sequence[int]) -> None:
+        """Wait until each stream has its count of tokens, or has ended."""
+        work = asyncio.gather(*(stream.wait_tokens(n) for stream, n in zip(streams, counts, strict=True)))
+        try:
+            await asyncio.wait_for(work, self.options.load_timeout_s)
+        except TimeoutError:
+            have = [stream.log.num_tokens for stream in streams]
+            raise ServerError(f"running streams have {have} tokens, not {list(counts)}, in time") from None
+
+    async def _answer(self, probe: Stream) -> None:
+        """Give a request that should be refused time for its answer; one that is held has none yet."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(probe.wait_closed(), min(PROBE_S, self.options.load_timeout_s))
+
+    async def _until(self, reached: Callable[[Gauges], bool], what: str, timeout_s: float | None = None) -> Gauges:
+        deadline = time.perf_counter() + (timeout_s or self.options.load_timeout_s)
+        while not reached(gauges := await self.dialect.gauges()):
+            if time.perf_counter() > deadline:
+                raise ServerError(f"never saw {what}; last gauges: {gauges}")
+            await asyncio.sleep(0.05)
+        return gauges
+
+    async def _idle_gauges(self, must: bool = True) -> Gauges:
+        """Gauges of the idle server; with ``must`` False, whatever they are after five seconds."""
+        try:
+            return await self._until(lambda g: g.running == g.waiting == 0, "an idle server", 30 if must else 5)
+        except ServerError:
+            if must:
+                raise
+            return await self.dialect.gauges()

@@ -1,0 +1,173 @@
+"""A lean asyncio client: JSON calls, and thousands of streams, timestamped on arrival and parsed when asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.wire import EventReader, ResponseReader, WireError
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP reply read whole; ``body`` is the parsed JSON, or the text where it is not JSON."""
+
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+class _Exchange(asyncio.Protocol):
+    """One request and its response on a connection of its own."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.response = ResponseReader()
+        self.pieces: list[tuple[float, bytes]] = []
+        self.error: str | None = None
+        self.closed_at: float | None = None
+        self.closed = asyncio.Event()
+        self.arrived = asyncio.Event()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            body = self.response.feed(data)
+        except WireError as error:
+            self.fail(str(error))
+            return
+        if body:
+            self.pieces.append((time.perf_counter(), body))
+        self.arrived.set()
+        if self.response.done:
+            self.close()
+
+    def eof_received(self) -> None:
+        try:
+            self.response.feed_eof()
+        except WireError as error:
+            self.fail(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.response.done and self.error is None:
+            self.error = f"connection lost: {error or 'closed by the server'}"
+        self._finish()
+
+    def fail(self, message: str) -> None:
+        self.error = self.error or message
+        self.close()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.closed_at is None:
+            self.closed_at = time.perf_counter()
+        self.closed.set()
+        self.arrived.set()
+
+
+class Stream:
+    """A streamed completion. ``log`` is what has arrived so far; parsing happens when it is read."""
+
+    def __init__(self, request_id: str, exchange: _Exchange, sent_at: float) -> None:
+        self._exchange = exchange
+        self._events = EventReader()
+        self._taken = 0
+        self._log = StreamLog(request_id, sent_at)
+
+    @property
+    def log(self) -> StreamLog:
+        exchange, log = self._exchange, self._log
+        log.status, log.headers = exchange.response.status, exchange.response.headers
+        log.closed_at = exchange.closed_at
+        pieces, self._taken = exchange.pieces[self._taken :], len(exchange.pieces)
+        for at, body in pieces:
+            if log.status != 200:
+                log.error = (log.error or "") + body.decode(errors="replace")
+                continue
+            for payload in self._events.feed(body):
+                log.take(at, payload)
+        log.comments = self._events.comments
+        log.error = log.error or exchange.error
+        return log
+
+    async def wait_tokens(self, count: int) -> None:
+        """Return once ``count`` tokens have come, or the stream has ended."""
+        while not self._exchange.closed.is_set() and self.log.num_tokens < count:
+            self._exchange.arrived.clear()
+            await self._exchange.arrived.wait()
+
+    async def wait_head(self) -> int:
+        """Return the HTTP status once it is known (0 if the connection broke first)."""
+        while not self._exchange.closed.is_set() and not self._exchange.response.status:
+            self._exchange.arrived.clear()
+            await self._exchange.arrived.wait()
+        return self._exchange.response.status
+
+    async def wait_closed(self) -> StreamLog:
+        await self._exchange.closed.wait()
+        return self.log
+
+    def cancel(self) -> None:
+        """Hang up, as a client does that has lost interest."""
+        self._exchange.fail("cancelled by the client")
+
+
+class Client:
+    """Talks to one server. ``connecting`` bounds how many connections are being opened at once."""
+
+    def __init__(self, url: str, connecting: int = 128) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"url: expected http://host[:port], got {url!r}")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._gate = asyncio.Semaphore(connecting)
+
+    async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
+        """One request, its reply read whole. Raises WireError or OSError; TimeoutError after ``timeout`` seconds."""
+        async with asyncio.timeout(timeout):
+            exchange = await self._send(method, path, body)
+            try:
+                await exchange.closed.wait()
+            finally:
+                exchange.close()
+        if exchange.error:
+            raise WireError(f"{method} {path}: {exchange.error}")
+        raw = b"".join(piece for _, piece in exchange.pieces).decode()
+        try:
+            parsed = json.loads(raw)
+        except ValueError:
+            parsed = raw
+        return Reply(exchange.response.status, exchange.response.headers, parsed)
+
+    async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Stream:
+        """Send a streamed request; returns when it is written, before any answer. Its time runs from this call."""
+        sent_at = time.perf_counter()
+        return Stream(request_id, await self._send("POST", path, body), sent_at)
+
+    async def _send(self, method: str, path: str, body: Any) -> _Exchange:
+        payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        head = (
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
+            f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        )
+        async with self._gate:
+            loop = asyncio.get_running_loop()
+            _, exchange = await loop.create_connection(
+                lambda: _Exchange(head.encode() + payload), self._host, self._port
+            )
+        return exchange

@@ -1,0 +1,72 @@
+"""Throughput and latency of a load, from its stream logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.lib.timeline import StreamLog, gaps, percentile
+
+PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and percentiles (by percent) of ``count`` values, in seconds; all zero when there are none."""
+
+    count: int
+    mean: float
+    at: dict[int, float]
+
+
+@dataclass(frozen=True)
+class ServingStats:
+    """ttft: from sending a request to its first token. tpot: per request, mean time per token after the first.
+    itl: gaps between consecutive token chunks, pooled. e2e: from sending to the final chunk.
+    tokens_per_s counts output tokens over duration_s, the time from the first request sent to the last one ended."""
+
+    completed: int
+    failed: int
+    errors: tuple[str, ...]
+    duration_s: float
+    output_tokens: int
+    tokens_per_s: float
+    requests_per_s: float
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    e2e: Spread
+
+
+def output_tokens(log: StreamLog) -> int:
+    """From the ids where the server sends them, else from usage, else one per chunk."""
+    return log.num_tokens or log.usage_tokens or len(log.tokens)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if not values:
+        return Spread(0, 0.0, dict.fromkeys(PERCENTS, 0.0))
+    return Spread(len(values), sum(values) / len(values), {p: percentile(values, p) for p in PERCENTS})
+
+
+def summarize(logs: Sequence[StreamLog]) -> ServingStats:
+    """A request counts as completed when it ended once and had a token; only those enter the figures."""
+    good = [log for log in logs if log.ended_once and log.tokens]
+    bad = [log for log in logs if not (log.ended_once and log.tokens)]
+    tokens = sum(output_tokens(log) for log in good)
+    duration = max((log.finals[0][0] for log in good), default=0.0) - min((log.sent_at for log in logs), default=0.0)
+    duration = duration if good else 0.0
+    tpot = [(log.tokens[-1].at - log.tokens[0].at) / (output_tokens(log) - 1) for log in good if output_tokens(log) > 1]
+    return ServingStats(
+        completed=len(good),
+        failed=len(bad),
+        errors=tuple(sorted({log.error or f"HTTP {log.status}, {len(log.finals)} finals" for log in bad})),
+        duration_s=duration,
+        output_tokens=tokens,
+        tokens_per_s=tokens / duration if duration else 0.0,
+        requests_per_s=len(good) / duration if duration else 0.0,
+        ttft=spread([log.tokens[0].at - log.sent_at for log in good]),
+        tpot=spread(tpot),
+        itl=spread([gap for log in good for gap in gaps(log)]),
+        e2e=spread([log.finals[0][0] - log.sent_at for log in good]),
+    )

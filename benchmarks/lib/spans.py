@@ -1,0 +1,95 @@
+"""Weight version labels of a stream, put together from its chunks, and the promises of an update under live streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.lib.timeline import StreamLog, gaps, is_prefix
+from benchmarks.lib.verdicts import Check
+
+
+class Labelled(NamedTuple):
+    """Output tokens [start, end) were sampled by this version."""
+
+    version: str
+    epoch: int
+    start: int
+    end: int
+
+
+class BadLabels(Exception):
+    """A token of the stream has no label, or two."""
+
+
+def labels(log: StreamLog) -> list[Labelled]:
+    """The spans of all chunks, neighbours of the same weights joined. Raises BadLabels."""
+    spans: list[Labelled] = []
+    position = 0
+    for event in log.tokens:
+        for raw in event.weight_versions:
+            span = Labelled(str(raw["version"]), raw["epoch"], raw["start"], raw["end"])
+            if span.start != position or span.end <= span.start:
+                raise BadLabels(f"{log.request_id}: tokens labelled to {position}, then {span.start} to {span.end}")
+            position = span.end
+            if spans and spans[-1][:2] == span[:2]:
+                spans[-1] = spans[-1]._replace(end=span.end)
+            else:
+                spans.append(span)
+    if position != log.num_tokens:
+        raise BadLabels(f"{log.request_id}: {log.num_tokens} tokens, {position} labelled")
+    return spans
+
+
+def judge_update(
+    logs: Sequence[StreamLog], undisturbed: Sequence[StreamLog], after: StreamLog, version: str, tokens: int
+) -> list[Check]:
+    """Streams that lived through an update to ``version``; ``undisturbed``: the same prompts under the old weights,
+    in the same order; ``after``: a request sent when the update had been answered."""
+    scenario = "update under live streams"
+    whole = [log for log in logs if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
+    switches, same, problems = [], [], []
+    for log, old in zip(logs, undisturbed, strict=True):
+        try:
+            spans = labels(log)
+        except BadLabels as bad:
+            problems.append(str(bad))
+            continue
+        if len(spans) == 2 and spans[1].version == version and spans[0].epoch < spans[1].epoch:
+            switches.append(spans[1].start)
+            if is_prefix(log.token_ids[: spans[1].start], old.token_ids):
+                same.append(log)
+    try:
+        fresh = labels(after)
+    except BadLabels as bad:
+        fresh, problems = [], [*problems, str(bad)]
+    where = f", at token {min(switches)} to {max(switches)}" if switches else ""
+    trouble = f"; {problems[0]}" if problems else ""
+    longest = max((gap for log in logs for gap in gaps(log)), default=0.0)
+    total = len(logs)
+    return [
+        Check(
+            scenario,
+            "streams go on and complete",
+            f"{len(whole)} of {total}, {tokens} tokens each, longest gap {longest * 1000:.0f} ms",
+            bool(logs) and len(whole) == total,
+        ),
+        Check(
+            scenario,
+            "each token is labelled, and the label switches at one token",
+            f"{len(switches)} of {total} streams{where}{trouble}",
+            bool(logs) and len(switches) == total,
+        ),
+        Check(
+            scenario,
+            "up to the switch the tokens are those of the old weights",
+            f"{len(same)} of {total} streams",
+            bool(logs) and len(same) == total,
+        ),
+        Check(
+            scenario,
+            "a request sent afterwards is made by the new weights alone",
+            ", ".join(f"{span.version} for {span.end - span.start} tokens" for span in fresh) or "no label",
+            len(fresh) == 1 and fresh[0].version == version,
+        ),
+    ]

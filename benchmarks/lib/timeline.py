@@ -1,0 +1,122 @@
+"""What a client saw on one stream, and the statistics made of it. All times are time.perf_counter() seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """One stream chunk that carried tokens."""
+
+    at: float
+    token_ids: list[int]
+    text: str = ""
+    weight_versions: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StreamLog:
+    """Everything that arrived for one streamed request.
+
+    finals: (time, finish_reason) of every chunk that had a finish reason: exactly one is right.
+    loose_text: text that came without a token (held back for a stop string, or half a character), at the end.
+    status: HTTP status, 0 while no head has come. error: why the stream did not end as a stream should.
+    """
+
+    request_id: str
+    sent_at: float
+    status: int = 0
+    tokens: list[TokenEvent] = field(default_factory=list)
+    finals: list[tuple[float, str]] = field(default_factory=list)
+    loose_text: str = ""
+    done_markers: int = 0
+    comments: int = 0
+    usage_tokens: int | None = None
+    closed_at: float | None = None
+    error: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for event in self.tokens for token in event.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(event.token_ids) for event in self.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.tokens) + self.loose_text
+
+    @property
+    def reason(self) -> str | None:
+        return self.finals[-1][1] if self.finals else None
+
+    @property
+    def ended_once(self) -> bool:
+        """HTTP 200, one chunk with a finish reason, nothing after it but one [DONE], and no broken connection."""
+        if self.status != 200 or self.error or len(self.finals) != 1 or self.done_markers != 1:
+            return False
+        return not self.tokens or self.tokens[-1].at <= self.finals[0][0]
+
+    def tokens_between(self, start: float, end: float) -> int:
+        return sum(len(event.token_ids) for event in self.tokens if start < event.at < end)
+
+    def take(self, at: float, payload: bytes) -> None:
+        """Add one event of an OpenAI completions stream, as it arrived at ``at``."""
+        if payload == b"[DONE]":
+            self.done_markers += 1
+            return
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            error = chunk["error"]
+            self.error = error.get("message", str(error)) if isinstance(error, dict) else str(error)
+            return
+        if chunk.get("usage"):
+            self.usage_tokens = chunk["usage"].get("completion_tokens")
+        for choice in chunk.get("choices", ()):
+            ids, text = choice.get("token_ids") or [], choice.get("text") or ""
+            if text and not ids and "token_ids" in choice:
+                self.loose_text += text
+            elif ids or text:
+                self.tokens.append(TokenEvent(at, ids, text, choice.get("weight_versions") or []))
+            if choice.get("finish_reason") is not None:
+                self.finals.append((at, choice["finish_reason"]))
+
+
+def gaps(log: StreamLog) -> list[float]:
+    """Seconds between consecutive token chunks of one stream."""
+    return [b.at - a.at for a, b in pairwise(log.tokens)]
+
+
+def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
+    """Seconds between the tokens of a running stream from ``start`` to ``end``: median over streams, 0 if unknown.
+
+    Of one stream the mean is taken, not the median gap: fast steps reach us in bursts, with most gaps near zero.
+    """
+    steps = []
+    for log in logs:
+        inside = [event for event in log.tokens if start <= event.at <= end]
+        count = sum(len(event.token_ids) or 1 for event in inside[1:])
+        if count:
+            steps.append((inside[-1].at - inside[0].at) / count)
+    return median(steps) if steps else 0.0
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear interpolation between closest ranks; ``values`` not empty, ``percent`` from 0 to 100."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:
+    return list(part) == list(whole[: len(part)])

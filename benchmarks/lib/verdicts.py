@@ -1,0 +1,310 @@
+"""The promises of a pause, judged from timelines alone. No I/O, so that every verdict can be tested on made-up ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.lib.dialect import Gauges
+from benchmarks.lib.timeline import StreamLog, is_prefix, median_step
+
+# A token may be on its way to us, over another socket, while the reply of the pause arrives.
+DELIVERY_GRACE_S = 0.05
+# After a resume a stream waits for the resume itself, one scheduling round and one step; and cores are shared with us.
+RESUME_SLACK_STEPS = 5
+RESUME_SLACK_S = 0.5
+MIN_FREEZE_STEPS = 5
+SAME_TEXT = "tokens and text equal, none lost, doubled or invented"
+
+
+@dataclass(frozen=True)
+class Check:
+    """``ok`` None: the promise does not apply to this dialect, which is neither passed nor failed."""
+
+    scenario: str
+    promise: str
+    seen: str
+    ok: bool | None
+
+
+@dataclass
+class PauseRun:
+    """One pause under load. ``running``: the server's max_num_seqs; times are time.perf_counter() seconds.
+
+    steady_at: all streams were sent and the running ones decoding; from here to the pause the step is measured.
+    before: gauges of the idle server. loaded: just before the pause. paused: after its reply. probes: requests sent
+    while paused. window_probe: sent while rejecting and not yet paused, with the time at which the flags showed that.
+    complete_tokens: what an uninterrupted stream returns (max_tokens).
+    """
+
+    scenario: str
+    running: int
+    complete_tokens: int
+    streams: list[StreamLog]
+    steady_at: float
+    called_at: float
+    replied_at: float
+    resume_called_at: float
+    resume_replied_at: float
+    before: Gauges
+    loaded: Gauges
+    paused: Gauges
+    probes: list[StreamLog] = field(default_factory=list)
+    window_probe: StreamLog | None = None
+    window_seen_at: float | None = None
+
+    @property
+    def pause_s(self) -> float:
+        return self.replied_at - self.called_at
+
+    @property
+    def step_s(self) -> float:
+        return median_step(self.started, self.steady_at, self.called_at)
+
+    @property
+    def pause_steps(self) -> float:
+        return self.pause_s / self.step_s if self.step_s else float("nan")
+
+    @property
+    def started(self) -> list[StreamLog]:
+        """Streams that had a token before the resume was called: those that were running."""
+        return [log for log in self.streams if log.tokens and log.tokens[0].at < self.resume_called_at]
+
+    @property
+    def waiting(self) -> list[StreamLog]:
+        started = {id(log) for log in self.started}
+        return [log for log in self.streams if id(log) not in started]
+
+    @property
+    def answered_s(self) -> float:
+        """Seconds from the call until the last stream had its final chunk; 0 when one has none."""
+        finals = [log.finals[0][0] for log in self.streams if log.finals]
+        return max(finals) - self.called_at if len(finals) == len(self.streams) else 0.0
+
+
+def judge_common(run: PauseRun) -> list[Check]:
+    """Checks of every mode: the load was what it should be (not vacuous), and every stream ended exactly once."""
+    early = [log.request_id for log in run.streams if log.finals and log.finals[0][0] <= run.called_at]
+    waiting = len(run.streams) - run.running
+    broken = [log for log in run.streams if not log.ended_once]
+    return [
+        _check(run, "not vacuous: nothing finished before the pause", f"{len(early)} finished", not early),
+        _check(
+            run,
+            f"not vacuous: gauges showed {run.running} running, {waiting} waiting",
+            f"{run.loaded.running} running, {run.loaded.waiting} waiting",
+            (run.loaded.running, run.loaded.waiting) == (run.running, waiting),
+        ),
+        _check(
+            run,
+            f"nothing escaped: exactly {run.running} streams had tokens",
+            f"{len(run.started)} had tokens, {len(run.waiting)} had none",
+            len(run.started) == run.running,
+        ),
+        _check(
+            run,
+            "every stream got exactly one final chunk",
+            _all_or(broken, len(run.streams), lambda log: f"{len(log.finals)} finals, {log.error or log.status}"),
+            not broken,
+        ),
+    ]
+
+
+def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
+    checks = judge_common(run)
+    partial = [log.num_tokens for log in run.started]
+    whole = all(log.reason == "abort" and 0 < log.num_tokens < run.complete_tokens for log in run.started)
+    checks.append(
+        _check(run, "running streams return partial tokens, reason abort", _each(partial), bool(partial) and whole)
+    )
+    got = sum(log.num_tokens for log in run.waiting)
+    right = [log for log in run.waiting if log.reason == "abort" and not log.num_tokens and not log.text]
+    checks.append(
+        _check(
+            run,
+            "waiting streams return 0 tokens and no text, reason abort",
+            f"{len(right)} of {len(run.waiting)}, {got} tokens{_text_of(run.waiting)}",
+            len(right) == len(run.streams) - run.running,
+        )
+    )
+    checks += [_blocks_check(run), _idle_check(run.scenario, "metrics at zero while paused", run.paused)]
+    checks.append(_refusal_check(run, rejects))
+    return checks
+
+
+def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
+    """In keep the caller sees nothing but a gap, as long as the pause."""
+    checks = judge_common(run)
+    frozen_s, start = run.resume_called_at - run.replied_at, run.replied_at + DELIVERY_GRACE_S
+    enough = run.step_s > 0 and frozen_s >= MIN_FREEZE_STEPS * run.step_s + DELIVERY_GRACE_S
+    checks.append(
+        _check(run, f"not vacuous: frozen for at least {MIN_FREEZE_STEPS} steps", f"{frozen_s:.3f} s frozen", enough)
+    )
+    late = sum(log.tokens_between(start, run.resume_called_at) for log in run.streams)
+    checks.append(_check(run, "no token in the gap", f"{late} tokens", late == 0))
+    finals = sum(1 for log in run.streams for at, _ in log.finals if run.called_at < at < run.resume_called_at)
+    checks.append(_check(run, "nothing is returned while kept", f"{finals} final chunks", finals == 0))
+    spans = [token_gap(log, run.resume_called_at) for log in run.started]
+    found = [span for span in spans if span is not None]
+    most = run.resume_replied_at - run.called_at + RESUME_SLACK_S + RESUME_SLACK_STEPS * run.step_s
+    least = frozen_s - DELIVERY_GRACE_S
+    fits = bool(found) and len(found) == len(spans) and all(least <= span <= most for span in found)
+    seen = f"{min(found):.3f} to {max(found):.3f} s, pause {frozen_s:.3f} s" if found else "no token after the resume"
+    checks.append(_check(run, "the token gap equals the pause", seen, fits))
+    held = [probe for probe in run.probes if probe.tokens_between(run.replied_at, run.resume_called_at) == 0]
+    refused = [probe for probe in run.probes if probe.status >= 400 or probe.error]
+    checks.append(
+        _check(
+            run,
+            "a request that arrives while kept is held, not refused",
+            f"{len(held)} of {len(run.probes)} held, {len(refused)} refused",
+            bool(run.probes) and len(held) == len(run.probes) and not refused,
+        )
+    )
+    return checks
+
+
+def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
+    checks = judge_common(run)
+    total = run.complete_tokens
+    ended = [
+        log
+        for log in run.started
+        if log.reason == "length" and log.num_tokens == total and log.finals[0][0] <= run.replied_at + DELIVERY_GRACE_S
+    ]
+    checks.append(
+        _check(
+            run,
+            f"running streams end by themselves, {total} tokens, before the reply",
+            f"{len(ended)} of {len(run.started)}",
+            len(ended) == run.running,
+        )
+    )
+    done = [log for log in run.waiting if log.reason == "length" and log.num_tokens == total]
+    checks.append(
+        _check(
+            run,
+            "waiting streams stay queued with 0 tokens and complete after the resume",
+            f"{len(done)} of {len(run.waiting)}",
+            len(done) == len(run.streams) - run.running,
+        )
+    )
+    checks += [_refusal_check(run, rejects), _window_check(run, rejects)]
+    return checks
+
+
+def judge_texts(
+    scenario: str, logs: Sequence[StreamLog], reference: Mapping[str, StreamLog], key: Callable[[str], str]
+) -> list[Check]:
+    """Tokens and text of interrupted streams against an undisturbed run of the same prompts (``key``: id to prompt).
+
+    Fails also where each stream repeats one token, since then equal texts would prove nothing.
+    """
+    same = []
+    for log in logs:
+        whole = reference.get(key(log.request_id))
+        if whole and is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd")):
+            same.append(log)
+    tokens = sum(log.num_tokens for log in same)
+    kinds = len({token for log in logs for token in log.token_ids})
+    return [
+        Check(
+            "against an undisturbed run of the same prompts",
+            f"{scenario}: {SAME_TEXT}",
+            f"{len(same)} of {len(logs)} streams, {tokens} tokens, {kinds} different ids",
+            bool(logs) and len(same) == len(logs) and kinds > len(logs),
+        )
+    ]
+
+
+def judge_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Gauges, after: Gauges) -> list[Check]:
+    done = [log for log in fresh if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
+    blocks = None if before.free_blocks is None else before.free_blocks == after.free_blocks
+    return [
+        Check(
+            "after", f"resume and {wanted} new requests complete", f"{len(done)} of {len(fresh)}", len(done) == wanted
+        ),
+        _idle_check("after", "metrics at zero at the end", after),
+        Check("after", "KV blocks at the end as at the start", _blocks(before, after), blocks),
+    ]
+
+
+def token_gap(log: StreamLog, resume_called_at: float) -> float | None:
+    """Seconds between the last token before the resume and the first one after it; None if there is no such pair."""
+    before = [event.at for event in log.tokens if event.at <= resume_called_at]
+    after = [event.at for event in log.tokens if event.at > resume_called_at]
+    return after[0] - before[-1] if before and after else None
+
+
+def is_refusal(log: StreamLog) -> bool:
+    """503, Retry-After, a typed JSON error, no token."""
+    if log.status != 503 or log.tokens or "retry-after" not in log.headers:
+        return False
+    try:
+        error = json.loads(log.error or "")["error"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(error, dict) and {"message", "type", "code"} <= error.keys()
+
+
+def _refusal_check(run: PauseRun, rejects: bool) -> Check:
+    refused = [probe for probe in run.probes if is_refusal(probe)]
+    promise = "refused while paused: 503, Retry-After, typed error, 0 tokens"
+    if not rejects:
+        return _check(run, promise, "held by this dialect", None)
+    others = sorted({f"HTTP {probe.status}" for probe in run.probes if not is_refusal(probe)})
+    seen = f"{len(refused)} of {len(run.probes)}" + (f", others: {', '.join(others)}" if others else "")
+    return _check(run, promise, seen, bool(run.probes) and len(refused) == len(run.probes))
+
+
+def _window_check(run: PauseRun, rejects: bool) -> Check:
+    """The refusal must have come while is_paused was still false, that is before the pause replied."""
+    promise = "refused in the window: rejecting_new_requests true, is_paused false"
+    if not rejects:
+        return _check(run, promise, "no such flag in this dialect", None)
+    probe = run.window_probe
+    if probe is None or run.window_seen_at is None:
+        return _check(run, promise, "the window was never seen", False)
+    inside = probe.closed_at is not None and probe.closed_at <= run.replied_at
+    seen = f"HTTP {probe.status}, {probe.num_tokens} tokens, {'before' if inside else 'after'} the pause replied"
+    return _check(run, promise, seen, is_refusal(probe) and inside)
+
+
+def _blocks_check(run: PauseRun) -> Check:
+    same = None if run.before.free_blocks is None else run.before.free_blocks == run.paused.free_blocks
+    return _check(run, "KV blocks free: before the load = while paused", _blocks(run.before, run.paused), same)
+
+
+def _blocks(before: Gauges, after: Gauges) -> str:
+    if before.free_blocks is not None:
+        return f"{before.free_blocks} -> {after.free_blocks}"
+    if before.kv_usage is not None and after.kv_usage is not None:
+        return f"no block count; usage {before.kv_usage:.4f} -> {after.kv_usage:.4f}"
+    return "no such metric"
+
+
+def _idle_check(scenario: str, promise: str, gauges: Gauges) -> Check:
+    seen = f"{gauges.running} running, {gauges.waiting} waiting"
+    return Check(scenario, promise, seen, gauges.running == gauges.waiting == 0)
+
+
+def _check(run: PauseRun, promise: str, seen: str, ok: bool | None) -> Check:
+    return Check(run.scenario, promise, seen, ok)
+
+
+def _each(counts: Sequence[int]) -> str:
+    return f"{len(counts)} streams, {min(counts)} to {max(counts)} tokens each" if counts else "none"
+
+
+def _text_of(logs: Sequence[StreamLog]) -> str:
+    """What is wrong with streams that should have no text."""
+    found = [log for log in logs if log.text]
+    return f", {len(found)} have text: {found[0].text[:20]!r}" if found else ""
+
+
+def _all_or(broken: Sequence[StreamLog], total: int, say: Callable[[StreamLog], str]) -> str:
+    if not broken:
+        return f"{total} of {total}"
+    first = broken[0]
+    return f"{total - len(broken)} of {total}; {first.request_id}: {say(first)[:120]}"

@@ -1,0 +1,135 @@
+#!/usr/bin/env python
+"""The acceptance table of pause and resume, made from what a client sees on the wire.
+
+    python benchmarks/pause.py --url http://127.0.0.1:8180 --dialect native --running 8 --waiting 5000
+
+--running must be the server's max_num_seqs. Exits 1 if a promise fails, 2 if the server cannot be driven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.acceptance import Acceptance, Options, Outcome
+from benchmarks.lib.client import Client
+from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
+from benchmarks.lib.report import Printer, machine, measure, write_json
+from benchmarks.lib.verdicts import Check
+from benchmarks.lib.wire import WireError
+
+SPARE_FILES = 256
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8180")
+    add("--dialect", choices=DIALECTS, default="native")
+    add("--model", help="default: the first one that the server lists")
+    add("--streams", type=int, default=20)
+    add("--running", type=int, default=8, help="max_num_seqs of the server")
+    add("--prompt-tokens", type=int, default=512)
+    add("--max-tokens", type=int, default=3000, help="clamped to what the model's length leaves")
+    add("--before", type=int, default=50, help="tokens each running stream has when the pause comes")
+    add("--after", type=int, default=20, help="tokens to see after a keep is resumed")
+    add("--wait-tokens", type=int, default=64, help="max_tokens in mode wait")
+    add("--freeze", type=float, default=2.0, metavar="S", help="how long keep stays paused")
+    add("--waiting", type=int, default=0, metavar="N", help="also abort and keep with N requests waiting, e.g. 5000")
+    add("--timeout", type=float, default=60.0, metavar="S", help="timeout_s of the pauses")
+    add("--load-timeout", type=float, default=300.0, metavar="S", help="bound on every wait for the server")
+    add("--max-pause-steps", type=float, metavar="N", help="fail if an abort or keep takes more steps")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write everything seen; - for stdout")
+    args = parser.parse_args(argv)
+    if not 0 < args.running < args.streams:
+        parser.error("--streams must be above --running, else nothing waits")
+    return args
+
+
+async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
+    model, length = await dialect.model(args.model)
+    room = args.max_tokens if length is None else min(args.max_tokens, length - args.prompt_tokens)
+    if room <= args.before + args.after or args.wait_tokens > room:
+        raise ServerError(f"{model} has a length of {length}: no room for {args.prompt_tokens} tokens and the answers")
+    return Options(
+        model=model,
+        streams=args.streams,
+        running=args.running,
+        prompt_tokens=args.prompt_tokens,
+        max_tokens=room,
+        before=args.before,
+        after=args.after,
+        wait_tokens=args.wait_tokens,
+        freeze_s=args.freeze,
+        waiting=args.waiting,
+        timeout_s=args.timeout,
+        load_timeout_s=args.load_timeout,
+        seed=args.seed,
+    )
+
+
+def judge_speed(outcome: Outcome, most: float | None) -> list[Check]:
+    if most is None:
+        return []
+    return [
+        Check(run.scenario, f"paused within {most:g} steps", f"{run.pause_steps:.2f} steps", run.pause_steps <= most)
+        for run in outcome.runs
+        if not run.scenario.startswith("wait")
+    ]
+
+
+def allow_files(count: int) -> None:
+    """Raise the soft limit of open files to ``count`` sockets. Raises ValueError if the hard limit is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count + SPARE_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
+
+
+async def measure_server(args: argparse.Namespace, printer: Printer) -> int:
+    dialect = DIALECTS[args.dialect](Client(args.url))
+    options = await make_options(dialect, args)
+    printer.say(f"{args.url} ({dialect.name}), model {options.model}, max_tokens {options.max_tokens}")
+    acceptance = Acceptance(dialect, options, printer.say, printer.checks)
+    outcome = await acceptance.run()
+    speed = judge_speed(outcome, args.max_pause_steps)
+    outcome.checks += speed
+    printer.checks(speed)
+    printer.acceptance(outcome)
+    printer.measurements(outcome.runs)
+    if args.json:
+        content = {
+            "url": args.url,
+            "dialect": dialect.name,
+            "machine": machine(),
+            "options": asdict(options),
+            "runs": [measure(run) for run in outcome.runs],
+            "checks": [asdict(check) for check in outcome.checks],
+            "failed": len(outcome.failed),
+        }
+        write_json(args.json, content)
+    held = sum(check.ok is True for check in outcome.checks)
+    apart = sum(check.ok is None for check in outcome.checks)
+    printer.say(f"{held} promises held, {len(outcome.failed)} failed, {apart} do not apply")
+    return 1 if outcome.failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    printer = Printer()
+    try:
+        allow_files(2 * max(args.streams, args.running + args.waiting))
+        return asyncio.run(measure_server(args, printer))
+    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+        printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

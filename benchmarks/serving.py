@@ -1,0 +1,160 @@
+#!/usr/bin/env python
+"""Throughput and latency of any OpenAI completions server, closed loop or open loop.
+
+    python benchmarks/serving.py --url http://127.0.0.1:8180 --concurrency 8 --input-len 32 --output-len 64
+    python benchmarks/serving.py --url http://127.0.0.1:8180 --rate 2 --num-requests 100
+
+Closed loop: N clients, each sends its next request when the last one ended. Open loop: Poisson arrivals that do not
+wait for answers. Prompts are seeded random token ids, greedy, ignore_eos. Exits 1 if a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.client import Client
+from benchmarks.lib.dialect import Dialect, ServerError
+from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
+from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.wire import WireError
+from benchmarks.lib.workload import completion, prompt_ids
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8180")
+    add("--model", help="default: the first one that the server lists")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=int, default=8, metavar="N", help="closed loop with N clients")
+    load.add_argument("--rate", type=float, metavar="R", help="open loop, R requests per second")
+    add("--input-len", type=int, default=32)
+    add("--output-len", type=int, default=64)
+    add("--num-requests", type=int, help="default: 4 per client, or 32")
+    add("--warmup", type=int, help="requests sent before, not counted (default: one per client, or 1)")
+    add("--seed", type=int, default=0)
+    add("--no-token-ids", action="store_true", help="for servers that refuse return_token_ids: count by usage")
+    add(
+        "--floor-ms",
+        type=float,
+        metavar="MS",
+        help="least time of a decode step on this machine (weight bytes over "
+        "read bandwidth); the ratio to it is printed",
+    )
+    add("--json", metavar="FILE", help="write the figures; - for stdout")
+    args = parser.parse_args(argv)
+    if args.rate is not None and args.rate <= 0 or args.concurrency < 1:
+        parser.error("--rate and --concurrency must be above zero")
+    clients = 1 if args.rate else args.concurrency
+    args.num_requests = args.num_requests or (32 if args.rate else 4 * clients)
+    args.warmup = clients if args.warmup is None else args.warmup
+    return args
+
+
+class Load:
+    """Sends the requests of one run; ``tick`` is called as each ends."""
+
+    def __init__(self, client: Client, model: str, args: argparse.Namespace, tick: Callable[[], None]) -> None:
+        self._client, self._model, self._args, self._tick = client, model, args, tick
+
+    async def one(self, index: int) -> StreamLog:
+        args = self._args
+        body = completion(self._model, prompt_ids(args.seed, index, args.input_len), args.output_len)
+        if args.no_token_ids:
+            del body["return_token_ids"]
+            body["stream_options"] = {"include_usage": True}
+        stream = await self._client.stream("/v1/completions", body, f"{args.seed}-{index}")
+        log = await stream.wait_closed()
+        self._tick()
+        return log
+
+    async def closed(self, count: int, clients: int, first: int = 0) -> list[StreamLog]:
+        indices = iter(range(first, first + count))
+
+        async def client() -> list[StreamLog]:
+            return [await self.one(index) for index in indices]
+
+        return [log for logs in await asyncio.gather(*(client() for _ in range(clients))) for log in logs]
+
+    async def open(self, count: int, rate: float) -> list[StreamLog]:
+        """Arrival times are drawn before the run, so that a slow answer cannot delay the requests behind it."""
+        rng, loop, at = random.Random(self._args.seed), asyncio.get_running_loop(), 0.0
+        start, tasks = loop.time(), []
+        for index in range(count):
+            await asyncio.sleep(start + at - loop.time())
+            tasks.append(asyncio.create_task(self.one(index)))
+            at += rng.expovariate(rate)
+        return list(await asyncio.gather(*tasks))
+
+
+async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
+    client = Client(args.url)
+    model, _ = await Dialect(client).model(args.model)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        warmup = progress.add_task("warm-up", total=args.warmup)
+        clients = 1 if args.rate else args.concurrency
+        await Load(client, model, args, lambda: progress.advance(warmup)).closed(args.warmup, clients, first=10**6)
+        task = progress.add_task(f"{args.rate} req/s" if args.rate else f"{clients} streams", total=args.num_requests)
+        load = Load(client, model, args, lambda: progress.advance(task))
+        if args.rate:
+            return model, summarize(await load.open(args.num_requests, args.rate))
+        return model, summarize(await load.closed(args.num_requests, clients))
+
+
+def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> None:
+    load = f"open loop, {args.rate} req/s" if args.rate else f"closed loop, {args.concurrency} streams"
+    rows = [
+        ("requests completed", str(stats.completed)),
+        ("requests failed", str(stats.failed)),
+        ("duration s", f"{stats.duration_s:.2f}"),
+        ("output tokens", str(stats.output_tokens)),
+        ("output tokens/s", f"{stats.tokens_per_s:.1f}"),
+        ("requests/s", f"{stats.requests_per_s:.2f}"),
+    ]
+    if args.floor_ms and stats.tpot.count:
+        rows.append(("time per token / floor", f"{stats.tpot.at[50] * 1000 / args.floor_ms:.2f}"))
+    printer.table(f"{load}, {args.input_len} in, {args.output_len} out", ("figure", "value"), rows)
+    spreads = (
+        ("first token (TTFT)", stats.ttft),
+        ("per token (TPOT)", stats.tpot),
+        ("between chunks (ITL)", stats.itl),
+        ("whole request", stats.e2e),
+    )
+    rows = [
+        (name, f"{s.mean * 1000:.1f}", *(f"{s.at[p] * 1000:.1f}" for p in PERCENTS)) for name, s in spreads if s.count
+    ]
+    printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), rows)
+    for error in stats.errors:
+        printer.say(f"failed: {error[:300]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    printer = Printer()
+    try:
+        model, stats = asyncio.run(measure(args))
+    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+        printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
+        return 2
+    show(args, stats, printer)
+    if args.json:
+        write_json(args.json, {"model": model, "machine": machine(), "options": vars(args), "stats": asdict(stats)})
+    return 1 if stats.failed or not stats.completed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Builds the CPU ops: ``python custom_ops/build.py``.
+
+One shared library for every x86-64: kernels are compiled once per instruction set and chosen at run time. Without a
+compiler it says so in one line and succeeds: the Paddle reference ops run instead. A second run with the same sources,
+flags and compiler does nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "custom_ops" / "cpu_ops"
+LIBRARY = ROOT / "fastdeploy" / "model_executor" / "ops" / "libfastdeploy_cpu_ops.so"
+
+# -ffp-contract=off: a product and a sum are fused where a kernel says so and nowhere else, so that two paths through
+# a kernel cannot differ in the last bit.
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-pthread"]
+AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
+AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+AMX = ["-DFD_ISA=amx", *AVX512[1:], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+
+
+class Unit(NamedTuple):
+    """One object file: a source and the flags of its instruction set."""
+
+    source: str
+    flags: list[str]
+
+    @property
+    def object_name(self) -> str:
+        return f"{Path(self.source).stem}_{self.flags[0].removeprefix('-DFD_ISA=') if self.flags else 'any'}.o"
+
+
+PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "thread_pool.cc")
+VECTOR = ("linear.cc", "attention.cc", "norms.cc", "sampling.cc")
+TILED = ("linear_amx.cc", "attention_amx.cc", "probes.cc")
+UNITS = (
+    [Unit(name, []) for name in PORTABLE]
+    + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
+    + [Unit(name, AMX) for name in TILED]
+)
+
+
+def find_compiler() -> str | None:
+    """$CXX, else the first of g++, clang++, c++ on the PATH."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+def fingerprint(compiler: str) -> str:
+    """Hash of everything the library is made of; the library carries it (``fd_fingerprint``)."""
+    digest = hashlib.sha256()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest.update(version + repr((COMMON, UNITS)).encode())
+    for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_library(compiler: str, target: Path, stamp: str) -> None:
+    """Compile all units in parallel and link them to ``target``; raises CalledProcessError with the compiler's words."""
+    with tempfile.TemporaryDirectory(prefix="cpu_ops_") as folder:
+
+        def compile_unit(unit: Unit) -> str:
+            out = os.path.join(folder, unit.object_name)
+            command = [compiler, *COMMON, *unit.flags, f'-DFD_FINGERPRINT="{stamp}"', "-c", str(SOURCES / unit.source), "-o", out]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            return out
+
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            objects = list(executor.map(compile_unit, UNITS))
+        # Linked under another name, then renamed: a process that has the old library mapped keeps it whole.
+        staged = target.with_suffix(f".{os.getpid()}.tmp")
+        subprocess.run([compiler, "-shared", "-pthread", *objects, "-o", str(staged)], check=True, capture_output=True, text=True)
+        staged.replace(target)
+
+
+def build(target: Path = LIBRARY) -> bool:
+    """Bring ``target`` up to date. Returns False where that cannot be done (no compiler, not x86-64)."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        print(f"cpu_ops: not built, {platform.machine()} has no C++ kernels yet; the Paddle reference ops will run")
+        return False
+    compiler = find_compiler()
+    if compiler is None:
+        print("cpu_ops: not built, no C++ compiler found (g++ or clang++); the Paddle reference ops will run")
+        return False
+    stamp = fingerprint(compiler)
+    if target.exists() and stamp.encode() in target.read_bytes():
+        print(f"cpu_ops: {target.name} is up to date")
+        return True
+    try:
+        compile_library(compiler, target, stamp)
+    except subprocess.CalledProcessError as error:
+        print(f"cpu_ops: not built, {compiler} failed; the Paddle reference ops will run\n{error.stderr}", file=sys.stderr)
+        return False
+    print(f"cpu_ops: built {target.name} with {compiler}")
+    return True
+
+
+if __name__ == "__main__":
+    build()

@@ -1,0 +1,138 @@
+// The library's C interface (called through ctypes, fastdeploy/model_executor/ops/cpu.py). Pointers are addresses,
+// shapes are checked by the caller. Each function returns 0, or -1 when memory ran out.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "cpu_features.h"
+#include "kernels.h"
+#include "memory.h"
+#include "thread_pool.h"
+
+using namespace fd;
+
+namespace {
+
+template <typename Body>
+int guarded(Body&& body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+}
+
+bool wide() { return current_isa() >= Isa::kAvx512; }
+bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
+
+}  // namespace
+
+#define FD_VECTOR(kernel, ...) \
+  guarded([&] { wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); })
+#define FD_MATRIX(bf16, kernel, ...)                                             \
+  guarded([&] {                                                                  \
+    if (tiled(bf16)) {                                                           \
+      amx::kernel(__VA_ARGS__);                                                  \
+    } else {                                                                     \
+      wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__);          \
+    }                                                                            \
+  })
+
+extern "C" {
+
+const char* fd_fingerprint() { return FD_FINGERPRINT; }
+
+int fd_isa() { return static_cast<int>(current_isa()); }
+int fd_set_isa(int isa) { return static_cast<int>(set_isa(static_cast<Isa>(isa))); }
+int fd_num_threads() { return num_threads(); }
+void fd_set_num_threads(int n) { set_num_threads(n); }
+
+Weight* fd_new_weight(int bf16, int64_t n, int64_t k, int with_bias) { return new_weight(bf16, n, k, with_bias); }
+void fd_free_weight(Weight* w) { free_weight(w); }
+int64_t fd_weight_bytes(const Weight* w) { return w->bytes + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0); }
+
+void fd_pack_rows(Weight* w, const void* source, int source_bf16, int64_t first, int64_t n) {
+  pack_rows(*w, source, source_bf16, first, n);
+}
+
+void fd_set_bias(Weight* w, const float* bias, int64_t first, int64_t n) {
+  std::memcpy(w->bias + first, bias, static_cast<size_t>(n) * 4);
+}
+
+int fd_linear(const float* x, int64_t m, const Weight* w, float* out) { return FD_MATRIX(w->bf16, linear, x, m, *w, out); }
+
+int fd_gated_linear(const float* x, int64_t m, const Weight* w, float* out) {
+  return FD_MATRIX(w->bf16, gated_linear, x, m, *w, out);
+}
+
+int fd_embedding(const int32_t* ids, int64_t m, const Weight* w, float* out) {
+  return FD_VECTOR(embedding, ids, m, *w, out);
+}
+
+int fd_rms_norm(const float* x, const float* weight, float* out, int64_t m, int64_t h, float eps) {
+  return FD_VECTOR(rms_norm, x, weight, out, m, h, eps);
+}
+
+int fd_add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t m, int64_t h, float eps) {
+  return FD_VECTOR(add_rms_norm, x, residual, weight, out, m, h, eps);
+}
+
+Cache* fd_new_cache(int bf16, int64_t layers, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
+  auto* c = new (std::nothrow) Cache{};
+  if (c == nullptr) return nullptr;
+  c->bf16 = bf16;
+  c->layers = layers;
+  c->blocks = blocks;
+  c->block_size = block_size;
+  c->kv_heads = kv_heads;
+  c->head_dim = head_dim;
+  c->dim_padded = round_up(head_dim, bf16 ? 32 : 16);
+  c->block_elements = kv_heads * block_size * c->dim_padded;
+  c->bytes = layers * 2 * blocks * c->block_elements * (bf16 ? 2 : 4);
+  c->data = allocate_pages(static_cast<size_t>(c->bytes));
+  if (c->data == nullptr) {
+    delete c;
+    return nullptr;
+  }
+  return c;
+}
+
+void fd_free_cache(Cache* c) {
+  if (c == nullptr) return;
+  free_pages(c->data, static_cast<size_t>(c->bytes));
+  delete c;
+}
+
+int64_t fd_cache_bytes(const Cache* c) { return c->bytes; }
+
+void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, int64_t pairs) {
+  const int64_t bytes = c->block_elements * (c->bf16 ? 2 : 4), element = c->bf16 ? 2 : 4;
+  char* data = static_cast<char*>(c->data);
+  for (int64_t i = 0; i < pairs; ++i)
+    for (int64_t layer = 0; layer < c->layers; ++layer)
+      for (int which = 0; which < 2; ++which)
+        std::memmove(data + c->offset(layer, which, targets[i]) * element,
+                     data + c->offset(layer, which, sources[i]) * element, static_cast<size_t>(bytes));
+}
+
+int fd_attention(const AttentionArgs* a) {
+  // A group of 32 keys, one right tile of p @ v, must lie in one block.
+  return FD_MATRIX(a->cache->bf16 && a->cache->block_size % 32 == 0, attention, *a);
+}
+
+int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
+              const float* top_p, const float* min_p, const double* uniform, int32_t* out) {
+  return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, out);
+}
+
+int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen,
+                float* top_values, int32_t* top_ids) {
+  return FD_VECTOR(logprobs, logits, rows, vocab, ids, top, chosen, top_values, top_ids);
+}
+
+// Only where fd_isa() is amx.
+double fd_probe_read(const Weight* w) { return amx::probe_read(w->data, w->bytes); }
+int64_t fd_probe_peak(int64_t rounds) { return amx::probe_peak(rounds); }
+
+}  // extern "C"

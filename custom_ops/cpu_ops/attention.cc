@@ -1,0 +1,276 @@
+// Attention over the paged cache with vector FMA, and the preparation (norm, rotation, cache write) that the AMX version
+// shares. Compiled once per instruction set.
+#include "attention.h"
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace fd {
+namespace FD_ISA {
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+#if defined(__AVX512F__)
+constexpr int kRowGroup = 8;
+#else
+constexpr int kRowGroup = 4;
+#endif
+
+uint16_t bf16_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+// out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
+void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
+                     float* out) {
+  const int64_t dim = a.cache->head_dim, half = dim / 2;
+  float factor = 1.0f;
+  if (norm != nullptr) {
+    F16 sum = zero();
+    for (int64_t i = 0; i < dim; i += 16) {
+      const F16 v = load_n(x + i, static_cast<int>(std::min<int64_t>(16, dim - i)));
+      sum = fma(v, v, sum);
+    }
+    factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.eps);
+  }
+  for (int64_t i = 0; i < half; i += 16) {
+    const int n = static_cast<int>(std::min<int64_t>(16, half - i));
+    F16 first = load_n(x + i, n), second = load_n(x + half + i, n);
+    if (norm != nullptr) {
+      first = mul(mul(first, set1(factor)), load_n(norm + i, n));
+      second = mul(mul(second, set1(factor)), load_n(norm + half + i, n));
+    }
+    const F16 c = load_n(cos + i, n), s = load_n(sin + i, n);
+    store_n(out + i, sub(mul(first, c), mul(second, s)), n);
+    store_n(out + half + i, add(mul(second, c), mul(first, s)), n);
+  }
+  for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
+}
+
+// Writes one head's key and value into their slot. Keys are scattered (the slot is the fast axis, see kernels.h).
+void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key, const float* value) {
+  const int64_t dim = cache.head_dim, padded = cache.dim_padded;
+  const int64_t unit = slot / 16 * 16 * padded;
+  if (!cache.bf16) {
+    float* data = static_cast<float*>(cache.data);
+    float* k = data + k_base + unit + slot % 16;
+    for (int64_t d = 0; d < dim; ++d) k[d * 16] = key[d];
+    std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
+    return;
+  }
+  alignas(64) float rounded[2][kMaxHeadDim];
+  for (int64_t d = 0; d < dim; d += 16) {
+    const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+    store(rounded[0] + d, round_bf16(load_n(key + d, n)));
+    store(rounded[1] + d, round_bf16(load_n(value + d, n)));
+  }
+  uint16_t* data = static_cast<uint16_t*>(cache.data);
+  uint16_t* k = data + k_base + unit + slot % 16 * 2;
+  uint16_t* v = data + v_base + slot / 2 * 2 * padded + slot % 2;
+  for (int64_t d = 0; d < dim; ++d) k[d / 2 * 32 + d % 2] = bf16_bits(rounded[0][d]);
+  for (int64_t d = 0; d < dim; ++d) v[d * 2] = bf16_bits(rounded[1][d]);
+}
+
+void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void* query, bool bf16) {
+  const Cache& cache = *a.cache;
+  const int64_t dim = cache.head_dim, padded = cache.dim_padded, group = a.heads / cache.kv_heads;
+  const int64_t position = a.positions[token];
+  const float* row = a.qkv + token * (a.heads + 2 * cache.kv_heads) * dim;
+  const float *cos = a.rope_cos + position * (dim / 2), *sin = a.rope_sin + position * (dim / 2);
+  alignas(64) float head[kMaxHeadDim];
+  for (int64_t h = 0; h < a.heads; ++h) {
+    norm_and_rotate(a, row + h * dim, a.q_norm, cos, sin, head);
+    const int64_t to = (h / group * query_rows(a) + token * group + h % group) * padded;
+    if (bf16) {
+      uint16_t* q = static_cast<uint16_t*>(query) + to;
+      for (int64_t d = 0; d < padded; d += 16) store(head + d, round_bf16(load(head + d)));
+      for (int64_t d = 0; d < padded; ++d) q[d] = bf16_bits(head[d]);
+    } else {
+      std::memcpy(static_cast<float*>(query) + to, head, static_cast<size_t>(padded) * 4);
+    }
+  }
+  const int64_t block = a.tables[sequence * a.table_width + position / cache.block_size];
+  const int64_t slot = position % cache.block_size;
+  const int64_t k_base = cache.offset(a.layer, 0, block), v_base = cache.offset(a.layer, 1, block);
+  for (int64_t h = 0; h < cache.kv_heads; ++h) {
+    norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
+    const int64_t at = h * cache.block_size * padded;
+    write_slot(cache, k_base + at, v_base + at, slot, head, row + (a.heads + cache.kv_heads + h) * dim);
+  }
+}
+
+// scores[r] += sum over d of query[r][d] * keys[d], for 16 keys.
+template <bool Bf16, int Rows>
+void dot_keys(const float* query, int64_t padded, const void* keys, F16* scores) {
+  F16 acc[Rows];
+  for (int r = 0; r < Rows; ++r) acc[r] = zero();
+  for (int64_t d = 0; d < padded; d += 2) {
+    F16 even, odd;
+    if (Bf16) {
+      const Pairs pair = load_pairs(static_cast<const uint16_t*>(keys) + d * 16);
+      even = pair.low;
+      odd = pair.high;
+    } else {
+      even = load(static_cast<const float*>(keys) + d * 16);
+      odd = load(static_cast<const float*>(keys) + d * 16 + 16);
+    }
+    for (int r = 0; r < Rows; ++r) {
+      acc[r] = fma(set1(query[r * padded + d]), even, acc[r]);
+      acc[r] = fma(set1(query[r * padded + d + 1]), odd, acc[r]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) scores[r] = acc[r];
+}
+
+// out[r][d, d + 16) += sum over the first `count` of 16 keys of weights[r][key] * values[key][d, d + 16).
+template <bool Bf16, int Rows>
+void add_values(const float* weights, const void* values, int64_t padded, int64_t count, float* out) {
+  for (int64_t d = 0; d < padded; d += 16) {
+    F16 acc[Rows];
+    for (int r = 0; r < Rows; ++r) acc[r] = load(out + r * padded + d);
+    for (int64_t key = 0; key < count; key += 2) {
+      F16 even, odd;
+      const bool both = key + 1 < count;  // slots beyond the count may hold anything
+      if (Bf16) {
+        const Pairs pair = load_pairs(static_cast<const uint16_t*>(values) + key * padded + d * 2);
+        even = pair.low;
+        odd = pair.high;
+      } else {
+        even = load(static_cast<const float*>(values) + key * padded + d);
+        odd = both ? load(static_cast<const float*>(values) + (key + 1) * padded + d) : zero();
+      }
+      for (int r = 0; r < Rows; ++r) {
+        acc[r] = fma(set1(weights[r * kKeyBlock + key]), even, acc[r]);
+        if (both) acc[r] = fma(set1(weights[r * kKeyBlock + key + 1]), odd, acc[r]);
+      }
+    }
+    for (int r = 0; r < Rows; ++r) store(out + r * padded + d, acc[r]);
+  }
+}
+
+template <bool Bf16>
+void dot_keys_rows(int rows, const float* query, int64_t padded, const void* keys, F16* scores) {
+  int r = 0;
+  for (; r + kRowGroup <= rows; r += kRowGroup)
+    dot_keys<Bf16, kRowGroup>(query + r * padded, padded, keys, scores + r);
+  for (; r < rows; ++r) dot_keys<Bf16, 1>(query + r * padded, padded, keys, scores + r);
+}
+
+template <bool Bf16>
+void add_values_rows(int rows, const float* weights, const void* values, int64_t padded, int64_t count, float* out) {
+  int r = 0;
+  for (; r + kRowGroup <= rows; r += kRowGroup)
+    add_values<Bf16, kRowGroup>(weights + r * kKeyBlock, values, padded, count, out + r * padded);
+  for (; r < rows; ++r) add_values<Bf16, 1>(weights + r * kKeyBlock, values, padded, count, out + r * padded);
+}
+
+template <bool Bf16>
+void run_task(const AttentionArgs& a, const Task& task, const float* all_queries) {
+  using Element = typename std::conditional<Bf16, uint16_t, float>::type;
+  const Cache& cache = *a.cache;
+  const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
+  const int64_t first_token = a.cu_tokens[task.sequence], start = a.starts[task.sequence];
+  const float* query =
+      all_queries + (task.kv_head * query_rows(a) + first_token * group + task.first_row) * padded;
+  const int32_t* table = a.tables + task.sequence * a.table_width;
+  const Element* data = static_cast<const Element*>(cache.data);
+  const int64_t head_offset = task.kv_head * cache.block_size * padded;
+  const int rows = task.rows;
+
+  float best[kQueryRows], mass[kQueryRows];
+  alignas(64) float scores[kQueryRows * kKeyBlock];
+  float* out = static_cast<float*>(scratch(kScratchTask, static_cast<size_t>(kQueryRows * padded) * 4));
+  std::memset(out, 0, static_cast<size_t>(rows * padded) * 4);
+  for (int r = 0; r < rows; ++r) best[r] = -INFINITY, mass[r] = 0.0f;
+
+  const int64_t limit = start + (task.first_row + rows - 1) / group + 1;  // keys that the last row sees
+  for (int64_t key0 = 0; key0 < limit; key0 += kKeyBlock) {
+    const int64_t units = (std::min(kKeyBlock, limit - key0) + 15) / 16;
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t key = key0 + u * 16;
+      const Element* keys = data + cache.offset(a.layer, 0, table[key / cache.block_size]) + head_offset +
+                            key % cache.block_size * padded;
+      F16 unit[kQueryRows];
+      dot_keys_rows<Bf16>(rows, query, padded, keys, unit);
+      for (int r = 0; r < rows; ++r) store(scores + r * kKeyBlock + u * 16, unit[r]);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int64_t visible = start + (task.first_row + r) / group + 1 - key0;  // may exceed the block or be negative
+      float* row = scores + r * kKeyBlock;
+      F16 top = set1(-INFINITY);
+      for (int64_t u = 0; u < units; ++u) {
+        const int64_t left = visible - u * 16;
+        const Mask seen = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+        const F16 s = select(seen, mul(load(row + u * 16), set1(a.scale)), set1(-INFINITY));
+        store(row + u * 16, s);
+        top = max(top, s);
+      }
+      const float new_best = std::max(best[r], reduce_max(top));
+      alignas(64) float shrink[16];
+      store(shrink, exp(set1(best[r] - new_best)));
+      F16 sum = zero();
+      for (int64_t u = 0; u < units; ++u) {
+        const F16 p = exp(sub(load(row + u * 16), set1(new_best)));
+        store(row + u * 16, p);
+        sum = add(sum, p);
+      }
+      mass[r] = mass[r] * shrink[0] + reduce_add(sum);
+      best[r] = new_best;
+      for (int64_t d = 0; d < padded; d += 16)
+        store(out + r * padded + d, mul(load(out + r * padded + d), set1(shrink[0])));
+    }
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t key = key0 + u * 16;
+      const Element* values = data + cache.offset(a.layer, 1, table[key / cache.block_size]) + head_offset +
+                              key % cache.block_size * padded;
+      add_values_rows<Bf16>(rows, scores + u * 16, values, padded, std::min<int64_t>(16, limit - key), out);
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = task.first_row + r;
+    float* to = a.out + ((first_token + row / group) * a.heads + task.kv_head * group + row % group) * cache.head_dim;
+    for (int64_t d = 0; d < cache.head_dim; d += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(16, cache.head_dim - d));
+      store_n(to + d, div(load(out + r * padded + d), set1(mass[r])), n);
+    }
+  }
+}
+
+}  // namespace
+
+void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
+  const int64_t work = (a.heads + 2 * a.cache->kv_heads) * a.cache->head_dim;
+  parallel_for(a.tokens, std::max<int64_t>(1, 8192 / work), [&](int64_t begin, int64_t end) {
+    int64_t sequence = 0;
+    for (int64_t t = begin; t < end; ++t) {
+      while (a.cu_tokens[sequence + 1] <= t) ++sequence;
+      prepare_token(a, sequence, t, query, bf16);
+    }
+  });
+}
+
+void attention(const AttentionArgs& a) {
+  const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
+  float* query = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 4));
+  prepare_attention(a, query, false);
+  Task* tasks;
+  const int64_t count = make_tasks(a, &tasks);
+  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      if (a.cache->bf16) {
+        run_task<true>(a, tasks[t], query);
+      } else {
+        run_task<false>(a, tasks[t], query);
+      }
+    }
+  });
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

@@ -1,0 +1,223 @@
+// Attention over a bfloat16 cache on AMX tiles: scores = q @ k.T and p @ v, both with bfloat16 operands and float32
+// accumulators; the softmax in between on vectors. The cache holds keys and values in the order of right tiles
+// (kernels.h), so nothing is rearranged here, in decode or in prefill.
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+#include "simd.h"
+
+namespace fd {
+namespace amx {
+namespace {
+
+constexpr int64_t kRightRows = 16;  // pairs of d (keys), or pairs of keys (values)
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Accumulators 0..3, left tiles 4 and 5, right tiles 6 and 7, all of 16 rows x 64 bytes. Rows beyond a task's own
+// compute on whatever lies behind its queries; a row of the result depends on its own left row alone.
+void configure_tiles() {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) {
+    config.row_bytes[t] = 64;
+    config.rows[t] = kRightRows;
+  }
+  _tile_loadconfig(&config);
+}
+
+// One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
+struct Workspace {
+  float scores[kQueryRows * kKeyBlock];
+  uint16_t probabilities[kQueryRows * kKeyBlock];
+  float best[kQueryRows], mass[kQueryRows], shrink[kQueryRows];
+  float* out;       // [32][Dp]
+  float* product;   // [32][Dp]
+  uint16_t* values; // a last, partly filled group of 32 keys, with the unwritten ones zeroed: [16][Dp][2]
+};
+
+// scores[32][64] for `units` x 16 keys.
+void score_block(const uint16_t* query, int64_t padded, const uint16_t* const* keys, int64_t units, bool two, float* scores) {
+  for (int64_t u = 0; u < units; u += 2) {
+    const bool pair = u + 1 < units;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t d = 0; d < padded; d += 32) {
+      _tile_loadd(4, query + d, padded * 2);
+      _tile_loadd(6, keys[u] + d * 16, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if (pair) {
+        _tile_loadd(7, keys[u + 1] + d * 16, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if (two) {
+        _tile_loadd(5, query + 16 * padded + d, padded * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        if (pair) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    float* to = scores + u * 16;
+    _tile_stored(0, to, kKeyBlock * 4);
+    if (pair) _tile_stored(1, to + 16, kKeyBlock * 4);
+    if (two) {
+      _tile_stored(2, to + 16 * kKeyBlock, kKeyBlock * 4);
+      if (pair) _tile_stored(3, to + 16 * kKeyBlock + 16, kKeyBlock * 4);
+    }
+  }
+}
+
+// product[32][Dp] = probabilities[32][32 * groups] @ values.
+void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, int64_t groups, int64_t padded, bool two,
+                  float* product) {
+  for (int64_t d = 0; d < padded; d += 32) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t g = 0; g < groups; ++g) {
+      _tile_loadd(4, probabilities + g * 32, kKeyBlock * 2);
+      _tile_loadd(6, values[g] + d * 2, padded * 4);
+      _tile_loadd(7, values[g] + d * 2 + 32, padded * 4);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (two) {
+        _tile_loadd(5, probabilities + 16 * kKeyBlock + g * 32, kKeyBlock * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, product + d, padded * 4);
+    _tile_stored(1, product + d + 16, padded * 4);
+    if (two) {
+      _tile_stored(2, product + 16 * padded + d, padded * 4);
+      _tile_stored(3, product + 16 * padded + d + 16, padded * 4);
+    }
+  }
+}
+
+// Online softmax of one row over one key block; `visible` counts the keys of the block that the row may see.
+void softmax_row(Workspace& work, int r, int64_t units, int64_t visible, float scale) {
+  float* row = work.scores + r * kKeyBlock;
+  F16 s[kKeyBlock / 16];
+  F16 top = set1(-INFINITY);
+  for (int64_t u = 0; u < kKeyBlock / 16; ++u) {
+    const int64_t left = u < units ? visible - u * 16 : 0;
+    const Mask seen = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+    s[u] = select(seen, mul(load(row + u * 16), set1(scale)), set1(-INFINITY));
+    top = max(top, s[u]);
+  }
+  const float best = std::max(work.best[r], reduce_max(top));
+  const F16 shrink = exp(set1(work.best[r] - best));
+  F16 sum = zero();
+  for (int64_t u = 0; u < kKeyBlock / 16; ++u) {
+    s[u] = exp(sub(s[u], set1(best)));
+    sum = add(sum, s[u]);
+  }
+  uint16_t* to = work.probabilities + r * kKeyBlock;
+  for (int64_t u = 0; u < kKeyBlock / 16; u += 2)
+    _mm512_storeu_si512(to + u * 16, (__m512i)_mm512_cvtne2ps_pbh(s[u + 1].v, s[u].v));
+  work.shrink[r] = _mm512_cvtss_f32(shrink.v);
+  work.mass[r] = work.mass[r] * work.shrink[r] + reduce_add(sum);
+  work.best[r] = best;
+}
+
+// Copies a group of 32 keys' values, zeroing slots from `count` on: they may hold what an earlier owner of the block
+// left there, and 0 x infinity is NaN.
+void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* to) {
+  std::memset(to, 0, static_cast<size_t>(32 * padded) * 2);
+  std::memcpy(to, from, static_cast<size_t>(count / 2 * 2 * padded) * 2);
+  if (count % 2 == 0) return;
+  const uint16_t* last = from + count / 2 * 2 * padded;
+  for (int64_t d = 0; d < padded; ++d) to[count / 2 * 2 * padded + d * 2] = last[d * 2];
+}
+
+void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_queries, Workspace& work) {
+  const Cache& cache = *a.cache;
+  const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
+  const int64_t first_token = a.cu_tokens[task.sequence], start = a.starts[task.sequence];
+  const uint16_t* query = all_queries + (task.kv_head * query_rows(a) + first_token * group + task.first_row) * padded;
+  const int32_t* table = a.tables + task.sequence * a.table_width;
+  const uint16_t* data = static_cast<const uint16_t*>(cache.data);
+  const int64_t head_offset = task.kv_head * cache.block_size * padded;
+  const int rows = task.rows;
+  const bool two = rows > 16;
+
+  std::memset(work.out, 0, static_cast<size_t>(rows * padded) * 4);
+  for (int r = 0; r < rows; ++r) work.best[r] = -INFINITY, work.mass[r] = 0.0f;
+
+  const int64_t limit = start + (task.first_row + rows - 1) / group + 1;  // keys that the last row sees
+  for (int64_t key0 = 0; key0 < limit; key0 += kKeyBlock) {
+    const int64_t here = std::min(kKeyBlock, limit - key0);
+    const int64_t units = (here + 15) / 16, groups = (here + 31) / 32;
+    const uint16_t *keys[kKeyBlock / 16], *values[kKeyBlock / 32];
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t key = key0 + u * 16;
+      keys[u] = data + cache.offset(a.layer, 0, table[key / cache.block_size]) + head_offset +
+                key % cache.block_size * padded;
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t key = key0 + g * 32;
+      values[g] = data + cache.offset(a.layer, 1, table[key / cache.block_size]) + head_offset +
+                  key % cache.block_size * padded;
+      if (limit - key < 32) {
+        copy_values(values[g], padded, limit - key, work.values);
+        values[g] = work.values;
+      }
+    }
+    score_block(query, padded, keys, units, two, work.scores);
+    for (int r = 0; r < rows; ++r)
+      softmax_row(work, r, units, start + (task.first_row + r) / group + 1 - key0, a.scale);
+    weigh_values(work.probabilities, values, groups, padded, two, work.product);
+    for (int r = 0; r < rows; ++r) {
+      const F16 shrink = set1(work.shrink[r]);
+      float *out = work.out + r * padded, *product = work.product + r * padded;
+      for (int64_t d = 0; d < padded; d += 16) store(out + d, fma(load(out + d), shrink, load(product + d)));
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    const int64_t row = task.first_row + r;
+    float* to = a.out + ((first_token + row / group) * a.heads + task.kv_head * group + row % group) * cache.head_dim;
+    for (int64_t d = 0; d < cache.head_dim; d += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(16, cache.head_dim - d));
+      store_n(to + d, div(load(work.out + r * padded + d), set1(work.mass[r])), n);
+    }
+  }
+}
+
+Workspace& workspace(int64_t padded) {
+  const size_t matrix = static_cast<size_t>(kQueryRows * padded) * 4;
+  char* memory = static_cast<char*>(scratch(kScratchTask, sizeof(Workspace) + 64 + 3 * matrix));
+  auto* work = reinterpret_cast<Workspace*>(memory);
+  char* rest = memory + (sizeof(Workspace) + 63) / 64 * 64;
+  work->out = reinterpret_cast<float*>(rest);
+  work->product = reinterpret_cast<float*>(rest + matrix);
+  work->values = reinterpret_cast<uint16_t*>(rest + 2 * matrix);
+  return *work;
+}
+
+}  // namespace
+
+void attention(const AttentionArgs& a) {
+  const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
+  uint16_t* query = static_cast<uint16_t*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 2));
+  avx512::prepare_attention(a, query, true);
+  Task* tasks;
+  const int64_t count = make_tasks(a, &tasks);
+  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    configure_tiles();
+    Workspace& work = workspace(a.cache->dim_padded);
+    for (int64_t t = begin; t < end; ++t) run_task(a, tasks[t], query, work);
+    _tile_release();
+  });
+}
+
+}  // namespace amx
+}  // namespace fd

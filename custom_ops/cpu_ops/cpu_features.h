@@ -1,0 +1,18 @@
+// Which instruction set the kernels use, decided once per process.
+#pragma once
+
+namespace fd {
+
+// Ordered: each level includes the ones below. kNone: not even AVX2 + FMA, the library cannot be used.
+enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
+
+// The best level that both the CPU and the operating system allow. Asks Linux for the AMX tile state.
+Isa detect_isa();
+
+// The level in force: detect_isa() capped by FASTDEPLOY_CPU_ISA=avx2|avx512|amx or by set_isa.
+Isa current_isa();
+
+// Caps the level (tests). Returns the level in force. All layouts in memory are the same at every level.
+Isa set_isa(Isa wanted);
+
+}  // namespace fd

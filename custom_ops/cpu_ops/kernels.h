@@ -1,0 +1,92 @@
+// Every kernel, declared once per instruction set. Layouts are the same for all of them:
+//
+// float32 weight   [ceil(N/16)][K][16]              column tile, k, column
+// bfloat16 weight  [ceil(N/16)][Kp/32][16][16][2]   column tile, k tile, k pair, column, k within the pair
+//                  (Kp = K rounded up to 32; padding is zero). One k tile is one AMX tile of 1 KiB, in the pair-wise
+//                  ("VNNI") order that TDPBF16PS wants for its right operand.
+// float32 cache    K [block][kv head][slot/16][Dp][16], V [block][kv head][slot][Dp]
+// bfloat16 cache   K [block][kv head][slot/16][Dp/2][16][2], V [block][kv head][slot/2][Dp][2]
+//                  (Dp = head_dim rounded up to 32): again AMX's right operands, of q @ k.T and of p @ v.
+#pragma once
+
+#include <cstdint>
+
+namespace fd {
+
+constexpr int64_t kColumns = 16;  // columns of a weight tile
+constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
+
+inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
+
+// An immutable packed weight; owns its pages and bias (padded to whole tiles) together.
+struct Weight {
+  bool bf16;
+  int64_t n, k;      // as given
+  int64_t k_padded;  // k, or rounded up to 32
+  int64_t bytes;
+  void* data;
+  float* bias;  // null or [round_up(n, 16)]
+
+  int64_t tiles() const { return (n + kColumns - 1) / kColumns; }
+  int64_t tile_elements() const { return k_padded * kColumns; }
+};
+
+struct Cache {
+  bool bf16;
+  int64_t layers, blocks, block_size, kv_heads, head_dim, dim_padded;
+  int64_t block_elements;  // of K (or V) of one block in one layer, all heads
+  int64_t bytes;
+  void* data;
+
+  // Element offset of a block's first head; which: 0 = K, 1 = V.
+  int64_t offset(int64_t layer, int which, int64_t block) const {
+    return ((layer * 2 + which) * blocks + block) * block_elements;
+  }
+};
+
+struct AttentionArgs {
+  const float* qkv;
+  float* out;
+  const Cache* cache;
+  int64_t tokens, sequences, table_width;
+  const int32_t *cu_tokens, *starts, *tables, *positions;
+  int64_t layer, heads;
+  float scale;
+  const float *rope_cos, *rope_sin, *q_norm, *k_norm;
+  float eps;
+};
+
+#define FD_DECLARE_KERNELS(isa)                                                                              \
+  namespace isa {                                                                                            \
+  void linear(const float* x, int64_t m, const Weight& w, float* out);                                       \
+  void gated_linear(const float* x, int64_t m, const Weight& w, float* out);                                 \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                \
+  void rms_norm(const float* x, const float* weight, float* out, int64_t m, int64_t h, float eps);           \
+  void add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t m, int64_t h,  \
+                    float eps);                                                                              \
+  void silu_mul(const float* gate_up, float* out, int64_t m, int64_t n);                                     \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
+  void attention(const AttentionArgs& a);                                                                    \
+  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
+              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                  \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,           \
+                float* chosen, float* top_values, int32_t* top_ids);                                         \
+  }
+FD_DECLARE_KERNELS(avx2)
+FD_DECLARE_KERNELS(avx512)
+#undef FD_DECLARE_KERNELS
+
+namespace amx {  // bfloat16 only
+void linear(const float* x, int64_t m, const Weight& w, float* out);
+void gated_linear(const float* x, int64_t m, const Weight& w, float* out);
+void attention(const AttentionArgs& a);
+double probe_read(const void* data, int64_t bytes);  // reads it all on all threads
+int64_t probe_peak(int64_t rounds);                  // multiplies tiles in registers; returns the operations done
+}  // namespace amx
+
+// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight; kind: 0 = float32, 1 = bfloat16 bits.
+Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias);
+void free_weight(Weight* w);
+void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, int64_t n);
+
+}  // namespace fd

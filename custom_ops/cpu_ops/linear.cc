@@ -1,0 +1,215 @@
+// Linears and embedding lookup with vector FMA, for float32 weights everywhere and for bfloat16 ones without AMX.
+// Compiled once per instruction set.
+//
+// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend on its own row of x
+// and its own column of the weight, and on nothing else.
+#include <algorithm>
+
+#include "kernels.h"
+#include "memory.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace fd {
+namespace FD_ISA {
+namespace {
+
+// Rows of x that share one pass over a weight tile pair: two accumulators each, out of 32 (AVX-512) or 16 half-width
+// (AVX2) registers.
+#if defined(__AVX512F__)
+constexpr int kRows = 8;
+#else
+constexpr int kRows = 3;
+#endif
+
+// x rows worked on while a column pair stays in L2.
+constexpr int64_t kRowBlock = 256;
+
+template <int Rows>
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, F16* acc) {
+  F16 c0[Rows], c1[Rows];
+  for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
+  for (int64_t i = 0; i < k; ++i) {
+    const F16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const F16 a = set1(x[r * ldx + i]);
+      c0[r] = fma(a, b0, c0[r]);
+      c1[r] = fma(a, b1, c1[r]);
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    acc[2 * r] = c0[r];
+    acc[2 * r + 1] = c1[r];
+  }
+}
+
+template <int Rows>
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, F16* acc) {
+  F16 c0[Rows], c1[Rows];
+  for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
+  for (int64_t i = 0; i < k; i += 2) {
+    const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const F16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
+      c0[r] = fma(odd, b0.high, fma(even, b0.low, c0[r]));
+      c1[r] = fma(odd, b1.high, fma(even, b1.low, c1[r]));
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    acc[2 * r] = c0[r];
+    acc[2 * r + 1] = c1[r];
+  }
+}
+
+template <int Rows>
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, F16* acc) {
+  const int64_t step = w.tile_elements();
+  if (w.bf16) {
+    const uint16_t* data = static_cast<const uint16_t*>(w.data);
+    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc);
+  } else {
+    const float* data = static_cast<const float*>(w.data);
+    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc);
+  }
+}
+
+void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, F16* acc) {
+  switch (rows) {
+    case 1: return multiply<1>(w, x, ldx, tile0, tile1, acc);
+    case 2: return multiply<2>(w, x, ldx, tile0, tile1, acc);
+    case 3: return multiply<3>(w, x, ldx, tile0, tile1, acc);
+#if defined(__AVX512F__)
+    case 4: return multiply<4>(w, x, ldx, tile0, tile1, acc);
+    case 5: return multiply<5>(w, x, ldx, tile0, tile1, acc);
+    case 6: return multiply<6>(w, x, ldx, tile0, tile1, acc);
+    case 7: return multiply<7>(w, x, ldx, tile0, tile1, acc);
+    case 8: return multiply<8>(w, x, ldx, tile0, tile1, acc);
+#endif
+  }
+}
+
+// With bfloat16 weights x is rounded to bfloat16 (as AMX does) and padded to whole pairs of k tiles.
+const float* prepare_input(const float* x, int64_t m, const Weight& w, int64_t* ldx) {
+  *ldx = w.k_padded;
+  if (!w.bf16) return x;
+  float* rounded = static_cast<float*>(scratch(kScratchInput, static_cast<size_t>(m * w.k_padded) * 4));
+  const int64_t grain = std::max<int64_t>(1, 65536 / w.k_padded);
+  parallel_for(m, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* from = x + r * w.k;
+      float* to = rounded + r * w.k_padded;
+      int64_t k = 0;
+      for (; k + 16 <= w.k; k += 16) store(to + k, round_bf16(load(from + k)));
+      if (k < w.k) store(to + k, round_bf16(load_n(from + k, static_cast<int>(w.k - k)))), k += 16;
+      for (; k < w.k_padded; k += 16) store(to + k, zero());
+    }
+  });
+  return rounded;
+}
+
+void store_columns(float* row, int64_t tile, int64_t n, F16 value) {
+  const int64_t column = tile * kColumns;
+  if (column + kColumns <= n) {
+    store(row + column, value);
+  } else if (column < n) {
+    store_n(row + column, value, static_cast<int>(n - column));
+  }
+}
+
+// Calls finish(row, pair, acc0, acc1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
+template <typename Tiles, typename Finish>
+void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+  int64_t ldx;
+  const float* input = prepare_input(x, m, w, &ldx);
+  for (int64_t block = 0; block < m; block += kRowBlock) {
+    const int64_t block_end = std::min(m, block + kRowBlock);
+    const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
+    const int64_t grain = m == 1 ? std::max<int64_t>(1, 65536 / pair_bytes) : 1;
+    parallel_for(pairs, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t pair = begin; pair < end; ++pair) {
+        int64_t tile0, tile1;
+        tiles(pair, &tile0, &tile1);
+        for (int64_t r = block; r < block_end; r += kRows) {
+          const int rows = static_cast<int>(std::min<int64_t>(kRows, block_end - r));
+          F16 acc[2 * kRows];
+          multiply_rows(rows, w, input + r * ldx, ldx, tile0, tile1, acc);
+          for (int i = 0; i < rows; ++i) finish(r + i, pair, acc[2 * i], acc[2 * i + 1]);
+        }
+      }
+    });
+  }
+}
+
+F16 with_bias(const Weight& w, int64_t tile, F16 value) {
+  return w.bias == nullptr ? value : add(value, load(w.bias + tile * kColumns));
+}
+
+}  // namespace
+
+void linear(const float* x, int64_t m, const Weight& w, float* out) {
+  const int64_t tiles = w.tiles();
+  for_all_pairs(
+      x, m, w, (tiles + 1) / 2,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = 2 * pair;
+        *tile1 = std::min(2 * pair + 1, tiles - 1);
+      },
+      [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
+        float* to = out + row * w.n;
+        store_columns(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
+        if (2 * pair + 1 < tiles) store_columns(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+      });
+}
+
+void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
+  const int64_t half = w.n / 2, half_tiles = half / kColumns;
+  if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
+    float* both = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(m * w.n) * 4));
+    linear(x, m, w, both);
+    silu_mul(both, out, m, half);
+    return;
+  }
+  for_all_pairs(
+      x, m, w, half_tiles,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = pair;
+        *tile1 = pair + half_tiles;
+      },
+      [&](int64_t row, int64_t pair, F16 gate, F16 up) {
+        gate = with_bias(w, pair, gate);
+        up = with_bias(w, pair + half_tiles, up);
+        store(out + row * half + pair * kColumns, mul(silu(gate), up));
+      });
+}
+
+void silu_mul(const float* gate_up, float* out, int64_t m, int64_t n) {
+  for (int64_t r = 0; r < m; ++r) {
+    const float *gate = gate_up + r * 2 * n, *up = gate + n;
+    for (int64_t i = 0; i < n; i += 16) {
+      const int count = static_cast<int>(std::min<int64_t>(16, n - i));
+      store_n(out + r * n + i, mul(silu(load_n(gate + i, count)), load_n(up + i, count)), count);
+    }
+  }
+}
+
+void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out) {
+  parallel_for(m, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t tile = ids[r] / kColumns, lane = ids[r] % kColumns;
+      float* to = out + r * w.k;
+      if (w.bf16) {
+        const uint16_t* from = static_cast<const uint16_t*>(w.data) + tile * w.tile_elements() + lane * 2;
+        for (int64_t k = 0; k < w.k; ++k) {
+          const uint32_t bits = static_cast<uint32_t>(from[k / 2 * 32 + k % 2]) << 16;
+          std::memcpy(to + k, &bits, 4);
+        }
+      } else {
+        const float* from = static_cast<const float*>(w.data) + tile * w.tile_elements() + lane;
+        for (int64_t k = 0; k < w.k; ++k) to[k] = from[k * kColumns];
+      }
+    }
+  });
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

@@ -1,0 +1,53 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace fd {
+namespace {
+
+constexpr size_t kHuge = size_t{2} << 20;
+
+size_t whole_pages(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
+
+struct Buffer {
+  void* pointer = nullptr;
+  size_t bytes = 0;
+  ~Buffer() { std::free(pointer); }
+};
+
+thread_local Buffer buffers[kNumScratchSlots];
+
+}  // namespace
+
+void* allocate_pages(size_t bytes) {
+  const size_t size = whole_pages(bytes);
+  void* raw = mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (raw == MAP_FAILED) return nullptr;
+  const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
+  const uintptr_t aligned = (start + kHuge - 1) / kHuge * kHuge;
+  if (aligned > start) munmap(raw, aligned - start);
+  if (start + kHuge > aligned) munmap(reinterpret_cast<void*>(aligned + size), start + kHuge - aligned);
+  madvise(reinterpret_cast<void*>(aligned), size, MADV_HUGEPAGE);
+  return reinterpret_cast<void*>(aligned);
+}
+
+void free_pages(void* pointer, size_t bytes) {
+  if (pointer != nullptr) munmap(pointer, whole_pages(bytes));
+}
+
+void* scratch(ScratchSlot slot, size_t bytes) {
+  Buffer& buffer = buffers[slot];
+  if (buffer.bytes < bytes) {
+    std::free(buffer.pointer);
+    buffer.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    buffer.pointer = std::aligned_alloc(4096, buffer.bytes);
+    if (buffer.pointer == nullptr) throw std::bad_alloc();
+  }
+  return buffer.pointer;
+}
+
+}  // namespace fd

@@ -1,0 +1,312 @@
+// Sampling and log probabilities over the vocabulary, without sorting it. Compiled once per instruction set.
+//
+// What top-k, top-p and min-p keep is always "the best tokens down to some (logit, id)", best first, lowest id first among equals.
+// So each filter moves one boundary, found by selection among a few candidates near the maximum; then one pass in id
+// order draws. Logits are compared as they are; only masses go through exp.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+#include "memory.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace fd {
+namespace FD_ISA {
+namespace {
+
+struct Candidate {
+  float logit;
+  int32_t id;
+};
+
+bool better(const Candidate& a, const Candidate& b) {
+  return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+F16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
+  *count = static_cast<int>(std::min<int64_t>(16, n - i));
+  return *count == 16 ? load(x + i) : select((1u << *count) - 1, load_n(x + i, *count), set1(-INFINITY));
+}
+
+// Lowest id among the largest; 0 if nothing compares (all NaN).
+Candidate argmax(const float* x, int64_t n) {
+  F16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int c = 0; c < 4; ++c) top[c] = max(load(x + i + 16 * c), top[c]);
+  for (int count; i < n; i += 16) top[0] = max(load_logits(x, i, n, &count), top[0]);
+  const float best = reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
+  for (i = 0; i < n; i += 16) {
+    int count;
+    const Mask same = equal(load_logits(x, i, n, &count), set1(best)) & ((1u << count) - 1);
+    if (same != 0) return {best, static_cast<int32_t>(i + __builtin_ctz(same))};
+  }
+  return {best, 0};
+}
+
+// A row's distribution: weight(i) = exp((logit - best) / temperature), 0 beyond the boundary.
+struct Row {
+  const float* x;
+  int64_t n;
+  float best, inverse_temperature;
+
+  F16 weight(F16 logits) const { return exp(mul(sub(logits, set1(best)), set1(inverse_temperature))); }
+  // The scalar form gives the same bits as a lane.
+  float weight_of(float logit) const {
+    alignas(64) float lanes[16];
+    store(lanes, weight(set1(logit)));
+    return lanes[0];
+  }
+};
+
+// Sums of float weights in double: per block of 16 lanes x 64, so that a vocabulary of any size stays exact enough.
+constexpr int64_t kBlock = 1024;
+
+// Lanes at or before the boundary.
+Mask kept_lanes(F16 logits, int64_t i, Candidate boundary) {
+  Mask kept = greater(logits, set1(boundary.logit));
+  const int64_t before = boundary.id - i + 1;  // ids up to the boundary's own count among equals
+  if (before > 0) {
+    const Mask ids = before >= 16 ? 0xffff : (1u << before) - 1;
+    kept |= equal(logits, set1(boundary.logit)) & ids;
+  }
+  return kept;
+}
+
+double block_mass(const Row& row, int64_t from, Candidate boundary) {
+  F16 sum = zero();
+  const int64_t end = std::min(row.n, from + kBlock);
+  for (int64_t i = from; i < end; i += 16) {
+    int count;
+    const F16 logits = load_logits(row.x, i, row.n, &count);
+    sum = add(sum, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
+  }
+  return reduce_add(sum);
+}
+
+// Depths below the maximum, in units of temperature, at which the candidates of a selection may be cut.
+constexpr int kDepths = 8;
+constexpr float kDepth_[kDepths] = {1, 2, 4, 6, 9, 13, 20, 40};
+
+struct Histogram {
+  int64_t count[kDepths + 1];
+  double mass[kDepths + 1];  // the last entry: the whole row
+  float floor[kDepths + 1];  // the lowest logit of each
+};
+
+Histogram histogram(const Row& row) {
+  Histogram h = {};
+  for (int d = 0; d < kDepths; ++d) h.floor[d] = row.best - kDepth_[d] / row.inverse_temperature;
+  h.floor[kDepths] = -INFINITY;
+  for (int64_t from = 0; from < row.n; from += kBlock) {
+    F16 sums[kDepths + 1];
+    for (auto& s : sums) s = zero();
+    const int64_t end = std::min(row.n, from + kBlock);
+    for (int64_t i = from; i < end; i += 16) {
+      int count;
+      const F16 logits = load_logits(row.x, i, row.n, &count);
+      const F16 weights = row.weight(logits);
+      sums[kDepths] = add(sums[kDepths], weights);
+      for (int d = kDepths - 1; d >= 0; --d) {
+        const Mask above = greater_equal(logits, set1(h.floor[d]));
+        if (above == 0) break;
+        h.count[d] += __builtin_popcount(above);
+        sums[d] = add(sums[d], select(above, weights, zero()));
+      }
+    }
+    for (int d = 0; d <= kDepths; ++d) h.mass[d] += reduce_add(sums[d]);
+  }
+  h.count[kDepths] = row.n;
+  return h;
+}
+
+int64_t collect(const Row& row, float floor, Candidate* out) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < row.n; i += 16) {
+    int count;
+    const F16 logits = load_logits(row.x, i, row.n, &count);
+    Mask above = greater_equal(logits, set1(floor)) & ((1u << count) - 1);
+    for (; above != 0; above &= above - 1) {
+      const int64_t id = i + __builtin_ctz(above);
+      out[found++] = {row.x[id], static_cast<int32_t>(id)};
+    }
+  }
+  return found;
+}
+
+// Rearranges [begin, end) around a pivot, best first, and returns the pivot's place. Median of three: no random.
+Candidate* partition(Candidate* begin, Candidate* end) {
+  Candidate* middle = begin + (end - begin) / 2;
+  Candidate* last = end - 1;
+  if (better(*middle, *begin)) std::swap(*middle, *begin);
+  if (better(*last, *begin)) std::swap(*last, *begin);
+  if (better(*last, *middle)) std::swap(*last, *middle);
+  std::swap(*middle, *last);
+  Candidate* place = begin;
+  for (Candidate* c = begin; c != last; ++c)
+    if (better(*c, *last)) std::swap(*c, *place++);
+  std::swap(*place, *last);
+  return place;
+}
+
+// Moves the k best to the front, the k-th at [k - 1].
+void select_best(Candidate* begin, Candidate* end, int64_t k) {
+  Candidate* target = begin + (k - 1);
+  while (end - begin > 1) {
+    Candidate* pivot = partition(begin, end);
+    if (pivot == target) return;
+    if (target < pivot) {
+      end = pivot;
+    } else {
+      begin = pivot + 1;
+    }
+  }
+}
+
+double mass_of(const Row& row, const Candidate* begin, const Candidate* end) {
+  double mass = 0;
+  alignas(64) float lanes[16];
+  for (const Candidate* c = begin; c < end; c += 16) {
+    const int count = static_cast<int>(std::min<int64_t>(16, end - c));
+    for (int i = 0; i < 16; ++i) lanes[i] = i < count ? c[i].logit : -INFINITY;
+    mass += reduce_add(row.weight(load(lanes)));
+  }
+  return mass;
+}
+
+// The last of the smallest best-first set whose mass reaches `wanted`.
+Candidate reach_mass(const Row& row, Candidate* begin, Candidate* end, double wanted) {
+  Candidate* const all_end = end;
+  while (end - begin > 1) {
+    Candidate* pivot = partition(begin, end);
+    const double ahead = mass_of(row, begin, pivot);
+    if (ahead >= wanted) {
+      end = pivot;
+    } else if (ahead + row.weight_of(pivot->logit) >= wanted) {
+      return *pivot;
+    } else {
+      wanted -= ahead + row.weight_of(pivot->logit);
+      begin = pivot + 1;
+    }
+  }
+  return begin < all_end ? *begin : *(all_end - 1);
+}
+
+// The last token that all filters keep.
+Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p) {
+  Candidate boundary = {-INFINITY, static_cast<int32_t>(row.n)};
+  const bool use_k = top_k > 0 && top_k < row.n, use_p = top_p < 1.0f;
+  if (use_k || use_p) {
+    const Histogram h = histogram(row);
+    int depth = 0;
+    if (use_k) {
+      while (h.count[depth] < top_k) ++depth;
+    } else {
+      // A margin for the order of summation; the whole row always suffices.
+      while (depth < kDepths && h.mass[depth] < top_p * h.mass[kDepths] * (1 + 1e-6)) ++depth;
+    }
+    auto* list = static_cast<Candidate*>(
+        scratch(kScratchTask, static_cast<size_t>(std::max<int64_t>(h.count[depth], 1)) * sizeof(Candidate)));
+    int64_t size = collect(row, h.floor[depth], list);
+    double total = h.mass[kDepths];
+    if (use_k && size >= top_k) {
+      select_best(list, list + size, top_k);
+      boundary = list[top_k - 1];
+      size = top_k;
+      total = mass_of(row, list, list + size);
+    }
+    if (use_p && size > 0) boundary = reach_mass(row, list, list + size, top_p * total);
+  }
+  if (min_p > 0.0f) {
+    const Candidate floor = {row.best + std::log(min_p) / row.inverse_temperature, static_cast<int32_t>(row.n)};
+    if (better(floor, boundary)) boundary = floor;
+  }
+  return boundary;
+}
+
+// Inverts the cumulative weight, in id order, at `uniform`.
+int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallback) {
+  const int64_t blocks = (row.n + kBlock - 1) / kBlock;
+  double* masses = static_cast<double*>(scratch(kScratchTask, static_cast<size_t>(blocks) * sizeof(double)));
+  double total = 0;
+  for (int64_t b = 0; b < blocks; ++b) total += masses[b] = block_mass(row, b * kBlock, boundary);
+  const double target = uniform * total;
+  double before = 0;
+  int64_t b = 0;
+  while (b + 1 < blocks && before + masses[b] <= target) before += masses[b++];
+  int32_t chosen = fallback;
+  const int64_t end = std::min(row.n, (b + 1) * kBlock);
+  for (int64_t i = b * kBlock; i < end; i += 16) {
+    int count;
+    const F16 logits = load_logits(row.x, i, row.n, &count);
+    alignas(64) float weights[16];
+    store(weights, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
+    for (int lane = 0; lane < count; ++lane) {
+      if (!(weights[lane] > 0)) continue;
+      chosen = static_cast<int32_t>(i + lane);
+      before += weights[lane];
+      if (before > target) return chosen;
+    }
+  }
+  return chosen;  // rounding left the target just beyond the last weight
+}
+
+}  // namespace
+
+void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
+            const float* top_p, const float* min_p, const double* uniform, int32_t* out) {
+  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = logits + r * vocab;
+      const Candidate best = argmax(x, vocab);
+      out[r] = best.id;
+      if (temperature[r] <= 0.0f || !std::isfinite(best.logit)) continue;
+      const Row row = {x, vocab, best.logit, 1.0f / temperature[r]};
+      out[r] = draw(row, find_boundary(row, top_k[r], top_p[r], min_p[r]), uniform[r], best.id);
+    }
+  });
+}
+
+void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen,
+              float* top_values, int32_t* top_ids) {
+  parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* x = logits + r * vocab;
+      const Row row = {x, vocab, argmax(x, vocab).logit, 1.0f};
+      double mass = 0;
+      for (int64_t from = 0; from < vocab; from += kBlock)
+        mass += block_mass(row, from, {-INFINITY, static_cast<int32_t>(vocab)});
+      const double log_mass = std::log(mass);
+      auto logprob = [&](float logit) { return static_cast<float>(static_cast<double>(logit) - row.best - log_mass); };
+      chosen[r] = logprob(x[ids[r]]);
+      if (top == 0) continue;
+      // A short list, best first; a vector of logits is looked at only if one of them beats the list's last.
+      Candidate* list = static_cast<Candidate*>(scratch(kScratchTask, static_cast<size_t>(top + 1) * sizeof(Candidate)));
+      int64_t size = 0;
+      float floor = -INFINITY;
+      for (int64_t i = 0; i < vocab; i += 16) {
+        int count;
+        const F16 v = load_logits(x, i, vocab, &count);
+        Mask wanted = (size < top ? 0xffffu : greater(v, set1(floor))) & ((1u << count) - 1);
+        for (; wanted != 0; wanted &= wanted - 1) {
+          const int64_t id = i + __builtin_ctz(wanted);
+          const Candidate c = {x[id], static_cast<int32_t>(id)};
+          if (size == top && !better(c, list[top - 1])) continue;
+          int64_t at = size < top ? size++ : top - 1;
+          for (; at > 0 && better(c, list[at - 1]); --at) list[at] = list[at - 1];
+          list[at] = c;
+        }
+        if (size == top) floor = list[top - 1].logit;
+      }
+      for (int64_t i = 0; i < top; ++i) {
+        top_values[r * top + i] = i < size ? logprob(list[i].logit) : -INFINITY;
+        top_ids[r * top + i] = i < size ? list[i].id : 0;
+      }
+    }
+  });
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

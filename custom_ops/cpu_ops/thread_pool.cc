@@ -1,0 +1,197 @@
+#include "thread_pool.h"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace fd {
+namespace {
+
+// Within one model step the next op follows after some 10 us of Python, so a worker that spins this long meets it
+// awake; between steps, or when the engine is idle, it parks and leaves its core to the API server.
+constexpr auto kSpin = std::chrono::microseconds(100);
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+}
+
+// Returns once word != seen: spins, then parks. `parked` counts the parked, so that wakers can skip the system call.
+void wait_for_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<int>& parked) {
+  const auto give_up = std::chrono::steady_clock::now() + kSpin;
+  for (;;) {
+    for (int i = 0; i < 64; ++i) {
+      if (word.load(std::memory_order_acquire) != seen) return;
+      _mm_pause();
+    }
+    if (std::chrono::steady_clock::now() > give_up) break;
+  }
+  while (word.load(std::memory_order_acquire) == seen) {
+    // seq_cst on both sides: either the waker sees parked > 0, or this thread sees the new word in the futex.
+    parked.fetch_add(1);
+    if (word.load() == seen) futex_wait(&word, seen);
+    parked.fetch_sub(1);
+  }
+}
+
+// A half-open range of items, packed so that owner (front) and thieves (back) take pieces by compare-and-swap.
+struct alignas(128) Share {
+  std::atomic<uint64_t> bounds{0};
+
+  static uint64_t pack(uint64_t lo, uint64_t hi) { return (hi << 32) | lo; }
+
+  bool take(uint32_t grain, bool from_front, int64_t* begin, int64_t* end) {
+    uint64_t old = bounds.load(std::memory_order_acquire);
+    for (;;) {
+      const uint32_t lo = static_cast<uint32_t>(old), hi = static_cast<uint32_t>(old >> 32);
+      if (lo >= hi) return false;
+      const uint32_t count = std::min(grain, hi - lo);
+      const uint64_t rest = from_front ? pack(lo + count, hi) : pack(lo, hi - count);
+      if (bounds.compare_exchange_weak(old, rest, std::memory_order_acq_rel)) {
+        *begin = from_front ? lo : hi - count;
+        *end = *begin + count;
+        return true;
+      }
+    }
+  }
+};
+
+class Pool {
+ public:
+  explicit Pool(int threads) : shares_(threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { worker_loop(i); });
+  }
+
+  ~Pool() {
+    stopping_ = true;
+    job_.fetch_add(1);
+    futex_wake_all(&job_);
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int size() const { return static_cast<int>(shares_.size()); }
+
+  void run(int64_t n, int64_t grain, RangeFn fn, void* context) {
+    const int64_t threads = size();
+    fn_ = fn;
+    context_ = context;
+    grain_ = static_cast<uint32_t>(grain);
+    const int64_t pieces = (n + grain - 1) / grain;
+    for (int64_t t = 0; t < threads; ++t) {
+      const int64_t lo = std::min(n, pieces * t / threads * grain), hi = std::min(n, pieces * (t + 1) / threads * grain);
+      shares_[t].bounds.store(Share::pack(lo, hi), std::memory_order_relaxed);
+    }
+    gate_.store(kOpen, std::memory_order_release);
+    job_.fetch_add(1);
+    if (workers_parked_.load() > 0) futex_wake_all(&job_);
+    work(0);
+    // A worker that has not entered by now (it was parked, or lost its core) finds the gate closed and is not waited
+    // for; those inside must leave before the fields above may be written again.
+    uint32_t inside = gate_.fetch_and(~kOpen) & ~kOpen;
+    while (inside != 0) {
+      wait_for_change(gate_, inside, caller_parked_);
+      inside = gate_.load(std::memory_order_acquire);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kOpen = 1u << 31;
+
+  void work(int self) {
+    int64_t begin, end;
+    for (int i = 0; i < size(); ++i) {
+      const int victim = (self + i) % size();
+      while (shares_[victim].take(grain_, i == 0, &begin, &end)) fn_(context_, begin, end);
+    }
+  }
+
+  bool enter() {
+    uint32_t gate = gate_.load(std::memory_order_acquire);
+    while (gate & kOpen) {
+      if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+  }
+
+  void worker_loop(int self) {
+    uint32_t seen = 0;
+    for (;;) {
+      wait_for_change(job_, seen, workers_parked_);
+      seen = job_.load(std::memory_order_acquire);
+      if (stopping_) return;
+      if (!enter()) continue;
+      work(self);
+      gate_.fetch_sub(1);
+      if (caller_parked_.load() > 0) futex_wake_all(&gate_);
+    }
+  }
+
+  std::vector<Share> shares_;
+  std::vector<std::thread> workers_;
+  RangeFn fn_ = nullptr;
+  void* context_ = nullptr;
+  uint32_t grain_ = 1;
+  std::atomic<bool> stopping_{false};
+  alignas(128) std::atomic<uint32_t> job_{0};  // changes with every job
+  std::atomic<int> workers_parked_{0};
+  alignas(128) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
+  std::atomic<int> caller_parked_{0};
+};
+
+std::mutex pool_mutex;
+std::unique_ptr<Pool> pool;
+int wanted_threads = 0;
+
+int default_threads() {
+  if (const char* text = std::getenv("FASTDEPLOY_CPU_THREADS")) {
+    const int n = std::atoi(text);
+    if (n > 0) return n;
+  }
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+void set_num_threads(int n) {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  wanted_threads = n > 0 ? n : default_threads();
+  pool.reset();
+}
+
+int num_threads() {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  if (wanted_threads == 0) wanted_threads = default_threads();
+  return wanted_threads;
+}
+
+void run_ranges(int64_t n, int64_t grain, RangeFn fn, void* context) {
+  if (n <= 0) return;
+  std::unique_lock<std::mutex> lock(pool_mutex, std::try_to_lock);
+  if (n <= grain || !lock.owns_lock() || wanted_threads == 1) {
+    fn(context, 0, n);
+    return;
+  }
+  if (pool == nullptr) {
+    if (wanted_threads == 0) wanted_threads = default_threads();
+    pool = std::make_unique<Pool>(wanted_threads);
+  }
+  pool->run(n, grain, fn, context);
+}
+
+}  // namespace fd

@@ -1,0 +1,234 @@
+"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. Nothing ever hangs.
+
+The connection lives in one task (:meth:`EngineClient.run`): connect, Hello, Welcome, read until the engine is lost,
+answer everything that is open with EngineDead, connect again under a new identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from fastdeploy import errors
+from fastdeploy.engine.request_stream import RequestStream
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnection
+
+logger = logging.getLogger(__name__)
+READ_ONLY = (m.PauseStatusArgs, m.ModelInfoArgs, m.MetricsArgs)
+MAX_REMEMBERED_CANCELS = 4096
+
+
+class EngineClient:
+    """All requests and control calls of one process. Use from one event loop only.
+
+    stall_s: an overdue control call finds the engine stuck when nothing at all came from it for so long.
+    """
+
+    def __init__(self, endpoint: str, stall_s: float = 10.0):
+        self._endpoint = endpoint
+        self._stall_s = stall_s
+        self._context = zmq.asyncio.Context()
+        self._connection: ZmqConnection | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[m.Reply]] = {}
+        self._cancelled: dict[str, int] = {}
+        self._next_call = 0
+        self._last_heard = 0.0
+        self._pidfd: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.connected = asyncio.Event()
+        self.welcome: m.Welcome | None = None
+        self.model_info: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to connect, and keep doing so; :attr:`connected` tells when the engine is there."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-client")
+
+    async def close(self) -> None:
+        """Drop the connection; what is open is answered with EngineDead."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _run(self) -> None:
+        while True:
+            connection = self._connection = ZmqConnection(self._context, self._endpoint)
+            lost = "the engine process died"
+            try:
+                connection.send(m.Hello(pid=os.getpid()))
+                async for message in connection.messages():
+                    self._receive(message)
+            except _Goodbye:
+                lost = "the engine dropped this API server"
+            except msgspec.DecodeError as error:
+                lost = f"the engine sent a malformed message: {error}"
+            finally:
+                self._connection = None
+                connection.close()
+                self._disconnect(lost)
+            logger.warning("%s; reconnecting", lost)
+
+    def _receive(self, message: m.ToClient) -> None:
+        self._last_heard = asyncio.get_running_loop().time()
+        match message:
+            case m.Outputs(outputs=outputs):
+                for output in outputs:
+                    if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
+                        stream.put(output)
+            case m.Fence(fence_id=fence_id):
+                # Handled in order, so everything sent before this fence is in the queues of its requests by now.
+                self._send(m.FenceAck(fence_id=fence_id))
+            case m.Reply(call_id=call_id):
+                self._replied(call_id, message)
+            case m.Rejected(request_id=request_id, failure=failure):
+                if stream := self._streams.get(request_id):
+                    stream.fail(errors.from_wire(failure.code, failure.message, failure.detail))
+            case m.Welcome():
+                self._welcomed(message)
+            case m.Goodbye():
+                raise _Goodbye
+
+    def _replied(self, call_id: int, reply: m.Reply) -> None:
+        if (future := self._calls.pop(call_id, None)) and not future.done():
+            future.set_result(reply)
+        if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
+            self._cancelled = {key: call for key, call in self._cancelled.items() if call >= call_id}
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        self.welcome = welcome
+        try:
+            self._pidfd = os.pidfd_open(welcome.pid)
+        except ProcessLookupError:
+            self._pidfd = None
+        self._post(m.ModelInfoArgs())[1].add_done_callback(self._ready)
+
+    def _ready(self, future: asyncio.Future[m.Reply]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.model_info = future.result().result
+            self.connected.set()
+            logger.info("connected to engine %s (pid %d)", self.welcome.boot_id, self.welcome.pid)
+
+    def _disconnect(self, why: str) -> None:
+        self.connected.clear()
+        self.welcome = None
+        self._cancelled.clear()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        for stream in list(self._streams.values()):
+            stream.fail(errors.EngineDead(why))
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(errors.EngineDead(why))
+
+    def _send(self, message: m.ToEngine) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def _require_engine(self) -> None:
+        if not self.connected.is_set():
+            raise errors.EngineDead("no engine is connected: it is starting, or it died and is being restarted")
+
+    # ------------------------------------------------------------------ requests
+
+    async def submit(self, request: m.AddRequest, event: asyncio.Event | None = None) -> RequestStream:
+        """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
+        case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
+        self._require_engine()
+        if request.request_id in self._cancelled:
+            # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
+            # so that its id can be used again without mixing the tokens of the two.
+            await self.call(m.PauseStatusArgs(), self._stall_s)
+            self._cancelled.pop(request.request_id, None)
+        if request.request_id in self._streams:
+            raise errors.DuplicateRequest(f"request_id: {request.request_id!r} is alive", param="request_id")
+        stream = RequestStream(request.request_id, request.n, self._cancel, self._forget, event)
+        self._streams[request.request_id] = stream
+        self._send(request)
+        return stream
+
+    def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
+        self._send(m.CancelRequest(request_id=request_id, choice=choice, reason=reason))
+        self._cancelled[request_id] = self._next_call
+        if len(self._cancelled) % MAX_REMEMBERED_CANCELS == 0:  # the reply will tell which are history
+            self._post(m.PauseStatusArgs())[1].add_done_callback(lambda f: f.cancelled() or f.exception())
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    async def abort_open(self, bound_s: float) -> None:
+        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``."""
+        if self._streams and self.connected.is_set():
+            try:
+                async with asyncio.timeout(bound_s):
+                    await self.call(m.AbortArgs(request_ids=list(self._streams)), bound_s)
+            except (TimeoutError, errors.FastDeployError) as error:
+                logger.warning("could not abort the open requests: %r", error)
+        for stream in list(self._streams.values()):
+            if not stream.ended:
+                stream.fail(errors.EngineDead("the server is shutting down"))
+
+    # ------------------------------------------------------------------ control
+
+    def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
+        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        self._next_call += 1
+        # Registered before it is sent: the reply must find its slot.
+        self._calls[self._next_call] = future
+        self._send(m.Call(call_id=self._next_call, args=args))
+        return self._next_call, future
+
+    async def call(self, args: m.Args, deadline_s: float) -> dict[str, Any]:
+        """Make a control call and return its result; raises what the engine answered (``detail["report"]`` is the
+        result that came with a failure), EngineDead the moment the engine dies, or EngineStalled.
+
+        After ``deadline_s`` an engine that still beats is waited for: it owns the timeouts. One that has been silent
+        for stall_s is stuck; if the call was to change its state it is killed, so that it is never half paused.
+        """
+        self._require_engine()
+        call_id, future = self._post(args)
+        try:
+            await self._answered(args, future, deadline_s)
+        finally:
+            self._calls.pop(call_id, None)
+        reply = future.result()
+        if reply.failure is None:
+            return reply.result
+        failure = reply.failure
+        detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
+        raise errors.from_wire(failure.code, failure.message, detail)
+
+    async def _answered(self, args: m.Args, future: asyncio.Future[m.Reply], deadline_s: float) -> None:
+        now = asyncio.get_running_loop().time
+        started, due = now(), now() + deadline_s
+        while True:
+            await asyncio.wait([future], timeout=max(due - now(), 0.0))
+            heard = max(self._last_heard, started)
+            if future.done():
+                return
+            if now() >= due and now() - heard >= self._stall_s:
+                self._stalled(args, now() - heard)
+            due = max(due, heard + self._stall_s)
+
+    def _stalled(self, args: m.Args, silent_s: float) -> None:
+        message = f"the engine has not answered, nor beaten for {silent_s:.1f} s"
+        if not isinstance(args, READ_ONLY) and self._pidfd is not None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            message += "; it was stopped and is being restarted"
+        logger.error(message)
+        raise errors.EngineStalled(message)
+
+
+class _Goodbye(Exception):
+    """The engine counts this client as gone: start over."""

@@ -1,0 +1,24 @@
+"""From settings to a loaded model."""
+
+from __future__ import annotations
+
+from fastdeploy import envs
+from fastdeploy.config import EngineConfig
+from fastdeploy.scheduler.interface import Runner
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    """Load the model of ``config``. Raises FastDeployError or OSError for one that cannot be served."""
+    from fastdeploy.worker.model_runner import ModelRunner
+
+    return ModelRunner(
+        config.model,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.num_gpu_blocks_override,
+        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        place=envs.place(),
+    )

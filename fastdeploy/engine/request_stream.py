@@ -1,0 +1,92 @@
+"""The outputs of one request, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fastdeploy.inter_communicator.messages import Output
+
+
+class RequestStream:
+    """Filled by the engine client, read by one handler, which closes it in every case (``with stream:``).
+
+    A stream that is closed before all n choices have ended cancels them at the engine. ``event`` is set whenever there
+    is something to :meth:`take`; several streams may share one.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        n: int,
+        cancel: Callable[[str, int | None, str], None],
+        forget: Callable[[str], None],
+        event: asyncio.Event | None = None,
+    ):
+        self.request_id = request_id
+        self._open = set(range(n))
+        self._whole = n
+        self._cancel = cancel
+        self._forget = forget
+        self._outputs: list[Output] = []
+        self._error: Exception | None = None
+        self.event = event or asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """No further output will come: every choice ended or was stopped, or the request failed."""
+        return not self._open or self._error is not None
+
+    def put(self, output: Output) -> None:
+        if output.choice in self._open:
+            self._outputs.append(output)
+            self.event.set()
+            if output.finish_reason is not None:
+                self._end(output.choice)
+
+    def fail(self, error: Exception) -> None:
+        """No more outputs: the reader gets what is there, and then ``error``."""
+        self._error = error
+        self._forget(self.request_id)
+        self.event.set()
+
+    def take(self) -> list[Output]:
+        """All outputs that are there; once they are taken, raises what :meth:`fail` was given."""
+        outputs, self._outputs = self._outputs, []
+        if self._error is not None:
+            if not outputs:
+                raise self._error
+            self.event.set()
+        return outputs
+
+    async def next(self) -> list[Output]:
+        """Wait for outputs, and :meth:`take` them."""
+        while not self._outputs and self._error is None:
+            self.event.clear()
+            await self.event.wait()
+        return self.take()
+
+    def stop(self, choice: int) -> None:
+        """The reader found a stop string: this choice needs no more tokens, and its later outputs are ignored."""
+        if choice in self._open and self._error is None:
+            self._cancel(self.request_id, choice, "stop")
+            self._end(choice)
+
+    def _end(self, choice: int) -> None:
+        self._open.discard(choice)
+        if not self._open:
+            self._forget(self.request_id)
+
+    def close(self) -> None:
+        if not self.ended:
+            whole = len(self._open) == self._whole
+            for choice in [None] if whole else sorted(self._open):
+                self._cancel(self.request_id, choice, "abort")
+            self._open.clear()
+            self._forget(self.request_id)
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

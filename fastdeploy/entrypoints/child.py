@@ -1,0 +1,71 @@
+"""One child process of the supervisor, and what ties it to it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from fastdeploy.inter_communicator.event_pipe import EventReader
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """A running ``python -m module args --event-fd N``: ``pidfd`` is readable once it has ended, ``events.fd`` when it
+    has something to tell.
+
+    It is in a session of its own, so that Ctrl-C reaches the supervisor only, which then decides what ends when; and
+    it gets ``death_signal`` when the supervisor dies, however that happens (None: it watches the supervisor itself).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        args: Sequence[str],
+        keep_fds: Sequence[int] = (),
+        death_signal: signal.Signals | None = None,
+    ):
+        read_fd, write_fd = os.pipe()
+        parent = os.getpid()
+
+        def tie() -> None:
+            if death_signal is None:
+                return
+            _libc.prctl(_PR_SET_PDEATHSIG, death_signal)
+            if os.getppid() != parent:  # it died before the tie was made
+                os._exit(1)
+
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *args, "--event-fd", str(write_fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[write_fd, *keep_fds],
+                start_new_session=True,
+                preexec_fn=tie,
+            )
+        finally:
+            os.close(write_fd)
+        self.name = name
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self.events = EventReader(read_fd)
+        self.ready = False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; a child that has ended already is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def reap(self) -> int:
+        """Wait for the end of a child whose pidfd is readable; return its exit status (negative: a signal)."""
+        status = self._process.wait()
+        os.close(self.pidfd)
+        self.events.close()
+        return status

@@ -1,0 +1,109 @@
+"""The command line: ``fastdeploy serve``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fastdeploy import __version__
+from fastdeploy.config import DTYPES, EngineConfig, ServeConfig
+from fastdeploy.errors import InvalidField
+from fastdeploy.logger import setup_logging
+
+EMBEDDED_NAME = "fastdeploy-embedded"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    engine, http = EngineConfig(model=""), ServeConfig(model="")
+    http_flags = serve.add_argument_group("HTTP")
+    add = http_flags.add_argument
+    add("--host", default=http.host, help="address to listen on (%(default)s)")
+    add("--port", type=int, default=http.port, help="port to listen on, 0 = any free one (%(default)s)")
+    add("--workers", type=int, default=http.workers, help="API server processes (%(default)s)")
+    add("--served-model-name", help="the model's name in requests and replies (its folder's)")
+    add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
+    add("--shutdown-s", type=float, default=http.shutdown_s, help="time in which everything ends (%(default)g)")
+    add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
+    add = serve.add_argument_group("engine").add_argument
+    add("--model", help="Hugging Face folder; without it the embedded model is served")
+    add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")
+    add("--max-model-len", type=int, help="context in tokens, prompt and output together (the checkpoint's)")
+    add("--max-num-seqs", type=int, default=engine.max_num_seqs, help="sequences per step (%(default)s)")
+    add("--max-num-batched-tokens", type=int, default=engine.max_num_batched_tokens, help="per step (%(default)s)")
+    add("--max-step-ms", type=float, default=engine.max_step_ms, help="time cap of a step with prefill (%(default)g)")
+    add("--max-waiting", type=int, default=engine.max_waiting, help="requests that may wait, then 429 (%(default)s)")
+    add("--block-size", type=int, default=engine.block_size, help="tokens per KV block (%(default)s)")
+    add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
+    add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=engine.enable_prefix_caching,
+        help="reuse the KV of equal prompt beginnings",
+    )
+    add(
+        "--model-root",
+        action="append",
+        metavar="PATH",
+        help="folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)",
+    )
+    return parser
+
+
+def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
+    """The checked configs of ``fastdeploy serve``; raises InvalidField naming a setting."""
+    model = os.path.abspath(args.model) if args.model else _embedded_model()
+    if not os.path.isfile(os.path.join(model, "config.json")):
+        raise InvalidField("model", f"expected a Hugging Face folder with a config.json, got {model!r}")
+    name = args.served_model_name or (os.path.basename(model) if args.model else EMBEDDED_NAME)
+    roots = args.model_root
+    if roots is None:
+        roots = ["/"] if args.host in LOOPBACK else []
+    given = vars(args)
+    engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
+    http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name"}
+    engine = EngineConfig(
+        model=model,
+        served_model_name=name,
+        model_roots=tuple(os.path.abspath(root) for root in roots),
+        **{field: given[field] for field in engine_fields & given.keys()},
+    )
+    http = ServeConfig(
+        model=model, served_model_name=name, **{field: given[field] for field in http_fields & given.keys()}
+    )
+    return engine.check(), http.check()
+
+
+def _embedded_model() -> str:
+    from fastdeploy.embedded import MODEL_DIR
+
+    return str(MODEL_DIR)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        engine_config, serve_config = configs(args)
+    except InvalidField as error:
+        flag = "--" + error.field.replace("_", "-")
+        parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
+    from fastdeploy.entrypoints.supervisor import Supervisor
+
+    setup_logging("supervisor")
+    try:
+        return Supervisor(engine_config, serve_config).run()
+    except OSError as error:
+        print(f"fastdeploy: cannot listen on {serve_config.host}:{serve_config.port}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Offline use: the engine in a thread of this process, and a blocking ``generate``."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fastdeploy import errors
+from fastdeploy.config import EngineConfig
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.entrypoints.openai.choice import Choice, TextOptions
+from fastdeploy.entrypoints.tokenizer import load_tokenizer
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.inproc_transport import InprocTransport
+
+
+class RequestOutput(NamedTuple):
+    """One prompt and its n choices; each has text, token_ids, logprobs, spans, finish_reason and stop_reason."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+
+
+class LLM:
+    """``LLM(model).generate(prompts, SamplingParams(...))``. ``close()`` it, or use it as a context manager.
+
+    model None is the embedded one. settings: fields of EngineConfig. runner: in place of a model that is loaded.
+    Thread-safe: another thread may pause, abort or update weights while ``generate`` runs.
+    """
+
+    def __init__(self, model: str | None = None, *, runner: Any = None, **settings: Any):
+        from fastdeploy.embedded import MODEL_DIR
+        from fastdeploy.engine.common_engine import CommonEngine
+        from fastdeploy.engine.loading import load_runner
+
+        config = EngineConfig(model=model or str(MODEL_DIR), **({"model_roots": ("/",)} | settings)).check()
+        self.tokenizer = load_tokenizer(config.model)
+        self._runner = runner if runner is not None else load_runner(config)
+        self._transport = InprocTransport()
+        self._inboxes: dict[str, queue.SimpleQueue[m.Output | Exception]] = {}
+        self._calls: dict[int, queue.SimpleQueue[m.Reply | Exception]] = {}
+        self._call_ids = itertools.count(1)
+        self._dead: Exception | None = None
+        self._client = self._transport.connect("offline", self._receive)
+        self._engine = CommonEngine(config, self._runner, self._transport, uuid.uuid4().hex)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self._client.send(m.Hello(pid=0))
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        n: int = 1,
+        stop: Sequence[str] = (),
+    ) -> list[RequestOutput]:
+        """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
+        per prompt. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        requests = [self._request(prompt, params.check(), n) for prompt, params in zip(prompts, each, strict=True)]
+        for request in requests:
+            self._inboxes[request.request_id] = queue.SimpleQueue()
+            self._client.send(request)
+        try:
+            return [self._collect(request, tuple(stop)) for request in requests]
+        finally:
+            for request in requests:
+                if self._inboxes.pop(request.request_id, None) is not None:
+                    self._client.send(m.CancelRequest(request_id=request.request_id))
+
+    def pause(self, mode: str = "abort", **args: Any) -> dict[str, Any]:
+        """See messages.PauseArgs; returns the report once the engine is quiesced."""
+        return self.call(m.PauseArgs(mode=mode, **args))
+
+    def resume(self, hold_id: str | None = None) -> dict[str, Any]:
+        return self.call(m.ResumeArgs(hold_id=hold_id))
+
+    def is_paused(self) -> dict[str, Any]:
+        return self.call(m.PauseStatusArgs())
+
+    def update_weights(self, model_path: str, version: str | None = None, kv: str = "keep") -> dict[str, Any]:
+        """Replace all weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on."""
+        return self.call(m.UpdateWeightsArgs(model_path=model_path, version=version, kv=kv))
+
+    def call(self, args: m.Args) -> dict[str, Any]:
+        """Any control call; raises what the engine answered."""
+        call_id = next(self._call_ids)
+        inbox = self._calls[call_id] = queue.SimpleQueue()
+        self._client.send(m.Call(call_id=call_id, args=args))
+        if self._dead is not None:
+            inbox.put(self._dead)
+        answer = inbox.get()
+        self._calls.pop(call_id, None)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer.failure is not None:
+            failure = answer.failure
+            raise errors.from_wire(failure.code, failure.message, {**failure.detail, "report": answer.result})
+        return answer.result
+
+    def close(self) -> None:
+        """Stop the engine; what is open ends with reason "abort"."""
+        self._engine.stop()
+        self._thread.join()
+        self._transport.close()
+        self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _request(self, prompt: str | Sequence[int], sampling: SamplingParams, n: int) -> m.AddRequest:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
+            prompt = self.tokenizer.encode_now(prompt)
+        return m.AddRequest(request_id=uuid.uuid4().hex, prompt_token_ids=list(prompt), sampling=sampling, n=n)
+
+    def _collect(self, request: m.AddRequest, stop: tuple[str, ...]) -> RequestOutput:
+        options = TextOptions(stops=stop, min_tokens=request.sampling.min_tokens)
+        choices = [Choice(self.tokenizer, request.prompt_token_ids, options) for _ in range(request.n)]
+        inbox = self._inboxes[request.request_id]
+        if self._dead is not None:
+            inbox.put(self._dead)
+        while any(choice.finish_reason is None for choice in choices):
+            output = inbox.get()
+            if isinstance(output, Exception):
+                raise output
+            choice = choices[output.choice]
+            if choice.finish_reason is None:
+                choice.feed(output)
+                if choice.finish_reason == "error":
+                    raise errors.EngineError(choice.message)
+                if choice.finish_reason is not None and output.finish_reason is None:
+                    self._client.send(m.CancelRequest(request.request_id, output.choice, "stop"))
+        self._inboxes.pop(request.request_id)
+        return RequestOutput(request.request_id, request.prompt_token_ids, choices)
+
+    def _run(self) -> None:
+        dead: Exception = errors.EngineDead("the engine was closed")
+        try:
+            self._engine.run()
+        except Exception as error:
+            dead = error
+        self._dead = dead
+        for inbox in [*self._inboxes.values(), *self._calls.values()]:
+            inbox.put(dead)
+
+    def _receive(self, message: m.ToClient) -> None:
+        """On the engine's thread: hand over and return."""
+        match message:
+            case m.Outputs(outputs=outputs):
+                for output in outputs:
+                    if inbox := self._inboxes.get(output.request_id):
+                        inbox.put(output)
+            case m.Rejected(request_id=request_id, failure=failure):
+                if inbox := self._inboxes.get(request_id):
+                    inbox.put(errors.from_wire(failure.code, failure.message, failure.detail))
+            case m.Reply(call_id=call_id):
+                if inbox := self._calls.get(call_id):
+                    inbox.put(message)

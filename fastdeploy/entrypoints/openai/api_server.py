@@ -1,0 +1,128 @@
+"""The app of one API server, and its process: ``python -m fastdeploy.entrypoints.openai.api_server``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fastdeploy import __version__
+from fastdeploy.config import ServeConfig, from_json
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.control import control_router
+from fastdeploy.entrypoints.openai.errors import add_error_handlers
+from fastdeploy.entrypoints.openai.health import health_router
+from fastdeploy.entrypoints.openai.serving_chat import chat_router
+from fastdeploy.entrypoints.openai.serving_completion import completion_router
+from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
+from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.logger import setup_logging
+
+logger = logging.getLogger(__name__)
+BACKLOG = 4096
+
+
+class TrailingSlash:
+    """Serves /path/ as /path, without a redirect, which would lose the body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> FastAPI:
+    """The HTTP application. It starts and closes ``client`` with its own life."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.close()
+
+    app = FastAPI(title="FastDeploy", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    context = ServingContext(client, tokenizer, config)
+    for router in (completion_router, chat_router, control_router, health_router):
+        app.include_router(router(context))
+    add_error_handlers(app)
+    app.add_middleware(TrailingSlash)
+    return app
+
+
+class ApiServer(uvicorn.Server):
+    """Ends its open requests with what they have before it waits for their connections to close."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient, bound_s: float):
+        super().__init__(config)
+        self._client = client
+        self._bound_s = bound_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        aborting = asyncio.create_task(self._client.abort_open(self._bound_s))
+        await super().shutdown(sockets)
+        await aborting
+
+
+def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> ApiServer:
+    """A uvicorn server of :func:`create_app`; half of the shutdown time is for the engine to end open requests."""
+    uvicorn_config = uvicorn.Config(
+        create_app(client, tokenizer, config),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        backlog=BACKLOG,
+        timeout_keep_alive=config.http_keepalive_s,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_s / 2)),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
+    return ApiServer(uvicorn_config, client, bound_s=config.shutdown_s / 4)
+
+
+async def serve(config: ServeConfig, endpoint: str, listener: socket.socket, events: EventPipe) -> None:
+    client = EngineClient(endpoint, config.stall_s)
+    server = make_server(client, load_tokenizer(config.model), config)
+    announce = asyncio.create_task(_announce(client, events))
+    await server.serve(sockets=[listener])
+    announce.cancel()
+
+
+async def _announce(client: EngineClient, events: EventPipe) -> None:
+    await client.connected.wait()
+    events.send("ready", boot_id=client.welcome.boot_id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True, help="ServeConfig as JSON")
+    parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
+    parser.add_argument("--http-fd", type=int, required=True, help="the listening socket, inherited")
+    parser.add_argument("--event-fd", type=int, required=True, help="where to tell the supervisor, inherited")
+    args = parser.parse_args()
+    setup_logging("api")
+    listener = socket.socket(fileno=args.http_fd)
+    config = from_json(args.config, ServeConfig)
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(serve(config, args.endpoint, listener, EventPipe(args.event_fd)))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One choice as it grows: ids, logprobs, spans and text, all cut at the same token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastdeploy.entrypoints.openai.detokenizer import IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.entrypoints.tokenizer import Tokenizer
+from fastdeploy.inter_communicator.messages import Logprob, Output, Span
+
+
+class TextOptions(NamedTuple):
+    """How text is made of tokens. stops: stop strings. min_tokens: no stop string counts before so many tokens."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+class Delta(NamedTuple):
+    """What one engine output adds to a choice; ``first`` is the index of its first token among the output tokens."""
+
+    first: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob]
+    spans: list[Span]
+    finish_reason: str | None
+
+
+class Choice:
+    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt_tail: Sequence[int], options: TextOptions):
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.spans: list[Span] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.message = ""
+        self._options = options
+        self._search = StopSearch(options.stops)
+        self._shown = 0
+        self._floor = 0
+        self._decoder = None
+        if tokenizer is not None:
+            self._decoder = IncrementalDecoder(tokenizer, prompt_tail, options.skip_special_tokens)
+
+    def feed(self, output: Output) -> Delta:
+        """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
+        first = len(self.token_ids)
+        taken, hit = self._decode(output)
+        if hit is not None:
+            self.finish_reason, self.stop_reason = "stop", hit.stop
+            self.text = self.text[: hit.cut + (len(hit.stop) if self._options.include_stop else 0)]
+        elif output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            self.message = output.message
+            self.text += self._decoder.flush() if self._decoder is not None else ""
+        delta = Delta(
+            first,
+            self._show(),
+            output.token_ids[:taken],
+            output.logprobs[:taken],
+            cut_spans(output.spans, first + taken),
+            self.finish_reason,
+        )
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        merge_spans(self.spans, delta.spans)
+        return delta
+
+    def _decode(self, output: Output) -> tuple[int, StopHit | None]:
+        """Decode until a stop string completes: how many tokens were taken, and the stop that was found."""
+        if self._decoder is None:
+            return len(output.token_ids), None
+        # A stop or EOS id that ended the choice is a token of it, but no text.
+        hidden = output.finish_reason == "stop" and not self._options.include_stop
+        shown = len(output.token_ids) - (1 if hidden else 0)
+        for i, token_id in enumerate(output.token_ids[:shown]):
+            new = self._decoder.push(token_id)
+            self.text += new
+            if len(self.token_ids) + i + 1 < self._options.min_tokens:
+                self._floor = len(self.text)
+            elif new and (hit := self._search.find(self.text, len(new), self._floor)):
+                return i + 1, hit
+        return len(output.token_ids), None
+
+    def _show(self) -> str:
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= self._search.held_back(self.text)
+        start, self._shown = self._shown, max(end, self._shown)
+        return self.text[start : self._shown]
+
+
+def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:
+    """The spans below output token ``end``."""
+    return [s if s.end <= end else Span(s.version, s.epoch, s.start, end, s.recomputed) for s in spans if s.start < end]
+
+
+def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
+    """Append ``more`` to ``spans``, joining neighbours of the same weights."""
+    for span in more:
+        last = spans[-1] if spans else None
+        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
+            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
+        else:
+            spans.append(span)

@@ -1,0 +1,111 @@
+"""What the routes of one app share, and the checks that completions and chat have in common."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from fastdeploy.config import ServeConfig
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.entrypoints.openai.choice import TextOptions
+from fastdeploy.entrypoints.openai.protocol import GenerationBody
+from fastdeploy.entrypoints.tokenizer import Tokenizer
+from fastdeploy.errors import EngineDead, InvalidField, ModelNotFound
+
+# SamplingParams takes these as they are; None means "absent", so that its default holds.
+PASSED_ON = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_tokens",
+)
+
+
+@dataclass(frozen=True)
+class ServingContext:
+    """``tokenizer`` None: the model folder has none, and only token ids are served."""
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    config: ServeConfig
+
+    @property
+    def max_model_len(self) -> int:
+        """Raises EngineDead where no engine is there to say."""
+        if self.client.welcome is None:
+            raise EngineDead("no engine is connected: it is starting, or it died and is being restarted")
+        return self.client.welcome.max_model_len
+
+    def check_model(self, model: str | None) -> None:
+        if model not in (None, "", self.config.served_model_name, self.config.model):
+            served = self.config.served_model_name
+            raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
+
+    def check_prompt(self, ids: list[int], field: str) -> None:
+        """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""
+        if not ids:
+            raise InvalidField(field, "expected at least one token")
+        limit = self.max_model_len
+        if len(ids) >= limit:
+            raise InvalidField(field, f"{len(ids)} tokens leave no room for output in a context of {limit} tokens")
+        vocab_size = self.client.model_info.get("vocab_size", 2**31)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(t for t in ids if not 0 <= t < vocab_size)
+            raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
+
+    def require_tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidField(field, "this model has no tokenizer: send token ids")
+        return self.tokenizer
+
+    def sampling(
+        self,
+        body: GenerationBody,
+        prompt_tokens: int,
+        logprobs: int | None,
+        max_tokens: tuple[str, int | None],
+        seed: int,
+    ) -> SamplingParams:
+        """Checked parameters for one prompt. ``max_tokens``: (name of the field, its value); None is what is left of
+        the context, and a larger value is cut to that."""
+        field, wanted = max_tokens
+        left = self.max_model_len - prompt_tokens
+        if wanted is not None and wanted < 1:
+            raise InvalidField(field, f"expected an integer >= 1, got {wanted}")
+        given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
+        return SamplingParams(
+            max_tokens=min(left if wanted is None else wanted, left),
+            top_k=max(body.top_k or 0, 0),
+            seed=seed,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logprobs=logprobs,
+            **given,
+        ).check()
+
+    def text_options(self, body: GenerationBody) -> TextOptions:
+        stops = body.stops()
+        if stops:
+            self.require_tokenizer("stop")
+        return TextOptions(
+            stops=stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=body.min_tokens or 0,
+        )
+
+
+def request_id(body: GenerationBody, request: Request, prefix: str) -> str:
+    """The id the client gave, as it is: in the body, or else in X-Request-Id; otherwise a new one."""
+    return body.request_id or request.headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
+
+
+def seed_of(body: GenerationBody) -> int:
+    return random.getrandbits(63) if body.seed is None else body.seed

@@ -1,0 +1,77 @@
+"""Native control routes: /v1/pause, /v1/resume, /v1/is_paused, /v1/abort_requests, /v1/update_weights.
+
+Each takes a JSON body, query parameters, both, or nothing, and answers when it is done, in FastDeploy's envelope.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.errors import json_response
+from fastdeploy.entrypoints.openai.protocol import (
+    CONTROL_UNSUPPORTED,
+    AbortBody,
+    Body,
+    BodyType,
+    PauseBody,
+    ResumeBody,
+    UpdateWeightsBody,
+    parse_body,
+    parse_json,
+)
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator import messages as m
+
+
+def control_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+    client, config = context.client, context.config
+
+    @router.post("/v1/pause")
+    async def pause(request: Request) -> Response:
+        body = await read(request, PauseBody)
+        return envelope(await client.call(m.PauseArgs(**body.model_dump()), body.timeout_s + config.stall_s))
+
+    @router.post("/v1/resume")
+    async def resume(request: Request) -> Response:
+        body = await read(request, ResumeBody)
+        return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id), config.stall_s))
+
+    @router.get("/v1/is_paused")
+    async def is_paused(request: Request) -> Response:
+        await read(request, Body)
+        return envelope(await client.call(m.PauseStatusArgs(), config.stall_s))
+
+    @router.post("/v1/abort_requests")
+    async def abort_requests(request: Request) -> Response:
+        body = await read(request, AbortBody)
+        if not body.abort_all and body.req_ids is None:
+            raise InvalidField("req_ids", "expected req_ids, or abort_all: true")
+        args = m.AbortArgs(request_ids=None if body.abort_all else body.req_ids, abort_all=body.abort_all)
+        return envelope(await client.call(args, config.stall_s))
+
+    @router.post("/v1/update_weights")
+    async def update_weights(request: Request) -> Response:
+        body = await read(request, UpdateWeightsBody)
+        version = None if body.version is None else str(body.version)
+        args = m.UpdateWeightsArgs(model_path=body.model_path, version=version, kv=body.kv)
+        return envelope(await client.call(args, config.update_s))
+
+    return router
+
+
+async def read(request: Request, kind: type[BodyType]) -> BodyType:
+    """The JSON body over the query parameters. An adapter named here is refused rather than overlooked."""
+    body = parse_json(await request.body())
+    return parse_body({**request.query_params, **body}, kind, CONTROL_UNSUPPORTED)
+
+
+def envelope(result: dict[str, Any]) -> Response:
+    return json_response(
+        {"request_id": f"control-{uuid.uuid4().hex}", "status": "success", "error_message": None, "result": result}
+    )

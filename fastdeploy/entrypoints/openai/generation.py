@@ -1,0 +1,132 @@
+"""One HTTP request on its way through the engine: its prompts, its choices, and what came of them so far."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.engine.request_stream import RequestStream
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.entrypoints.openai.choice import Choice, Delta, TextOptions
+from fastdeploy.entrypoints.tokenizer import Tokenizer
+from fastdeploy.errors import EngineError
+from fastdeploy.inter_communicator.messages import AddRequest, Output
+
+
+class GenerationRequest(NamedTuple):
+    """A checked request. One engine request per prompt; ``sampling`` holds one set of parameters per prompt."""
+
+    request_id: str
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    text: TextOptions
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Generation:
+    """Use as ``async with``: leaving it cancels whatever still runs.
+
+    Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest):
+        self.request = request
+        self.choices = [Choice(tokenizer, p, request.text) for p in request.prompts for _ in range(request.n)]
+        self.created = int(time.time())
+        self._cached_tokens = [0] * len(request.prompts)
+        self.gone = False
+        self._client = client
+        self._streams: list[RequestStream] = []
+        self._event = asyncio.Event()
+
+    async def __aenter__(self) -> Generation:
+        try:
+            for i in range(len(self.request.prompts)):
+                self._streams.append(await self._client.submit(self._engine_request(i), self._event))
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def _engine_request(self, i: int) -> AddRequest:
+        r = self.request
+        alone = len(r.prompts) == 1
+        return AddRequest(
+            request_id=r.request_id if alone else f"{r.request_id}-{i}",
+            group="" if alone else r.request_id,
+            prompt_token_ids=r.prompts[i],
+            sampling=r.sampling[i],
+            n=r.n,
+            priority=r.priority,
+            cache_salt=r.cache_salt,
+            arrival=time.time(),
+        )
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached_tokens)
+
+    def nudge(self) -> None:
+        """Make :meth:`step` return."""
+        self._event.set()
+
+    def leave(self) -> None:
+        """The HTTP client has gone: :meth:`step` returns and ``gone`` is set."""
+        self.gone = True
+        self._event.set()
+
+    async def step(self) -> list[tuple[int, Delta]]:
+        """Wait for new tokens: what was added to which choice. Empty after a nudge.
+
+        Raises what the engine answered (RequestError), EngineDead, or EngineError for a choice that failed.
+        """
+        await self._event.wait()
+        self._event.clear()
+        deltas = []
+        for i, stream in enumerate(self._streams):
+            for output in stream.take() if not deltas else _take_quietly(stream, self._event):
+                if (delta := self._feed(i, stream, output)) is not None:
+                    deltas.append(delta)
+        return deltas
+
+    def _feed(self, i: int, stream: RequestStream, output: Output) -> tuple[int, Delta] | None:
+        index = self.request.n * i + output.choice
+        choice = self.choices[index]
+        if choice.finish_reason is not None:  # it met its stop string while this was in flight
+            return None
+        delta = choice.feed(output)
+        if output.cached_tokens and output.choice == 0:  # the prompt is counted once, whatever n is
+            self._cached_tokens[i] = output.cached_tokens
+        if choice.finish_reason == "error":
+            raise EngineError(choice.message or "the engine failed on this request")
+        if choice.finish_reason is not None and output.finish_reason is None:
+            stream.stop(output.choice)
+        return index, delta
+
+
+def _take_quietly(stream: RequestStream, event: asyncio.Event) -> list[Output]:
+    """``stream.take()``, but a failure is left for the next step, so that what was read before it is delivered."""
+    try:
+        return stream.take()
+    except Exception:
+        event.set()
+        return []

@@ -1,0 +1,206 @@
+"""Request bodies. Unknown fields are refused; harmless ones are dropped; those that would change the meaning and are
+not supported are refused by name unless they hold their neutral value."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fastdeploy.errors import InvalidField
+
+# Bookkeeping of hosted services and hints: no effect on what is sampled.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "verbosity",
+        "spaces_between_special_tokens",
+    }
+)
+# field -> values that mean "not used".
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "logit_bias": (None, {}),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "web_search_options": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "early_stopping": (None, False),
+    "prompt_logprobs": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "prompt_embeds": (None,),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_decoding_backend": (None,),
+    "logits_processors": (None, []),
+    "logprobs_mode": (None, "raw"),
+    "return_routed_experts": (None, False),
+    "multi_modal_data": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "kv_transfer_params": (None,),
+    "lora_name": (None,),
+    "lora_path": (None,),
+    "retain_s": (None, 0),
+}
+MAX_STOPS = 64
+MAX_CHOICES = 1024
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common. None is "absent" everywhere, as clients send explicit nulls."""
+
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=512)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings that are not empty")
+        return tuple(stops)
+
+
+class CompletionBody(GenerationBody):
+    """prompt: a string, token ids, or a list of either."""
+
+    prompt: Any = None
+    logprobs: int | None = None
+
+
+class ChatMessage(BaseModel):
+    """``content`` is text, or a list of text parts. Further fields go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: Any = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class PauseBody(Body):
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    clear_cache: bool | None = None
+    admission: Literal["reject", "hold"] | None = None
+    timeout_s: float = Field(60.0, ge=0, le=86400)
+    on_timeout: Literal["keep", "abort", "cancel"] | None = None
+    ttl_s: float | None = Field(None, gt=0)
+    hold_id: str | None = Field(None, min_length=1)
+
+
+class ResumeBody(Body):
+    hold_id: str | None = Field(None, min_length=1)
+
+
+class AbortBody(Body):
+    abort_all: bool = False
+    req_ids: list[str] | None = None
+
+
+class UpdateWeightsBody(Body):
+    model_path: str = Field(min_length=1)
+    version: str | int | None = None
+    kv: Literal["keep", "recompute"] = "keep"
+
+
+# Adapters and checksums come later: a control call must not act on the whole engine instead.
+CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,), "verify_checksum": (None, False)}
+# Pydantic puts the branch of a union into the location of an error.
+UNION_BRANCHES = frozenset({"str", "int", "list[str]"})
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object in ``raw``; no bytes are an empty object. Raises InvalidField("body", ...)."""
+    if not raw.strip():
+        return {}
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidField("body", f"expected JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidField("body", "expected a JSON object")
+    return data
+
+
+def parse_body(
+    data: dict[str, Any], kind: type[BodyType], unsupported: dict[str, tuple[Any, ...]] = UNSUPPORTED
+) -> BodyType:
+    """Check ``data`` against ``kind``; raises InvalidField naming the first field that is wrong."""
+    known = kind.model_fields
+    kept = {}
+    for field, value in data.items():
+        if field not in known and field in unsupported:
+            if not any(value == neutral and type(value) is type(neutral) for neutral in unsupported[field]):
+                raise InvalidField(field, "not supported by this server")
+        elif field in known or field not in IGNORED:
+            kept[field] = value
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"] if part not in UNION_BRANCHES) or "body"
+        raise InvalidField(field, "unknown field" if first["type"] == "extra_forbidden" else first["msg"]) from error

@@ -1,0 +1,118 @@
+"""The JSON of a generation in OpenAI's shape, with ids and weight versions beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdeploy.entrypoints.openai.choice import Choice, Delta
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.generation import Generation
+from fastdeploy.entrypoints.openai.protocol import GenerationBody
+from fastdeploy.entrypoints.openai.streaming import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.inter_communicator.messages import Span
+
+
+def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
+    """Spans in their public form; ``recomputed`` is told only where it holds."""
+    return [
+        {"version": s.version, "epoch": s.epoch, "start": s.start, "end": s.end}
+        | ({"recomputed": True} if s.recomputed else {})
+        for s in spans
+    ]
+
+
+class ReplyView:
+    """The JSON of one generation in OpenAI's shape. Subclasses: completions and chat."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, context: ServingContext, generation: Generation, body: GenerationBody):
+        self.generation = generation
+        self._context = context
+        self._body = body
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._seen: set[int] = set()
+
+    # What the two shapes differ in.
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    # What they share.
+
+    def response(self) -> GenerationResponse:
+        if not self._body.stream:
+            return JsonResponse(self.generation, self.body, self.choices)
+        return EventStream(self.generation, self.chunks, self.last_chunks, self._context.config.keepalive_s)
+
+    def body(self) -> dict[str, Any]:
+        return self._head(self.kind) | {"choices": self.choices(), "usage": self.usage()}
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [self.choice(i, c) | self._identity(i, c) for i, c in enumerate(self.generation.choices)]
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        if not self._include_usage:
+            return []
+        return [self._head(self.chunk_kind) | {"choices": [], "usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        generation = self.generation
+        prompt = sum(map(len, generation.request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generation.completion_tokens,
+            "total_tokens": prompt + generation.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.generation.request.request_id,
+            "object": kind,
+            "created": self.generation.created,
+            "model": self._context.config.served_model_name,
+        }
+
+    def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
+        """What every choice of a full reply says beside its text."""
+        fields: dict[str, Any] = {
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "weight_versions": weight_versions(choice.spans),
+        }
+        if self._body.return_token_ids:
+            fields["token_ids"] = choice.token_ids
+            fields["prompt_token_ids"] = self._prompt(index)
+        return fields
+
+    def _chunk(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        """One stream chunk around ``choice``, the part of it that differs."""
+        whole = self.generation.choices[index]
+        choice["finish_reason"] = delta.finish_reason
+        choice["weight_versions"] = weight_versions(delta.spans)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = whole.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if index not in self._seen:
+                choice["prompt_token_ids"] = self._prompt(index)
+        self._seen.add(index)
+        chunk = self._head(self.chunk_kind)
+        chunk["choices"] = [choice]
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _prompt(self, index: int) -> list[int]:
+        return self.generation.request.prompts[index // self.generation.request.n]
+
+    def token_text(self, token_id: int) -> str:
+        tokenizer = self._context.tokenizer
+        if tokenizer is None or self._body.return_tokens_as_token_ids:
+            return f"token:{token_id}"
+        return tokenizer.token_text(token_id)

@@ -1,0 +1,115 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.entrypoints.openai.choice import Choice, Delta
+from fastdeploy.entrypoints.openai.context import ServingContext, request_id, seed_of
+from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
+from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
+from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator.messages import Logprob
+
+
+def chat_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(parse_json(await request.body()), ChatBody)
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        return ChatView(context, generation, body).response()
+
+    return router
+
+
+async def prepare(context: ServingContext, body: ChatBody, request: Request) -> GenerationRequest:
+    """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
+    context.check_model(body.model)
+    tokenizer = context.require_tokenizer("messages")
+    continue_final = bool(body.continue_final_message)
+    text = tokenizer.chat_text(
+        [_message(i, message) for i, message in enumerate(body.messages)],
+        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continue_final,
+        **(body.chat_template_kwargs or {}),
+    )
+    ids = await tokenizer.encode(text, bool(body.add_special_tokens))
+    context.check_prompt(ids, "messages")
+    limit = ("max_completion_tokens", body.max_completion_tokens)
+    if body.max_completion_tokens is None:
+        limit = ("max_tokens", body.max_tokens)
+    return GenerationRequest(
+        request_id=request_id(body, request, "chatcmpl"),
+        prompts=[ids],
+        sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit, seed_of(body))],
+        text=context.text_options(body),
+        n=body.n or 1,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _logprobs_asked(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidField("top_logprobs", "needs logprobs: true")
+    return None
+
+
+def _message(i: int, message: ChatMessage) -> dict[str, Any]:
+    """The message with its content as one string: text parts are joined, other parts are refused."""
+    content = message.content
+    if isinstance(content, list):
+        for k, part in enumerate(content):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InvalidField(f"messages.{i}.content.{k}", "only text parts are supported by this server")
+        content = "".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
+    return {**message.model_dump(exclude_none=True), "content": content or ""}
+
+
+class ChatView(ReplyView):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def body(self) -> dict[str, Any]:
+        body = super().body()
+        if self._body.return_token_ids:
+            body["prompt_token_ids"] = self._prompt(0)
+        return body
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+        }
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        shown = {"content": delta.text}
+        if index not in self._seen:
+            shown = {"role": "assistant", "content": delta.text}
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        return [self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+
+    def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+        """OpenAI's list with one entry per token (empty for no tokens)."""
+        if not self._body.logprobs:
+            return None
+        content = [
+            self._entry(token, entry.logprob) | {"top_logprobs": [self._entry(*best) for best in entry.top]}
+            for token, entry in zip(ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._context.tokenizer
+        spelled = list(tokenizer.token_bytes(token_id)) if tokenizer is not None else None
+        return {"token": self.token_text(token_id), "logprob": logprob, "bytes": spelled}

@@ -1,0 +1,110 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.entrypoints.openai.choice import Choice, Delta
+from fastdeploy.entrypoints.openai.context import ServingContext, request_id, seed_of
+from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
+from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator.messages import Logprob
+
+MAX_PROMPTS = 4096
+
+
+def completion_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse_body(parse_json(await request.body()), CompletionBody)
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        return CompletionView(context, generation, body).response()
+
+    return router
+
+
+async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
+    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
+    context.check_model(body.model)
+    prompts = await tokenise(context, body)
+    seed = seed_of(body)
+    sampling = [
+        context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
+    ]
+    return GenerationRequest(
+        request_id=request_id(body, request, "cmpl"),
+        prompts=prompts,
+        sampling=sampling,
+        text=context.text_options(body),
+        n=body.n or 1,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )
+
+
+async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:
+    """The prompts as token ids. ``prompt`` is a string, ids, or a list of either."""
+    prompt = body.prompt
+    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
+    prompts = prompt if several else [prompt]
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidField("prompt", f"expected at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+    result = []
+    for i, item in enumerate(prompts):
+        field = f"prompt[{i}]" if several else "prompt"
+        if isinstance(item, str):
+            ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
+        elif isinstance(item, list) and all(type(token) is int for token in item):
+            ids = item
+        else:
+            raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
+        context.check_prompt(ids, field)
+        result.append(ids)
+    return result
+
+
+class CompletionView(ReplyView):
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._offsets = [0] * len(self.generation.choices)
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0)[0],
+        }
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs, self._offsets[index] = self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
+        return [self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
+
+    def _logprobs(self, ids: list[int], logprobs: list[Logprob], offset: int) -> tuple[dict[str, Any] | None, int]:
+        """OpenAI's four aligned arrays (empty for no tokens), and the text offset behind them."""
+        if self._body.logprobs is None:
+            return None, offset
+        tokens = [self.token_text(token) for token in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        top = [self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }, offset
+
+    def _top(self, token: str, entry: Logprob) -> dict[str, float]:
+        best = {self.token_text(token_id): logprob for token_id, logprob in entry.top}
+        return {token: entry.logprob} | best

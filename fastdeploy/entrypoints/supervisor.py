@@ -1,0 +1,264 @@
+"""The parent of one engine and N API servers: starts them, replaces the ones that die, and ends them all.
+
+The HTTP socket is bound here, once, and inherited by every API server: a server that is replaced loses no connection
+that waits in the queue. API servers start at the same time as the engine, so that /health and /ready answer (503) while
+the model loads.
+
+The loop blocks in one selector on: a pidfd and an event pipe per child, and the wake-up pipe of our own signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+from fastdeploy.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.engine.main import REFUSED
+from fastdeploy.entrypoints.child import Child
+from fastdeploy.inter_communicator import ipc_dir
+
+logger = logging.getLogger(__name__)
+BACKLOG = 4096
+MAX_RESTARTS = 3
+RESTART_WINDOW_S = 600.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FAILED = 1
+
+
+class RestartBudget:
+    """At most ``limit`` restarts in any ``window_s`` seconds."""
+
+    def __init__(self, limit: int = MAX_RESTARTS, window_s: float = RESTART_WINDOW_S):
+        self._limit = limit
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def take(self, now: float) -> bool:
+        """True, and counted, if one more restart is allowed at time ``now`` (seconds)."""
+        while self._times and now - self._times[0] >= self._window_s:
+            self._times.popleft()
+        if len(self._times) >= self._limit:
+            return False
+        self._times.append(now)
+        return True
+
+
+class Supervisor:
+    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for.
+
+    engine_module: what is run as the engine (tests run a scripted one).
+    """
+
+    def __init__(
+        self, engine_config: EngineConfig, serve_config: ServeConfig, engine_module: str = "fastdeploy.engine.main"
+    ):
+        self._engine_module = engine_module
+        self._engine_config = engine_config
+        self._config = serve_config
+        self._selector = selectors.DefaultSelector()
+        self._engine: Child | None = None
+        self._servers: dict[str, Child] = {}
+        self._budgets = {"engine": RestartBudget()}
+        self._lost_commit = engine_config.lost_commit
+        self._served = False
+        self._announced = False
+        self._status = 0
+        self._stopping = False
+        self._stop_deadline = 0.0
+
+    # ------------------------------------------------------------------ life
+
+    def run(self) -> int:
+        raise_open_files_limit()
+        self._listener = bind(self._config.host, self._config.port)
+        self._socket_dir = ipc_dir.create()
+        restore = self._catch_signals()
+        try:
+            self._start_engine()
+            for i in range(self._config.workers):
+                self._start_server(f"api-{i}")
+            while self._children():
+                self._turn()
+        finally:
+            self._kill_all()
+            restore()
+            self._listener.close()
+            self._selector.close()
+            ipc_dir.remove(self._socket_dir)
+        return self._status
+
+    def _turn(self) -> None:
+        timeout = max(self._stop_deadline - time.monotonic(), 0.0) if self._stopping else None
+        ready = self._selector.select(timeout)
+        # What a child told before it died counts: read the pipes first.
+        for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
+            key.data[1]()
+        if self._stopping and time.monotonic() >= self._stop_deadline:
+            logger.error("not everything ended within %g s: killing the rest", self._config.shutdown_s)
+            self._status = self._status or FAILED
+            self._kill_all()
+
+    def _children(self) -> list[Child]:
+        return [*self._servers.values(), *([self._engine] if self._engine else [])]
+
+    # ------------------------------------------------------------------ signals
+
+    def _catch_signals(self) -> Callable[[], None]:
+        """Turn signals into readiness of a pipe; returns what puts the old handlers back."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        old = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self._selector.register(reader, selectors.EVENT_READ, (2, lambda: self._on_signals(reader.recv(64))))
+
+        def restore() -> None:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            reader.close()
+            writer.close()
+
+        return restore
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number not in STOP_SIGNALS:
+                continue
+            if self._stopping:
+                logger.warning("stopped again: killing everything")
+                self._status = FAILED
+                self._kill_all()
+            else:
+                logger.info("%s: stopping", signal.Signals(number).name)
+                self._stop(0)
+
+    # ------------------------------------------------------------------ children
+
+    def _watch(self, child: Child, on_event: Callable[[dict], None], on_end: Callable[[int], None]) -> None:
+        def read() -> None:
+            events = child.events.read()
+            for event in events:
+                on_event(event)
+            if not events:  # the end of the pipe; the pidfd tells the rest
+                self._forget_fd(child.events.fd)
+
+        def end() -> None:
+            read()
+            self._forget_fd(child.events.fd)
+            self._forget_fd(child.pidfd)
+            on_end(child.reap())
+
+        self._selector.register(child.events.fd, selectors.EVENT_READ, (0, read))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, (1, end))
+
+    def _forget_fd(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _start_engine(self) -> None:
+        args = ["--config", to_json(self._engine_config), "--socket-dir", self._socket_dir]
+        args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
+        if self._lost_commit:
+            args.append("--lost-commit")
+        child = self._engine = Child("engine", self._engine_module, args)
+        self._watch(child, lambda event: self._on_engine_event(child, event), self._on_engine_end)
+
+    def _on_engine_event(self, child: Child, event: dict) -> None:
+        if event["event"] == "ready":
+            child.ready = self._served = True
+        elif event["event"] == "commit":
+            self._lost_commit = True  # it would be lost if this engine died
+
+    def _on_engine_end(self, status: int) -> None:
+        self._engine = None
+        if self._stopping:
+            self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
+        elif status == REFUSED or not self._served:
+            logger.error("the engine could not start (status %d)", status)
+            self._stop(FAILED)
+        elif self._may_restart("engine", status):
+            self._start_engine()
+
+    def _start_server(self, name: str) -> None:
+        args = ["--config", to_json(self._config), "--endpoint", ipc_dir.endpoint(self._socket_dir)]
+        fd = self._listener.fileno()
+        module = "fastdeploy.entrypoints.openai.api_server"
+        child = Child(name, module, [*args, "--http-fd", str(fd)], (fd,), signal.SIGKILL)
+        self._servers[name] = child
+        self._watch(child, lambda event: self._on_server_event(child), lambda status: self._on_server_end(name, status))
+
+    def _on_server_event(self, child: Child) -> None:
+        child.ready = True
+        if not self._announced and all(server.ready for server in self._servers.values()):
+            self._announced = True
+            host, port = self._listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(f"FastDeploy serves {self._config.served_model_name} at http://{shown}:{port}", flush=True)
+
+    def _on_server_end(self, name: str, status: int) -> None:
+        del self._servers[name]
+        if not self._stopping and self._may_restart(name, status):
+            self._start_server(name)
+        elif self._stopping and not self._servers and self._engine:
+            self._engine.signal(signal.SIGTERM)
+
+    def _may_restart(self, name: str, status: int) -> bool:
+        if self._budgets.setdefault(name, RestartBudget()).take(time.monotonic()):
+            logger.error("%s ended with status %d: restarting it", name, status)
+            return True
+        logger.error("%s ended with status %d, %d restarts ago: giving up", name, status, MAX_RESTARTS)
+        self._stop(FAILED)
+        return False
+
+    # ------------------------------------------------------------------ the end
+
+    def _stop(self, status: int) -> None:
+        """Begin to end everything: first the API servers, which end their open requests through the engine."""
+        self._status = self._status or status
+        self._stopping = True
+        self._stop_deadline = time.monotonic() + self._config.shutdown_s
+        for server in self._servers.values():
+            server.signal(signal.SIGTERM)
+        if not self._servers and self._engine:
+            self._engine.signal(signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        """The hard end; returns when all are gone."""
+        self._stopping = True
+        for child in self._children():
+            child.signal(signal.SIGKILL)
+        for child in self._children():
+            self._forget_fd(child.events.fd)
+            self._forget_fd(child.pidfd)
+            child.reap()
+        self._servers.clear()
+        self._engine = None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket for all API servers. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+def raise_open_files_limit() -> None:
+    """Every open stream is a file: go to the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

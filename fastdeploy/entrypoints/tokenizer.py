@@ -1,0 +1,88 @@
+"""Text in, token ids out, and back. The engine knows nothing of this."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+from fastdeploy.errors import InvalidField
+
+logger = logging.getLogger(__name__)
+# Below this many characters a hop to a thread costs more than the encoding.
+INLINE_CHARS = 2048
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of every byte in byte-level BPE vocabularies (GPT-2's convention), inverted."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(shown)]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder: encode, decode, chat template."""
+
+    def __init__(self, model_path: str):
+        self._hf = _load(model_path)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        self._decode = backend.decode if backend is not None else self._hf.decode
+        self._alphabet = _byte_alphabet() if "ByteLevel" in str(getattr(backend, "decoder", "")) else None
+        # One thread: the tokenizer's own settings are not safe to share between two encodings.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.token_text = lru_cache(65536)(self._token_text)
+        self.token_bytes = lru_cache(65536)(self._token_bytes)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) < INLINE_CHARS:
+            return self.encode_now(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.encode_now, text, add_special_tokens)
+
+    def encode_now(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def chat_text(self, messages: list[dict[str, Any]], **template_args: Any) -> str:
+        """The prompt of a conversation; raises InvalidField if the template is missing or refuses it."""
+        if not self._hf.chat_template:
+            raise InvalidField("messages", "this model has no chat template; use /v1/completions")
+        try:
+            return self._hf.apply_chat_template(messages, tokenize=False, **template_args)
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
+            raise InvalidField("messages", f"the chat template refused them: {error}") from error
+
+    def _token_text(self, token_id: int) -> str:
+        return self._decode([token_id], skip_special_tokens=False)
+
+    def _token_bytes(self, token_id: int) -> tuple[int, ...]:
+        """The UTF-8 bytes of one token, which may be a part of a character."""
+        piece = self._hf.convert_ids_to_tokens(token_id) or ""
+        if self._alphabet is not None and all(c in self._alphabet for c in piece):
+            return tuple(self._alphabet[c] for c in piece)
+        return tuple(self.token_text(token_id).encode())
+
+
+def load_tokenizer(model_path: str) -> Tokenizer | None:
+    """The tokenizer of ``model_path``, or None if the folder has none (then only token ids are served)."""
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if not any(os.path.exists(os.path.join(model_path, name)) for name in names):
+        logger.warning("%s has no tokenizer: only token ids are served", model_path)
+        return None
+    return Tokenizer(model_path)
+
+
+def _load(model_path: str) -> Any:
+    if os.path.exists(os.path.join(model_path, "tokenizer.json")):
+        # Not through AutoTokenizer: it imports torch if that is installed, which may not share a process with Paddle.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)

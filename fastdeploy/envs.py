@@ -1,0 +1,22 @@
+"""Every environment variable this package reads, with its type and default, in one place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+
+def log_level() -> str:
+    """FASTDEPLOY_LOG_LEVEL: debug, info, warning or error."""
+    return os.environ.get("FASTDEPLOY_LOG_LEVEL", "info").lower()
+
+
+def ipc_root() -> str:
+    """FASTDEPLOY_IPC_ROOT: folder under which each server makes its private socket folder. Keep it short: a unix
+    socket path holds 107 bytes."""
+    return os.environ.get("FASTDEPLOY_IPC_ROOT", tempfile.gettempdir())
+
+
+def place() -> str:
+    """FASTDEPLOY_PLACE: the device the model runs on, "cpu" or "gpu"."""
+    return os.environ.get("FASTDEPLOY_PLACE", "cpu")

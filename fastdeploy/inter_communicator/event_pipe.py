@@ -1,0 +1,46 @@
+"""One-way JSON lines from a child process to its supervisor, over an inherited pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import msgspec
+
+
+class EventPipe:
+    """The child's end. A line is below PIPE_BUF, so it is written whole; a supervisor that has gone is no error."""
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        os.set_inheritable(fd, False)
+
+    def send(self, event: str, **fields: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
+
+
+class EventReader:
+    """The supervisor's end; ``fd`` is non-blocking, for a selector."""
+
+    def __init__(self, fd: int):
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._rest = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines that are there."""
+        while True:
+            try:
+                data = os.read(self.fd, 65536)
+            except BlockingIOError:
+                break
+            if not data:
+                break
+            self._rest += data
+        *lines, self._rest = self._rest.split(b"\n")
+        return [msgspec.json.decode(line) for line in lines]
+
+    def close(self) -> None:
+        os.close(self.fd)

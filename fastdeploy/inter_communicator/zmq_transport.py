@@ -1,0 +1,140 @@
+"""ZMQ over a unix socket: ROUTER at the engine, one asyncio DEALER per API server.
+
+A client takes a new random identity for every connection, so that the engine can never take a reconnected client
+for the one it lost, and no message of the old connection reaches the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+
+logger = logging.getLogger(__name__)
+LINGER_MS = 200
+MAX_BATCH = 4096
+
+
+class ZmqRouterTransport:
+    """The engine's end (see transport.Transport). A malformed message is dropped with a log line."""
+
+    def __init__(self, endpoint: str):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.bind(endpoint)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine]]:
+        messages = self._drain()
+        if messages or timeout_s == 0:
+            return messages
+        # Rounded up: a timeout below a millisecond must not turn the engine's wait into a spin.
+        timeout_ms = None if timeout_s is None else int(timeout_s * 1000) + 1
+        for source, _ in self._poller.poll(timeout_ms):
+            if source == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+        return self._drain()
+
+    def _drain(self) -> list[tuple[str, ToEngine]]:
+        messages: list[tuple[str, ToEngine]] = []
+        while len(messages) < MAX_BATCH:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            client = frames[0].decode("latin-1")
+            try:
+                messages.append((client, self._decoder.decode(frames[-1])))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                logger.error("dropped a malformed message of client %r: %s", client, error)
+        return messages
+
+    def send(self, client: str, message: ToClient) -> bool:
+        try:
+            self._socket.send_multipart((client.encode("latin-1"), self._encoder.encode(message)), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        os.close(self._wake_fd)
+
+
+class ZmqConnection:
+    """One connection of a client, with an identity of its own. Closed once lost: make a new one to reconnect.
+
+    ZMQ itself retries until the engine's socket is there; what was sent before waits for that.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str):
+        self.identity = uuid.uuid4().hex
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, self.identity.encode())
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToClient)
+        self._socket.connect(endpoint)
+
+    def send(self, message: ToEngine) -> None:
+        """Queue ``message``; with no high-water mark this never blocks, so the future it returns is done already."""
+        self._socket.send(self._encoder.encode(message))
+
+    async def messages(self) -> AsyncIterator[ToClient]:
+        """Yield what the peer sends, and end once it has gone and all that it sent before has been yielded."""
+        lost = asyncio.ensure_future(self._lost())
+        try:
+            while not lost.done():
+                frame = self._socket.recv()
+                await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
+                if frame.done():
+                    yield self._decoder.decode(frame.result())
+                else:
+                    frame.cancel()
+            while True:
+                try:
+                    yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    return
+        finally:
+            lost.cancel()
+
+    async def _lost(self) -> None:
+        """Return when the connection is gone: the peer's process died, or closed its socket."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                return
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()

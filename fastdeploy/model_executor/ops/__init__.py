@@ -1,0 +1,31 @@
+"""Ops for a place. Model code asks :func:`get_ops` once and is written against ``interface.Ops``."""
+
+from __future__ import annotations
+
+import logging
+
+from fastdeploy.model_executor.ops.interface import Ops
+
+logger = logging.getLogger(__name__)
+
+
+def get_ops(dtype: str, place: str = "cpu") -> Ops:
+    """The C++ ops where they are built and load, else the Paddle reference ops with one warning.
+
+    dtype: "float32" or "bfloat16", that of weights and KV cache. Raises ValueError for a place without ops.
+    """
+    if place != "cpu":
+        raise ValueError(f"no ops for place {place!r}")
+    from fastdeploy.model_executor.ops.cpu import CpuOps, load_library
+
+    try:
+        return CpuOps(dtype, load_library())
+    except OSError as error:
+        from fastdeploy.model_executor.ops.reference import ReferenceOps
+
+        logger.warning(
+            "the C++ CPU ops are not available (%s): running the Paddle reference ops, in float32 and several times "
+            "slower; `python custom_ops/build.py` builds them where there is a C++ compiler",
+            error,
+        )
+        return ReferenceOps(dtype)

@@ -1,0 +1,116 @@
+"""The operator set that model code is written against; ``reference`` (Paddle) and ``cpu`` (C++) implement it.
+
+All activations are contiguous float32 Paddle tensors on the ops' place. ``dtype`` ("float32" or "bfloat16") is that
+of the weights and of the KV cache. With bfloat16 the C++ ops round the left operand of a linear to bfloat16 and
+accumulate in float32; the reference computes in float32 on weights rounded to bfloat16.
+
+Every op gives a row the same bits whatever else is in the batch and however a prompt is cut into chunks:
+sums run in an order fixed by the row's own position and the op's constants alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import paddle
+
+
+class PackedLinear(Protocol):
+    """A weight [out_features, in_features] (and bias) in whatever layout the ops like; immutable once made."""
+
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+class KVCache(Protocol):
+    """KV blocks of all layers: num_blocks x block_size slots, kv_heads x head_dim keys and values each."""
+
+    num_blocks: int
+    block_size: int
+    nbytes: int
+
+
+class AttentionBatch(NamedTuple):
+    """Shape of one step. R sequences, T tokens in all; int32 numpy arrays, made once a step.
+
+    cu_tokens [R+1]: sequence r owns token rows cu_tokens[r]:cu_tokens[r+1].
+    starts [R]: position of the first of these rows, i.e. how many tokens of the sequence are in the cache already.
+    block_tables [R, W]: block ids, padded with 0.
+    positions [T]: absolute position of each row.
+    """
+
+    cu_tokens: np.ndarray
+    starts: np.ndarray
+    block_tables: np.ndarray
+    positions: np.ndarray
+
+
+class AttentionSpec(NamedTuple):
+    """One layer's attention. rope: float32 cos and sin tables [max_model_len, head_dim // 2], rotate-half convention
+    (GPT-NeoX: pairs are (i, i + head_dim/2)). q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope_cos: paddle.Tensor
+    rope_sin: paddle.Tensor
+    q_norm: paddle.Tensor | None
+    k_norm: paddle.Tensor | None
+    norm_eps: float
+
+
+class SampleBatch(NamedTuple):
+    """Per-row sampling parameters, numpy arrays of length S. temperature 0 = argmax (lowest id wins a tie).
+    top_k 0 = off; top_p 1 = off; min_p 0 = off. uniform: float64 in [0, 1), the row's random number."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniform: np.ndarray
+
+
+class Ops(Protocol):
+    name: str
+    dtype: str
+
+    def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> PackedLinear:
+        """Pack weights [n_i, K] stacked along the output: float32, or bfloat16 as uint16 bits (safetensors' own
+        layout). parts of one call have one dtype, which need not be ``self.dtype``: they are converted (round to
+        nearest even). The arrays may be freed afterwards. bias: float32 [n_i] each. Releases the GIL."""
+
+    def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
+        """x [M, K] -> [M, N] = x @ W.T + bias, float32."""
+
+    def gated_linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
+        """weight packs gate then up, [2I, K]: x [M, K] -> silu(x @ gate.T) * (x @ up.T), [M, I]."""
+
+    def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
+        """Rows token_ids (int32 [T]) of the weight, as float32 [T, K]; so tied embeddings are held once."""
+
+    def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        """x [M, H] -> x / sqrt(mean(x^2) + eps) * weight."""
+
+    def add_rms_norm(self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        """residual += x in place, then rms_norm(residual)."""
+
+    def new_kv_cache(self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache: ...
+
+    def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
+        """Copy whole blocks in every layer, pair by pair."""
+
+    def attention(self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec) -> paddle.Tensor:
+        """qkv [T, (num_heads + 2*num_kv_heads) * head_dim] (q, then k, then v): norm q and k if the spec says so,
+        rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim]."""
+
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+        """logits [S, V] -> token ids int32 [S]. Probabilities are softmax(logits / temperature); keep the top_k best,
+        then of these the smallest set of best tokens whose mass reaches top_p (renormalised after top_k), and none
+        below min_p * best; draw by inverting the cumulative sum, in token id order, at ``uniform``."""
+
+    def logprobs(self, logits: paddle.Tensor, token_ids: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """log softmax of raw logits: (chosen [S], top values [S, top], top ids [S, top]), best first."""

@@ -1,0 +1,255 @@
+"""The reference of every op, in plain Paddle: what the C++ ops are compared with, and what runs without a compiler.
+
+Computes in float32. With dtype "bfloat16" weights and cached keys and values are rounded to bfloat16 once, and held as
+float32. A matrix product always has the same shape, whatever the batch: rows go through in tiles of ``ROWS`` and keys
+in tiles of ``KEYS``, both padded, so a BLAS that picks its kernel by shape picks the same one for every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import paddle
+
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
+
+ROWS = 16
+KEYS = 64
+
+
+def to_float32(array: np.ndarray) -> np.ndarray:
+    """float32 from float32, float16, or bfloat16 given as uint16 bits."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """float32 rounded to the nearest bfloat16, ties to even, still as float32. NaN stays NaN."""
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isnan(array), array, rounded)
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    """``weight`` is float32 [out_features, in_features]."""
+
+    weight: paddle.Tensor
+    bias: paddle.Tensor | None
+    out_features: int
+    in_features: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ReferenceKVCache:
+    """One pair of tensors a layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
+
+    keys: list[paddle.Tensor]
+    values: list[paddle.Tensor]
+    num_blocks: int
+    block_size: int
+    nbytes: int
+
+
+class ReferenceOps:
+    """See ``Ops`` of the interface for shapes and meanings."""
+
+    name = "reference"
+
+    def __init__(self, dtype: str):
+        assert dtype in ("float32", "bfloat16")
+        self.dtype = dtype
+
+    def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> ReferenceLinear:
+        stacked, row = np.empty((sum(len(part) for part in parts), parts[0].shape[1]), np.float32), 0
+        for part in parts:
+            for first in range(0, len(part), 4096):  # in slices, since the conversions make copies
+                piece = part[first : first + 4096]
+                stacked[row : row + len(piece)] = self._rounded(to_float32(piece))
+                row += len(piece)
+        packed_bias = None if bias is None else paddle.to_tensor(np.concatenate(bias).astype(np.float32))
+        out_features, in_features = stacked.shape
+        return ReferenceLinear(paddle.to_tensor(stacked), packed_bias, out_features, in_features, stacked.nbytes)
+
+    def linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
+        return _linear_in_tiles(x, weight)[: x.shape[0]]
+
+    def gated_linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
+        gate, up = paddle.split(_linear_in_tiles(x, weight), 2, axis=1)
+        return (paddle.nn.functional.silu(gate) * up)[: x.shape[0]]
+
+    def embedding(self, token_ids: np.ndarray, weight: ReferenceLinear) -> paddle.Tensor:
+        return paddle.index_select(weight.weight, paddle.to_tensor(token_ids))
+
+    def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        # numpy's square root is correctly rounded; Paddle's is an approximation that differs in an array's tail
+        norm = np.sqrt((x * x).mean(-1, keepdim=True).numpy() + np.float32(eps))
+        return x / paddle.to_tensor(norm) * weight
+
+    def add_rms_norm(
+        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
+    ) -> paddle.Tensor:
+        residual.add_(x)
+        return self.rms_norm(residual, weight, eps)
+
+    def new_kv_cache(
+        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> ReferenceKVCache:
+        shape = [num_blocks * block_size, num_kv_heads, head_dim]
+        keys, values = ([paddle.zeros(shape, "float32") for _ in range(layers)] for _ in range(2))
+        return ReferenceKVCache(keys, values, num_blocks, block_size, 2 * layers * 4 * int(np.prod(shape)))
+
+    def copy_blocks(self, cache: ReferenceKVCache, sources: list[int], targets: list[int]) -> None:
+        within = np.arange(cache.block_size)
+        for source, target in zip(sources, targets, strict=True):  # in order: a target may be a later pair's source
+            old = paddle.to_tensor(source * cache.block_size + within)
+            new = paddle.to_tensor(target * cache.block_size + within)
+            for layer in (*cache.keys, *cache.values):
+                paddle.scatter_(layer, new, paddle.index_select(layer, old))
+
+    def attention(
+        self, qkv: paddle.Tensor, cache: ReferenceKVCache, batch: AttentionBatch, spec: AttentionSpec
+    ) -> paddle.Tensor:
+        tokens, dim = qkv.shape[0], spec.head_dim
+        q, k, v = paddle.split(
+            qkv.reshape([tokens, -1, dim]), [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], axis=1
+        )
+        if spec.q_norm is not None:
+            q = self.rms_norm(q, spec.q_norm, spec.norm_eps)
+        if spec.k_norm is not None:
+            k = self.rms_norm(k, spec.k_norm, spec.norm_eps)
+        positions = paddle.to_tensor(batch.positions)
+        cos = paddle.index_select(spec.rope_cos, positions).unsqueeze(1)
+        sin = paddle.index_select(spec.rope_sin, positions).unsqueeze(1)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        sequence = np.repeat(np.arange(len(batch.starts)), np.diff(batch.cu_tokens))
+        slots = paddle.to_tensor(_slots(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0])
+        keys, values = cache.keys[spec.layer], cache.values[spec.layer]
+        paddle.scatter_(keys, slots, self._rounded_tensor(k))
+        paddle.scatter_(values, slots, self._rounded_tensor(v))
+        return _attend(q, keys, values, batch, cache.block_size, spec)
+
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
+        rows = logits.numpy()
+        return np.array([_draw(row, batch, i) for i, row in enumerate(rows)], np.int32)
+
+    def logprobs(
+        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, count = logits.numpy(), len(token_ids)
+        chosen, best = np.empty(count, np.float32), np.empty((count, top), np.float32)
+        ids = np.empty((count, top), np.int32)
+        for i, row in enumerate(rows):
+            peak = float(row.max())
+            norm = peak + np.log(np.exp(row.astype(np.float64) - peak).sum())
+            chosen[i] = row[token_ids[i]] - norm
+            ids[i] = np.argsort(-row, kind="stable")[:top]
+            best[i] = row[ids[i]] - norm
+        return chosen, best, ids
+
+    def _rounded(self, values: np.ndarray) -> np.ndarray:
+        return round_to_bfloat16(values) if self.dtype == "bfloat16" else values
+
+    def _rounded_tensor(self, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
+
+
+def _linear_in_tiles(x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
+    """x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off last: an approximation such as exp has other
+    bits in the vectorised part of an array than in its tail, and an array of whole tiles has no tail."""
+    rows = x.shape[0]
+    if rows % ROWS:
+        x = paddle.concat([x, paddle.zeros([-rows % ROWS, x.shape[1]])])
+    tiles = [paddle.matmul(x[row : row + ROWS], weight.weight, transpose_y=True) for row in range(0, x.shape[0], ROWS)]
+    y = tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
+    return y if weight.bias is None else y + weight.bias
+
+
+def _rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
+    """Rotary embedding, rotate-half convention: x [T, heads, dim], cos and sin [T, 1, dim / 2]."""
+    low, high = paddle.split(x, 2, axis=-1)
+    return paddle.concat([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def _slots(block_tables: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Slot of each position [N, P] through its row's table [N, W]; positions past the table clamp to its last block."""
+    blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
+    return np.take_along_axis(block_tables, blocks, axis=1) * block_size + positions % block_size
+
+
+def _attend(
+    q: paddle.Tensor,
+    keys: paddle.Tensor,
+    values: paddle.Tensor,
+    batch: AttentionBatch,
+    block_size: int,
+    spec: AttentionSpec,
+) -> paddle.Tensor:
+    """Causal attention with a running softmax over tiles of KEYS keys, from position 0 on.
+
+    A tile that lies wholly behind a row leaves the row's sums as they are, bit for bit (weights exactly 0, rescale
+    exactly 1), so what shares the tile's batch or the row's chunk does not matter.
+    """
+    tokens, groups, dim = q.shape[0], spec.num_heads // spec.num_kv_heads, spec.head_dim
+    row_of_tile, sequence_of_tile = [], []
+    for sequence in range(len(batch.starts)):
+        for row in range(int(batch.cu_tokens[sequence]), int(batch.cu_tokens[sequence + 1]), ROWS):
+            row_of_tile.append(row)
+            sequence_of_tile.append(sequence)
+    ends = batch.cu_tokens[np.array(sequence_of_tile) + 1]
+    # a tile is filled up with repeats of its sequence's last row
+    rows = np.minimum(np.array(row_of_tile)[:, None] + np.arange(ROWS), ends[:, None] - 1)
+    positions, tables = batch.positions[rows], batch.block_tables[sequence_of_tile]
+    tiles = len(rows)
+    # [tiles, kv_heads, groups * ROWS, dim]
+    query = paddle.index_select(q * spec.scale, paddle.to_tensor(rows.reshape(-1)))
+    query = query.reshape([tiles, ROWS, spec.num_kv_heads, groups, dim]).transpose([0, 2, 3, 1, 4])
+    query = query.reshape([tiles, spec.num_kv_heads, groups * ROWS, dim])
+    shape = [tiles, spec.num_kv_heads, groups * ROWS, 1]
+    peak, mass = paddle.full(shape, -1e30), paddle.zeros(shape)
+    total = paddle.zeros([tiles, spec.num_kv_heads, groups * ROWS, dim])
+    never, nothing = paddle.full([1], -np.inf), paddle.zeros([1])
+    for first in range(0, int(positions.max()) + 1, KEYS):
+        key_positions = np.broadcast_to(np.arange(first, first + KEYS), (tiles, KEYS))
+        slots = paddle.to_tensor(_slots(tables, key_positions, block_size).reshape(-1))
+        tile_shape = [tiles, KEYS, spec.num_kv_heads, dim]
+        k = paddle.index_select(keys, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
+        v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
+        # what lies behind the last row is another request's leftovers: 0 * NaN must not reach the sums
+        written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
+        v = paddle.where(written, v, nothing)
+        seen = key_positions[:, None, :] <= positions[:, :, None]
+        mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
+        scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)
+        new_peak = paddle.maximum(peak, scores.max(-1, keepdim=True))
+        weights, rescale = paddle.exp(scores - new_peak), paddle.exp(peak - new_peak)
+        mass = mass * rescale + weights.sum(-1, keepdim=True)
+        total = total * rescale + paddle.matmul(weights, v)
+        peak = new_peak
+    out = (total / mass).reshape([tiles, spec.num_kv_heads, groups, ROWS, dim]).transpose([0, 3, 1, 2, 4])
+    where = np.empty(tokens, np.int64)
+    where[rows.reshape(-1)[::-1]] = np.arange(tiles * ROWS)[::-1]
+    return paddle.index_select(out.reshape([tiles * ROWS, spec.num_heads * dim]), paddle.to_tensor(where))
+
+
+def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
+    """One token id from one row of logits, as ``Ops.sample`` says, in float64."""
+    if batch.temperature[i] == 0:
+        return int(row.argmax())
+    scaled = row.astype(np.float64) / batch.temperature[i]
+    probabilities = np.exp(scaled - scaled.max())
+    top_k, top_p, min_p = int(batch.top_k[i]), float(batch.top_p[i]), float(batch.min_p[i])
+    if 0 < top_k < len(row) or top_p < 1.0:
+        order = np.argsort(-scaled, kind="stable")[: top_k or None]
+        mass = np.cumsum(probabilities[order])
+        kept = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1] if top_p < 1.0 else order
+        probabilities = np.where(np.isin(np.arange(len(row)), kept), probabilities, 0.0)
+    if min_p > 0.0:
+        probabilities = np.where(probabilities >= min_p * probabilities.max(), probabilities, 0.0)
+    cumulative = np.cumsum(probabilities)
+    # side="right" never lands on a token of probability 0; the clamp is for uniform * total rounding up to the total
+    drawn = int(np.searchsorted(cumulative, batch.uniform[i] * cumulative[-1], side="right"))
+    return min(drawn, int(np.flatnonzero(probabilities)[-1]))

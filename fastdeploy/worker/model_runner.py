@@ -1,0 +1,196 @@
+"""One rank's model: executes step plans, and swaps weights between them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import paddle
+
+from fastdeploy.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.model_executor.loader import Checkpoint
+from fastdeploy.model_executor.model_config import ModelConfig, load_config
+from fastdeploy.model_executor.models import MODELS
+from fastdeploy.model_executor.models.qwen import QwenWeights
+from fastdeploy.model_executor.ops import get_ops
+from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
+from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.worker.sampler import sample
+
+# Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
+DEFAULT_KV_BYTES = 2 << 30
+KV_MEMORY_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A checked and packed checkpoint that waits for ``commit``."""
+
+    weights: QwenWeights
+    model_path: str
+
+
+class ModelRunner:
+    """Implements ``Runner`` (scheduler/interface.py).
+
+    model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: of weights and KV; "auto" follows the
+    checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes; without both, the KV cache holds what
+    max_num_seqs sequences of max_model_len need, within 2 GiB and a quarter of the free memory. max_model_len None:
+    the model's own, or what the KV cache can hold of one sequence if that is less. ops: by default the best that this
+    machine can run.
+
+    Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        place: str = "cpu",
+        ops: Ops | None = None,
+    ):
+        _set_place(place)
+        if block_size < 1 or block_size % 16:
+            raise InvalidField("block_size", f"expected a multiple of 16, got {block_size}")
+        self.config = load_config(model_path)
+        dtype = _resolve_dtype(dtype, self.config)
+        self.ops = ops if ops is not None else get_ops(dtype, place)
+        wanted_len = _wanted_len(max_model_len, self.config)
+        block_bytes = self._new_cache(1, block_size).nbytes
+        if num_blocks is None:
+            full = max_num_seqs * -(-wanted_len // block_size)
+            num_blocks = min(full, (kv_cache_bytes or _default_kv_bytes()) // block_bytes)
+        if max_model_len is None:
+            wanted_len = min(wanted_len, num_blocks * block_size)
+        if num_blocks < 1 or wanted_len > num_blocks * block_size:
+            raise InvalidField(
+                "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
+            )
+        self.model = MODELS[self.config.architecture](self.config, self.ops, wanted_len)
+        self.weights = self._read_weights(model_path)
+        self.cache = self._new_cache(num_blocks, block_size)
+        self.info = ModelInfo(
+            name=Path(model_path).resolve().name,
+            dtype=dtype,
+            vocab_size=self.config.vocab_size,
+            max_model_len=wanted_len,
+            eos_token_ids=self.config.eos_token_ids,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Copy blocks, compute every chunk, draw for those that sample. Blocks until the results are on the host."""
+        started = time.perf_counter()
+        with paddle.no_grad():
+            if plan.copies:
+                self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
+            sampled = self._compute(plan.chunks) if plan.chunks else []
+        return StepResult(plan.step_id, sampled, time.perf_counter() - started)
+
+    def stage(self, model_path: str) -> StagedWeights:
+        """See ``Runner.stage``. Also refused: a config that describes another model than the one that serves."""
+        try:
+            config = load_config(model_path)
+        except InvalidField as error:
+            raise WeightUpdateRefused(f"config.json: {error.message}", key=error.field) from error
+        key = self.config.first_difference(config)
+        if key is not None:
+            old, new = getattr(self.config, key), getattr(config, key)
+            raise WeightUpdateRefused(f"config.json: {key} is {new!r}, the serving model has {old!r}", key=key)
+        with paddle.no_grad():
+            return StagedWeights(self._read_weights(model_path), model_path)
+
+    def commit(self, staged: StagedWeights) -> None:
+        """Exchange the weights. The old ones are freed with the last reference to them: this one."""
+        self.weights = staged.weights
+
+    def close(self) -> None:
+        """Free weights and KV cache; the runner cannot be used afterwards."""
+        del self.weights, self.cache, self.model, self.ops
+
+    def _read_weights(self, model_path: str) -> QwenWeights:
+        with Checkpoint(model_path) as checkpoint:
+            return self.model.load(checkpoint)
+
+    def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        c = self.config
+        return self.ops.new_kv_cache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
+
+    def _compute(self, chunks: list[ScheduledChunk]) -> list[Sampled | None]:
+        token_ids, batch = _make_batch(chunks, self.cache.block_size)
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
+        logits = self.model.forward(self.weights, token_ids, self.cache, batch, rows)
+        result: list[Sampled | None] = [None] * len(chunks)
+        if logits is not None:
+            for i, one in zip(sampling, sample(self.ops, logits, [chunks[i] for i in sampling]), strict=True):
+                result[i] = one
+        return result
+
+
+def _make_batch(chunks: list[ScheduledChunk], block_size: int) -> tuple[np.ndarray, AttentionBatch]:
+    """Token ids int32 [T] and the attention's view of the step."""
+    count = len(chunks)
+    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
+    cu_tokens = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths, out=cu_tokens[1:])
+    total = int(cu_tokens[-1])
+    token_ids = np.fromiter(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, total)
+    positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
+    used = (-(-(starts + lengths) // block_size)).tolist()
+    block_tables = np.zeros((count, max(used)), np.int32)
+    for i, chunk in enumerate(chunks):
+        block_tables[i, : used[i]] = chunk.block_table[: used[i]]
+    return token_ids, AttentionBatch(cu_tokens, starts, block_tables, positions)
+
+
+def _set_place(place: str) -> None:
+    if place not in ("cpu", "gpu"):
+        raise InvalidField("place", f"expected cpu or gpu, got {place!r}")
+    if place == "gpu" and not paddle.is_compiled_with_cuda():
+        raise InvalidField("place", "gpu needs a CUDA build of Paddle; this one is for the CPU")
+    paddle.set_device(place)
+
+
+def _resolve_dtype(dtype: str, config: ModelConfig) -> str:
+    if dtype == "auto":
+        return "bfloat16" if config.dtype == "bfloat16" else "float32"
+    if dtype not in ("float32", "bfloat16"):
+        raise InvalidField("dtype", f"expected auto, float32 or bfloat16, got {dtype!r}")
+    return dtype
+
+
+def _wanted_len(max_model_len: int | None, config: ModelConfig) -> int:
+    if max_model_len is None:
+        return config.max_position_embeddings
+    if not 1 <= max_model_len <= config.max_position_embeddings:
+        raise InvalidField(
+            "max_model_len", f"expected 1 to {config.max_position_embeddings} (the model's own), got {max_model_len}"
+        )
+    return max_model_len
+
+
+def _default_kv_bytes() -> int:
+    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * _free_memory()))
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its cgroup if that has a limit."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    if text != "max":
+        free = min(free, int(text) - int(limit.with_name("memory.current").read_text()))
+    return max(free, 0)

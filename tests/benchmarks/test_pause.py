@@ -1,0 +1,94 @@
+"""benchmarks/pause.py and benchmarks/serving.py as commands, against servers that are right, wrong, or not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_pause_server import FakeServer
+
+from benchmarks.lib.server import free_port
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SMALL = ["--streams", "7", "--running", "3", "--prompt-tokens", "8", "--wait-tokens", "60"]
+SMALL += ["--before", "20", "--freeze", "0.3"]
+
+
+def command(script: str, *args: str, defect: str | None = None, url: str | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``script`` run against a FakeServer (or ``url``)."""
+
+    async def run() -> tuple[int, str, str]:
+        async with FakeServer(defect=defect) as server:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(BENCHMARKS / script),
+                "--url",
+                url or server.url,
+                *args,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            out, err = await process.communicate()
+            return process.returncode, out.decode(), err.decode()
+
+    return asyncio.run(run())
+
+
+def test_pause_exits_zero_and_prints_the_acceptance_table(tmp_path: Path):
+    file = tmp_path / "out.json"
+    code, out, err = command("pause.py", *SMALL, "--json", str(file))
+    assert code == 0, out + err
+    for item in ("KV blocks, before and after", "requests between the two flags", "gap while kept", "pause times"):
+        assert item in out
+    assert "FAIL" not in out
+    seen = json.loads(file.read_text())
+    assert [run["scenario"] for run in seen["runs"]] == ["abort", "keep", "wait"]
+    assert seen["failed"] == 0 and all(run["step_ms"] > 0 for run in seen["runs"])
+
+
+def test_pause_exits_one_when_a_promise_fails():
+    code, out, _ = command("pause.py", *SMALL, defect="escape")
+    assert code == 1
+    assert "FAIL" in out
+
+
+def test_pause_exits_one_when_it_takes_more_steps_than_allowed():
+    code, out, _ = command("pause.py", *SMALL, "--max-pause-steps", "0.0001")
+    assert code == 1
+    assert "paused within 0.0001 steps" in out
+
+
+@pytest.mark.parametrize("script", ["pause.py", "serving.py"])
+def test_a_server_that_is_not_there_is_exit_code_two(script: str):
+    code, _, err = command(script, url=f"http://127.0.0.1:{free_port()}")
+    assert code == 2
+    assert "cannot drive" in err and "Traceback" not in err
+
+
+def test_pause_refuses_a_load_in_which_nothing_waits():
+    code, _, err = command("pause.py", "--streams", "8", "--running", "8")
+    assert code == 2
+    assert "--streams must be above --running" in err
+
+
+@pytest.mark.parametrize("load", [["--concurrency", "3"], ["--rate", "50"]])
+def test_serving_counts_every_request_and_token(load: list[str], tmp_path: Path):
+    file = tmp_path / "out.json"
+    code, out, err = command(
+        "serving.py", *load, "--num-requests", "9", "--output-len", "7", "--input-len", "5", "--json", str(file)
+    )
+    assert code == 0, out + err
+    stats = json.loads(file.read_text())["stats"]
+    assert (stats["completed"], stats["failed"], stats["output_tokens"]) == (9, 0, 63)
+    assert stats["ttft"]["count"] == stats["tpot"]["count"] == 9 and stats["itl"]["count"] == 54
+    assert "output tokens/s" in out
+
+
+def test_serving_exits_one_when_a_request_fails():
+    code, out, err = command("serving.py", "--num-requests", "3", "--output-len", "7", defect="double_end")
+    assert code == 1
+    assert "failed" in out + err

@@ -1,0 +1,217 @@
+"""Tiny random Hugging Face checkpoints, and what transformers makes of them.
+
+``write_checkpoint`` needs numpy only, so a test can make and damage folders in its own process. The references come
+from a subprocess (``python tests/checkpoints.py``), since Paddle and torch do not live in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A checkpoint to make. ``shards`` above 1 writes an index. ``extra``: further keys of config.json."""
+
+    name: str
+    architecture: str = "Qwen3ForCausalLM"
+    dtype: str = "float32"
+    tied: bool = False
+    head_dim: int | None = None
+    shards: int = 1
+    hidden: int = 64
+    inner: int = 96
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    vocab: int = 211
+    max_len: int = 512
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def qwen3(self) -> bool:
+        return self.architecture == "Qwen3ForCausalLM"
+
+    @property
+    def biases(self) -> str:
+        """Attention projections that have a bias."""
+        return ("qkvo" if self.extra.get("attention_bias") else "") if self.qwen3 else "qkv"
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+SPECS = {
+    spec.name: spec
+    for spec in (
+        Spec("qwen2", "Qwen2ForCausalLM", extra={"rope_theta": 1000000.0}, seed=1),
+        Spec("qwen2_tied", "Qwen2ForCausalLM", tied=True, kv_heads=1, seed=2),
+        Spec("qwen3", head_dim=16, shards=3, extra={"rope_parameters": ROPE}, seed=3),
+        Spec(
+            "qwen3_wide", head_dim=32, tied=True, heads=6, kv_heads=2, layers=3, extra={"attention_bias": True}, seed=4
+        ),
+        Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
+        Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
+    )
+}
+
+
+def config_json(spec: Spec) -> dict[str, Any]:
+    """config.json of the spec, as transformers would read it."""
+    config = {
+        "architectures": [spec.architecture],
+        "model_type": "qwen3" if spec.qwen3 else "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.inner,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_len,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": spec.tied,
+        "torch_dtype": spec.dtype,
+        "eos_token_id": 2,
+        "use_sliding_window": False,
+    }
+    if spec.head_dim is not None:
+        config["head_dim"] = spec.head_dim
+    return config | spec.extra
+
+
+def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
+    """float32 tensors by name, from the spec's seed: norms around 1 and biases around 0, but not 1 and 0. Scales are
+    such that greedy choices are seldom near a tie, and do not repeat one token for ever (as tied weights like to)."""
+    rng = np.random.default_rng(spec.seed)
+
+    def normal(*shape: int, scale: float, mean: float = 0.0) -> np.ndarray:
+        return (mean + scale * rng.standard_normal(shape)).astype(np.float32)
+
+    hidden, q, kv = spec.hidden, spec.heads * spec.dim, spec.kv_heads * spec.dim
+    tensors = {"model.embed_tokens.weight": normal(spec.vocab, hidden, scale=0.2)}
+    for layer in range(spec.layers):
+        p = f"model.layers.{layer}."
+        tensors[p + "input_layernorm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
+            if name in spec.biases:
+                tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
+        if spec.qwen3:
+            for name in "qk":
+                tensors[p + f"self_attn.{name}_norm.weight"] = normal(spec.dim, scale=0.3, mean=1.0)
+        tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
+        if "o" in spec.biases:
+            tensors[p + "self_attn.o_proj.bias"] = normal(hidden, scale=0.3)
+        tensors[p + "post_attention_layernorm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+        for name in ("gate", "up"):
+            tensors[p + f"mlp.{name}_proj.weight"] = normal(spec.inner, hidden, scale=hidden**-0.5)
+        tensors[p + "mlp.down_proj.weight"] = normal(hidden, spec.inner, scale=3 * spec.inner**-0.5)
+    tensors["model.norm.weight"] = normal(hidden, scale=0.3, mean=1.0)
+    if not spec.tied:
+        tensors["lm_head.weight"] = normal(spec.vocab, hidden, scale=0.4)
+    return tensors
+
+
+def bfloat16_bits(array: np.ndarray) -> np.ndarray:
+    """float32 -> bfloat16 as uint16, round to nearest even."""
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """float32, float16, int8, or bfloat16 given as uint16."""
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8"}
+    header, offset = {}, 0
+    for name, array in tensors.items():
+        header[name] = {
+            "dtype": names[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with open(path, "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def write_checkpoint(folder: Path, spec: Spec, tensors: dict[str, np.ndarray] | None = None) -> Path:
+    """A Hugging Face folder. ``tensors``: float32 by name, in place of random ones; stored in the spec's dtype."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(spec), indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    tensors = random_tensors(spec) if tensors is None else tensors
+    stored = {name: bfloat16_bits(a) if spec.dtype == BFLOAT16 else a for name, a in tensors.items()}
+    if spec.shards == 1:
+        write_safetensors(folder / "model.safetensors", stored)
+        return folder
+    weight_map = {}
+    for shard in range(spec.shards):
+        file = f"model-{shard + 1:05}-of-{spec.shards:05}.safetensors"
+        names = list(stored)[shard :: spec.shards]  # interleaved, so that fused parts lie in different files
+        write_safetensors(folder / file, {name: stored[name] for name in names})
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def prompt(length: int, vocab: int) -> list[int]:
+    return np.random.default_rng(length).integers(4, vocab, length).tolist()
+
+
+def transformers_greedy(folders: list[Path], lengths: list[int], steps: int) -> list[dict[int, dict[str, np.ndarray]]]:
+    """What transformers generates greedily in float32, per folder and prompt length: ``ids`` [steps], ``logprobs``
+    [steps] of these ids, ``margin`` [steps] between the best two logits. The prompt is ``prompt(length, vocab)``.
+
+    Also saves each model as transformers does, to the folder's name + "-saved" (always float32)."""
+    out = folders[0].parent / "transformers_greedy.npz"
+    task = {"folders": [str(f) for f in folders], "lengths": lengths, "steps": steps, "out": str(out)}
+    subprocess.run([sys.executable, __file__, json.dumps(task)], check=True, timeout=300)
+    arrays = np.load(out)
+    keys = ("ids", "logprobs", "margin")
+    return [{n: {k: arrays[f"{i}.{n}.{k}"] for k in keys} for n in lengths} for i in range(len(folders))]
+
+
+def _main(task: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    arrays = {}
+    for i, folder in enumerate(task["folders"]):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model.save_pretrained(f"{folder}-saved")
+        for length in task["lengths"]:
+            ids, logprobs, margins, cache = [], [], [], None
+            new = torch.tensor([prompt(length, model.config.vocab_size)])
+            for _ in range(task["steps"]):
+                with torch.inference_mode():
+                    out = model(new, past_key_values=cache, use_cache=True)
+                logits, cache = out.logits[0, -1], out.past_key_values
+                best = logits.topk(2).values
+                ids.append(int(logits.argmax()))
+                logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
+                margins.append(float(best[0] - best[1]))
+                new = torch.tensor([[ids[-1]]])
+            for key, values in (("ids", ids), ("logprobs", logprobs), ("margin", margins)):
+                arrays[f"{i}.{length}.{key}"] = np.array(values)
+    np.savez(task["out"], **arrays)
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

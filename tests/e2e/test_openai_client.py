@@ -1,0 +1,143 @@
+"""The ``openai`` package, unmodified, against a real server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import openai
+import pytest
+from e2e.server import until
+
+from fastdeploy.embedded.arithmetic import problems
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="module")
+def question():
+    return problems(seed=11, n=1)[0]
+
+
+def test_chat_stream_and_whole_reply_are_the_same(client, model, question):
+    messages = [{"role": "user", "content": question.prompt}]
+    whole = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=200)
+    chunks = list(
+        client.chat.completions.create(
+            model=model, messages=messages, temperature=0, max_tokens=200, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content and text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_completion_with_token_ids_in_and_out(client, model):
+    reply = client.completions.create(
+        model=model, prompt=[60, 61, 62], max_tokens=9, temperature=0, logprobs=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    choice = reply.choices[0]
+    assert len(choice.token_ids) == 9 and choice.finish_reason == "length"
+    assert len(choice.logprobs.token_logprobs) == 9 and all(lp <= 0 for lp in choice.logprobs.token_logprobs)
+    assert all(len(top) >= 2 for top in choice.logprobs.top_logprobs)
+    assert reply.usage.completion_tokens == 9 and reply.usage.prompt_tokens == 3
+    assert choice.weight_versions[0]["end"] == 9
+
+
+def test_n_choices_differ_by_seed_and_repeat_by_seed(client, model, question):
+    def ask(seed):
+        reply = client.completions.create(model=model, prompt=question.prompt, n=4, temperature=1.5, seed=seed, max_tokens=24)
+        assert [c.index for c in reply.choices] == [0, 1, 2, 3]
+        return [c.text for c in reply.choices]
+
+    assert ask(1) == ask(1)
+    assert len(set(ask(1))) > 1 and ask(1) != ask(2)
+
+
+def test_a_stop_string_cuts_text_ids_and_logprobs_at_the_same_place(client, model, question):
+    ask = dict(model=model, prompt=question.prompt, temperature=0, max_tokens=60, logprobs=0)
+    whole = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True})
+    text = whole.choices[0].text
+    stop = text[5:8]
+    cut = client.completions.create(**ask, stop=[stop], extra_body={"return_token_ids": True, "ignore_eos": True})
+    choice = cut.choices[0]
+    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+    assert len(choice.token_ids) == len(choice.logprobs.tokens) == cut.usage.completion_tokens
+    assert choice.token_ids == whole.choices[0].token_ids[: len(choice.token_ids)]
+
+
+def test_a_stop_token_id_ends_the_request(client, model):
+    ask = dict(model=model, prompt=[60, 61, 62], max_tokens=20, temperature=0)
+    free = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0]
+    target = free.token_ids[4]
+    extra = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": [target]}
+    stopped = client.completions.create(**ask, extra_body=extra).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(target) + 1]
+
+
+def test_the_same_request_gets_the_same_tokens_alone_and_in_a_crowd(client, model):
+    def ask(i):
+        reply = client.completions.create(
+            model=model, prompt=list(range(40, 45 + i)), max_tokens=40, temperature=0.8, seed=i,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        return reply.choices[0].token_ids
+
+    alone = [ask(i) for i in range(12)]
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(ask, range(12))) == alone
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        ({"extra_body": {"return_routed_experts": True}}, "return_routed_experts"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [60] * 5000}, "prompt"),
+        ({"model": "another"}, "model"),
+    ],
+)
+def test_a_bad_field_is_a_400_that_names_it(client, model, body, field):
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
+        client.completions.create(**{"model": model, "prompt": [60, 61], **body})
+    assert field in str(error.value)
+
+
+def test_a_live_request_id_is_refused_a_second_time(client, model):
+    extra = {"request_id": "same", "ignore_eos": True}
+    first = client.completions.create(model=model, prompt=[60], max_tokens=3000, stream=True, extra_body=extra)
+    next(iter(first))
+    with pytest.raises(openai.ConflictError):
+        client.completions.create(model=model, prompt=[60], max_tokens=3, extra_body=extra)
+    first.close()
+
+
+def test_a_full_queue_is_429(start_server):
+    server = start_server("--max-waiting", "2")
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    ask = {"model": client.models.list().data[0].id, "prompt": [60], "max_tokens": 2}
+    server.post("/v1/pause", {"mode": "keep"})
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(client.completions.create, **ask) for _ in range(2)]
+        until(lambda: server.metric("num_requests_waiting") == 2, 10, "two wait")
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**ask)
+        server.post("/v1/resume")
+        assert all(f.result().choices[0].finish_reason for f in held)

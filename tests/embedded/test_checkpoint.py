@@ -1,0 +1,101 @@
+"""The committed checkpoint: transformers reads it and agrees, and it solves a third to a half of its task."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy.embedded import MODEL_DIR, arithmetic, default_model, tokenizer
+from fastdeploy.embedded.checkpoint import load, save
+from fastdeploy.embedded.evaluate import generate
+from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
+
+
+def test_the_checkpoint_is_whole_and_a_few_megabytes():
+    assert default_model() == str(MODEL_DIR)
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in MODEL_DIR.iterdir()} == names
+    assert 1e6 < sum(path.stat().st_size for path in MODEL_DIR.iterdir()) < 5e6
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]
+    assert config["max_position_embeddings"] == 4096
+
+
+def test_transformers_computes_the_same_logits(transformers: Callable[..., Any], tmp_path: Path):
+    problem = arithmetic.make_problem("mul", 4, (1234, 567))
+    ids = tokenizer.prompt_ids(problem, chat=True) + tokenizer.encode(problem.solution)
+    reply = transformers("logits", ids=ids, path=str(tmp_path / "logits.npy"))
+    assert reply == {"dtype": "torch.bfloat16", "class": "Qwen3ForCausalLM"}
+    with paddle.no_grad():
+        ours = load(MODEL_DIR).logits(paddle.to_tensor([ids]))[0].numpy()
+    np.testing.assert_allclose(ours, np.load(tmp_path / "logits.npy"), atol=1e-3, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def solved(transformers: Callable[..., Any]) -> dict[str, Any]:
+    """200 held-out problems, greedy, as chat messages."""
+    problems = sorted(arithmetic.problems(0, 200), key=lambda p: len(p.solution))
+    reply = transformers("solve", prompts=[p.prompt for p in problems], chat=True, max_tokens=400)
+    hits = [arithmetic.is_correct(p, text) for p, text in zip(problems, reply["completions"], strict=True)]
+    return {"problems": problems, "hits": hits, **reply}
+
+
+def test_the_model_solves_a_third_to_a_half_of_heldout_problems(solved: dict[str, Any]):
+    assert 1 / 3 <= statistics.mean(solved["hits"]) <= 1 / 2
+
+
+def test_answers_differ_widely_in_length_and_end_by_themselves(solved: dict[str, Any]):
+    lengths = sorted(solved["lengths"])
+    assert lengths[0] <= 5
+    assert lengths[-1] > 200
+    assert lengths[180] > 4 * lengths[20]
+    assert statistics.mean(solved["ended"]) > 0.97
+
+
+def test_easy_problems_are_solved_more_often_than_hard_ones(solved: dict[str, Any]):
+    def rate(levels: tuple[int, ...]) -> float:
+        return statistics.mean(h for h, p in zip(solved["hits"], solved["problems"], strict=True) if p.level in levels)
+
+    assert rate((1, 2)) > rate((3, 4))
+
+
+def test_our_batched_decoding_gives_the_completions_of_transformers(solved: dict[str, Any]):
+    problems, texts = solved["problems"][::10], solved["completions"][::10]
+    prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems]
+    ours = generate(load(MODEL_DIR), prompts, max_tokens=400, temperature=0.0, seed=0)
+    agreeing = sum(tokenizer.decode(ids) == text for ids, text in zip(ours, texts, strict=True))
+    assert agreeing >= len(problems) - 1  # one near-tie may fall the other way
+
+
+def test_a_bare_prompt_works_as_well_as_a_chat_message():
+    problems = [arithmetic.make_problem("add", 1, (a, b)) for a, b in ((3, 4), (20, 30), (7, 2), (11, 5), (40, 8))]
+    prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+    ids = generate(load(MODEL_DIR), prompts, max_tokens=60, temperature=0.0, seed=0)
+    answers = [tokenizer.decode(completion) for completion in ids]
+    assert all(completion[-1] == tokenizer.END_ID for completion in ids)
+    assert sum(arithmetic.is_correct(p, text) for p, text in zip(problems, answers, strict=True)) >= 4
+
+
+def test_saving_rounds_to_nearest_even_bfloat16_and_loading_widens_exactly(tmp_path: Path):
+    config = ModelConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+    weights = initial_weights(config, 0)
+    half = 2.0**-8  # of a step between bfloat16 neighbours of 1
+    values = [1.0, 1.0 + half, 1.0 + 3 * half, 1.0 + 1.01 * half, -1.0 - half, 1e-40, 0.1, -3e38]
+    weights["model.norm.weight"] = paddle.to_tensor(values, dtype="float32")
+    save(Qwen3(config, weights), tmp_path)
+    back = load(tmp_path)
+    assert back.config == config
+    assert list(back.weights) == list(weights)
+    read = back.weights["model.norm.weight"].numpy()
+    np.testing.assert_array_equal(read[:5], [1.0, 1.0, 1.0 + 4 * half, 1.0 + 2 * half, -1.0])
+    np.testing.assert_allclose(read[6:], values[6:], rtol=half)
+    save(back, tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()

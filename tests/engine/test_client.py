@@ -1,0 +1,333 @@
+"""The engine client: nothing hangs, whatever the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+from fake_engine_server import FakeEngine, reply_with
+
+from fastdeploy import errors
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator import messages as m
+
+
+@pytest.fixture
+def endpoint():
+    path = ipc_dir.create()
+    yield ipc_dir.endpoint(path)
+    ipc_dir.remove(path)
+
+
+def request(request_id: str = "r", n: int = 1) -> m.AddRequest:
+    return m.AddRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), n=n)
+
+
+@asynccontextmanager
+async def connected(endpoint: str, engine: FakeEngine | None, **settings):
+    client = EngineClient(endpoint, **settings)
+    client.start()
+    try:
+        if engine is not None:
+            async with asyncio.timeout(10):
+                await client.connected.wait()
+        yield client
+    finally:
+        await client.close()
+
+
+def run(coroutine) -> None:
+    async def bounded():
+        async with asyncio.timeout(30):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+async def collect(stream) -> list[m.Output]:
+    outputs = []
+    while not stream.ended or not outputs:
+        outputs += await stream.next()
+    return outputs
+
+
+async def expect(engine: FakeEngine, kind: type):
+    return await asyncio.to_thread(engine.expect, kind)
+
+
+def test_outputs_of_all_choices_arrive_in_order(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint, reply_with([5, 6, 7]))
+        async with connected(endpoint, engine) as client:
+            with await client.submit(request(n=2)) as stream:
+                outputs = await collect(stream)
+        assert [(o.choice, o.token_ids) for o in outputs] == [(c, [t]) for c in (0, 1) for t in (5, 6, 7)]
+        engine.die()
+
+    run(go())
+
+
+def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        engine.replies[m.PauseArgs] = lambda call: None
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            call = asyncio.create_task(client.call(m.PauseArgs(), 1000.0))
+            await expect(engine, m.PauseArgs)
+            engine.emit("r", [9])
+            engine.die()
+            assert [o.token_ids for o in await stream.next()] == [[9]], "what came before the death is not lost"
+            with pytest.raises(errors.EngineDead):
+                await stream.next()
+            with pytest.raises(errors.EngineDead):
+                await call
+            with pytest.raises(errors.EngineDead):
+                await client.submit(request("s"))
+            with pytest.raises(errors.EngineDead):
+                await client.call(m.ResumeArgs(), 1.0)
+
+    run(go())
+
+
+def test_a_restarted_engine_is_found_under_a_new_identity(endpoint):
+    async def go():
+        first = FakeEngine(endpoint)
+        async with connected(endpoint, first) as client:
+            assert client.welcome.boot_id == "boot-1"
+            first.die()
+            while client.connected.is_set():
+                await asyncio.sleep(0)
+            second = FakeEngine(endpoint, reply_with([1]), boot_id="boot-2")
+            await client.connected.wait()
+            assert client.welcome.boot_id == "boot-2"
+            assert set(first.clients).isdisjoint(second.clients)
+            with await client.submit(request()) as stream:
+                assert (await collect(stream))[0].token_ids == [1]
+            second.die()
+
+    run(go())
+
+
+def test_before_the_engine_is_there_requests_fail_fast_and_then_work(endpoint):
+    async def go():
+        async with connected(endpoint, None) as client:
+            with pytest.raises(errors.EngineDead):
+                await client.submit(request())
+            engine = FakeEngine(endpoint, reply_with([1]))
+            await client.connected.wait()
+            (await client.submit(request())).close()
+            engine.die()
+
+    run(go())
+
+
+def test_a_fence_is_acknowledged_only_after_earlier_outputs_are_in_their_queues(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            await expect(engine, m.AddRequest)
+            engine.emit("r", [1])
+            engine.send(m.Fence(fence_id=4))
+            # The test has not read the stream: the output is in its queue by the time of the acknowledgement.
+            ack = asyncio.create_task(expect(engine, m.FenceAck))
+            assert (await ack).fence_id == 4
+            assert [o.token_ids for o in stream.take()] == [[1]]
+            stream.close()
+        engine.die()
+
+    run(go())
+
+
+def test_goodbye_answers_what_is_open_and_says_hello_again(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            await expect(engine, m.AddRequest)
+            engine.send(m.Goodbye())
+            with pytest.raises(errors.EngineDead):
+                await stream.next()
+            await client.connected.wait()
+            assert len(set(engine.clients)) == 2
+        engine.die()
+
+    run(go())
+
+
+def test_a_rejected_request_raises_the_engines_error(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            await expect(engine, m.AddRequest)
+            engine.send(m.Rejected("r", m.Failure("queue_full", "full", {"retry_after": 1})))
+            with pytest.raises(errors.QueueFull) as info:
+                await stream.next()
+            assert info.value.detail == {"retry_after": 1}
+            await client.submit(request())  # its id is free again
+        engine.die()
+
+    run(go())
+
+
+def test_an_id_that_is_alive_is_refused(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            await client.submit(request())
+            with pytest.raises(errors.DuplicateRequest):
+                await client.submit(request())
+        engine.die()
+
+    run(go())
+
+
+def test_late_outputs_of_a_cancelled_request_never_reach_a_new_one_of_the_same_id(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        late = m.Output("r", 0, token_ids=[666], finish_reason="length")
+        begun, gate = threading.Event(), threading.Event()
+
+        def step() -> None:
+            begun.set()
+            gate.wait()
+            engine._transport.send(engine.clients[-1], m.Outputs([late]))
+
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            await expect(engine, m.AddRequest)
+            engine.do(step)  # the engine is in a step: it has not seen the cancel when it sends the output
+            await asyncio.to_thread(begun.wait)
+            stream.close()
+            submitting = asyncio.create_task(client.submit(request()))
+            await asyncio.sleep(0.05)
+            gate.set()
+            stream = await submitting
+            await expect(engine, m.AddRequest)
+            engine.emit("r", [1], finish_reason="stop")
+            assert [o.token_ids for o in await collect(stream)] == [[1]]
+        engine.die()
+
+    run(go())
+
+
+def test_closing_a_stream_cancels_only_the_choices_that_run(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request(n=3))
+            await expect(engine, m.AddRequest)
+            stream.stop(1)
+            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 1, "stop")
+            engine.emit("r", [1], choice=1)
+            engine.emit("r", [2], choice=0, finish_reason="length")
+            assert [o.choice for o in await stream.next()] == [0], "a stopped choice is silent"
+            stream.close()
+            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 2, "abort")
+        engine.die()
+
+    run(go())
+
+
+def test_a_failed_call_raises_its_typed_error_with_the_report(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        failure = m.Failure("pause_interrupted", "resumed", {"x": 1})
+        engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"state": "running"}, failure)
+        async with connected(endpoint, engine) as client:
+            with pytest.raises(errors.PauseInterrupted) as info:
+                await client.call(m.PauseArgs(), 10.0)
+            assert info.value.detail == {"x": 1, "report": {"state": "running"}}
+        engine.die()
+
+    run(go())
+
+
+def test_an_overdue_call_waits_for_an_engine_that_still_beats(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        engine.replies[m.PauseArgs] = lambda call: None
+        async with connected(endpoint, engine, stall_s=0.3) as client:
+            call = asyncio.create_task(client.call(m.PauseArgs(), 0.1))
+            sent = await expect(engine, m.PauseArgs)
+            await asyncio.sleep(0.6)
+            assert not call.done()
+            engine.send(m.Reply(sent.call_id, {"ok": 1}))
+            assert await call == {"ok": 1}
+        engine.die()
+
+    run(go())
+
+
+@pytest.mark.parametrize(("args", "killed"), [(m.PauseArgs(), True), (m.MetricsArgs(), False)])
+def test_a_silent_engine_is_stalled_and_killed_if_the_call_would_change_it(endpoint, args, killed):
+    async def go(process: subprocess.Popen):
+        engine = FakeEngine(endpoint, pid=process.pid)
+        engine.replies[type(args)] = lambda call: None
+        async with connected(endpoint, engine, stall_s=0.2) as client:
+            engine.beating = False
+            with pytest.raises(errors.EngineStalled):
+                await client.call(args, 0.1)
+            if killed:
+                assert await asyncio.to_thread(process.wait, 10) == -signal.SIGKILL
+            else:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(0.5)
+        engine.die()
+
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        run(go(process))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+
+        def abort(call: m.Call) -> m.Reply:
+            output = m.Output("r", 0, token_ids=[3], finish_reason="abort")
+            engine._transport.send(engine.clients[-1], m.Outputs([output]))
+            return m.Reply(call.call_id, {})
+
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(request())
+            await expect(engine, m.AddRequest)
+            engine.replies[m.AbortArgs] = abort
+            await client.abort_open(5.0)
+            assert [(o.token_ids, o.finish_reason) for o in await stream.next()] == [([3], "abort")]
+            stuck = await client.submit(request("s"))
+            engine.replies[m.AbortArgs] = lambda call: None
+            await client.abort_open(0.1)
+            with pytest.raises(errors.EngineDead):
+                await stuck.next()
+        engine.die()
+
+    run(go())
+
+
+def test_closing_the_client_leaves_no_open_files(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        for _ in range(3):
+            async with connected(endpoint, engine):
+                pass
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            async with connected(endpoint, engine):
+                pass
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        engine.die()
+
+    run(go())

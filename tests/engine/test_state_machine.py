@@ -1,0 +1,341 @@
+"""Everything that can happen to an engine, in any order: hypothesis looks for an order that breaks a promise.
+
+The pool is so small that preemption is common, the vocabulary so small that requests end by EOS and by stop ids, and
+prompts share prefixes, so that blocks are shared and copied on write.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import pytest
+from fake_runner import FakeRunner
+from harness import Harness
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from witness import Witness
+
+from fastdeploy.engine.pause import Mode, Phase
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.errors import EngineError
+from fastdeploy.inter_communicator import messages as m
+
+PROMPTS = [
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2],
+    [1, 2, 3, 4, 5, 6, 7, 8],
+    [5],
+    [2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9],
+]
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 30),
+    min_tokens=st.integers(0, 1) | st.just(8),
+    ignore_eos=st.booleans(),
+    seed=st.integers(0, 3),
+    stop_token_ids=st.sampled_from([(), (), (3,), (0,)]),
+    logprobs=st.sampled_from([None, None, 0]),
+)
+HOLDS = st.sampled_from([None, None, "x", "y"])
+PAUSES = st.builds(
+    m.PauseArgs,
+    mode=st.sampled_from(["abort", "wait", "wait", "keep"]),
+    clear_cache=st.sampled_from([None, True, False]),
+    admission=st.sampled_from([None, None, "hold", "reject"]),
+    timeout_s=st.sampled_from([0.0, 1.0, 60.0, 60.0]),
+    on_timeout=st.sampled_from([None, "keep", "abort", "cancel"]),
+    ttl_s=st.sampled_from([None, None, 2.0, 20.0]),
+    hold_id=HOLDS,
+)
+UPDATES = [("w1", "keep"), ("w2", "keep"), ("w3-recompute", "recompute"), ("bad", "keep"), ("garbage", "recompute")]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.ids = count()
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
+        self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=14)
+        self.engine, self.pause = self.h.engine, self.h.engine.pause
+        self.witness = Witness(self.h)
+        self.clients = ["a"]
+        self.update: tuple[str, str | None] | None = None  # folder and version
+
+    # ---------------------------------------------------------------- clients
+
+    def call(self, args: m.Args, client: str) -> int:
+        call_id = self.h.call(args, client)
+        self.witness.called(client, call_id, args)
+        return call_id
+
+    def live_clients(self) -> list[str]:
+        return [c for c in self.clients if c not in self.witness.dropped]
+
+    def some_client(self, data) -> str:
+        live = self.live_clients()
+        if not live:
+            self.connect()
+            live = self.live_clients()
+        return data.draw(st.sampled_from(live), label="client")
+
+    @precondition(lambda self: len(self.live_clients()) < 3)
+    @rule()
+    def connect(self):
+        client = f"c{next(self.ids)}"
+        self.clients.append(client)
+        self.h.send(m.Hello(pid=1), client)
+
+    @precondition(lambda self: len(self.live_clients()) > 1)
+    @rule(data=st.data())
+    def client_dies(self, data):
+        client = self.some_client(data)
+        self.h.transport.gone.add(client)
+        self.witness.lost(client)
+
+    @rule(data=st.data(), mute=st.booleans())
+    def client_is_mute_for_a_while(self, data, mute):
+        client = self.some_client(data)
+        if mute:
+            self.h.transport.mute.add(client)
+        else:
+            self.unmute(client)
+
+    def unmute(self, client: str) -> None:
+        """It comes to its senses and acknowledges the fences it has read."""
+        self.h.transport.mute.discard(client)
+        for at, message in enumerate(self.h.transport.sent.get(client, [])):
+            if isinstance(message, m.Fence) and at >= self.h.transport.acked.get(client, 0):
+                self.h.send(m.FenceAck(message.fence_id), client)
+                self.h.transport.acked[client] = at + 1
+
+    # ---------------------------------------------------------------- requests
+
+    @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]))  # fmt: skip
+    def add(self, data, prompt, sampling, n, priority, salt):
+        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt)
+
+    @rule(data=st.data(), sampling=SAMPLING)
+    def add_with_an_id_that_was_used(self, data, sampling):
+        self.step()
+        keys = sorted({(client, rid) for client, rid, _ in self.witness.streams if client in self.live_clients()})
+        if keys:
+            client, request_id = data.draw(st.sampled_from(keys))
+            if all(add.request_id != request_id for _, add in self.witness.undecided):
+                self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
+                self.step()
+
+    def send_add(self, client, request_id, prompt, sampling, n, priority, salt):
+        group = f"g{len(prompt) % 2}" if priority else ""
+        add = m.AddRequest(request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group)
+        self.h.send(add, client)
+        self.witness.added(client, add)
+
+    @rule(data=st.data(), what=st.sampled_from(["some", "some", "unknown", "repeated", "group", "all"]))
+    def abort(self, data, what):
+        known = sorted({s.add.group or s.add.request_id for s in self.witness.streams.values()})
+        ids = ["nobody"] if what == "unknown" or not known else [data.draw(st.sampled_from(known))]
+        if what == "repeated":
+            ids = ids * 2 + ["nobody"]
+        args = m.AbortArgs(abort_all=True) if what == "all" else m.AbortArgs(["g0"] if what == "group" else ids)
+        self.call(args, self.some_client(data))
+
+    @rule(data=st.data(), reason=st.sampled_from(["stop", "abort"]), whole=st.booleans(), stranger=st.booleans())
+    def disconnect(self, data, reason, whole, stranger):
+        keys = sorted(k for k in self.witness.streams if k[0] in self.live_clients())
+        if not keys:
+            return
+        client, request_id, choice = data.draw(st.sampled_from(keys))
+        sender = self.some_client(data) if stranger else client
+        self.h.send(m.CancelRequest(request_id, None if whole else choice, reason), sender)
+        self.witness.cancelled(sender, request_id, None if whole else choice)
+
+    # ---------------------------------------------------------------- control
+
+    @rule(data=st.data(), args=PAUSES)
+    def place_pause(self, data, args):
+        self.call(args, self.some_client(data))
+
+    @rule(data=st.data(), hold_id=HOLDS | st.just("nobody's"))
+    def resume(self, data, hold_id):
+        self.call(m.ResumeArgs(hold_id), self.some_client(data))
+
+    @rule(data=st.data(), args=st.sampled_from([m.PauseStatusArgs(), m.MetricsArgs(), m.ModelInfoArgs()]))
+    def ask(self, data, args):
+        call_id = self.call(args, client := self.some_client(data))
+        self.step()
+        assert (client, call_id) not in self.witness.calls, "a question was not answered at once"
+
+    @precondition(lambda self: self.update is None)
+    @rule(data=st.data(), update=st.sampled_from(UPDATES), version=st.sampled_from([None, "v"]), slow=st.booleans())
+    def update_weights(self, data, update, version, slow):
+        if slow:
+            self.h.runner.may_stage.clear()
+        folder, kv = update
+        client = self.some_client(data)
+        self.call(m.UpdateWeightsArgs(str(self.folder / folder), version, kv), client)
+        self.update = folder, version
+        self.step()
+        if self.engine.weights.busy and client in self.live_clients():
+            self.call(m.UpdateWeightsArgs(str(self.folder / "w1")), client)  # one at a time
+
+    @rule()
+    def staging_comes_to_its_end(self):
+        self.let_staging_end()
+
+    def let_staging_end(self) -> None:
+        self.h.runner.may_stage.set()
+        self.h.join_staging()
+
+    # ---------------------------------------------------------------- time
+
+    @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
+    def turn(self, times):
+        for _ in range(times):
+            self.step()
+
+    @rule(seconds=st.sampled_from([0.5, 1.5, 6.0, 30.0]))
+    def time_passes(self, seconds):
+        self.h.now += seconds
+
+    @precondition(lambda self: self.engine.scheduler.has_work(self.pause.gate))
+    @rule(sure=st.integers(0, 5))
+    def worker_dies(self, sure):
+        """Rarely. The loop answers everything that is open, once, and ends; another engine takes over."""
+        self.let_staging_end()
+        self.step()
+        if sure or not self.engine.scheduler.has_work(self.pause.gate):
+            return
+        self.h.runner.fail_next = True
+        with pytest.raises(EngineError):
+            self.engine.run()
+        self.witness.look()
+        self.witness.assert_nothing_is_owed()
+        assert self.pause.unanswered == 0 and not self.engine.weights.busy
+        self.start_engine()
+
+    def step(self) -> None:
+        was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
+        epoch, seen = self.engine.epoch, len(self.witness.replies)
+        self.h.turn()
+        if self.engine.epoch != epoch:
+            self.committed(epoch + 1)
+        tokens = self.witness.look()
+        if was_paused and self.pause.is_paused:
+            assert self.h.runner.computed_tokens == computed and tokens == 0, "PAUSED, and yet it computed"
+        for args, reply in self.witness.replies[seen:]:
+            self.check_reply(args, reply)
+        self.check_calls()
+        if not self.engine.weights.busy:
+            self.update = None
+
+    def committed(self, epoch: int) -> None:
+        assert self.update is not None
+        folder, version = self.update
+        self.witness.weights[epoch] = self.h.runner.weights
+        self.witness.versions[epoch] = version or str(epoch)
+        assert folder.startswith(f"w{self.h.runner.weights}"), "what was committed was not asked for"
+        event("commit")
+
+    def check_reply(self, args: m.Args, reply: m.Reply) -> None:
+        code = reply.failure.code if reply.failure else None
+        match args:
+            case m.PauseArgs():
+                assert code in (None, "pause_interrupted", "pause_timeout"), reply
+                event(f"pause {args.mode}: {code}")
+                if code is None:
+                    assert reply.result["is_paused"] and reply.result["rejecting_new_requests"]
+                    self.assert_everything_is_delivered()
+                if code == "pause_timeout":
+                    assert args.on_timeout == "cancel" or args.hold_id is not None
+            case m.UpdateWeightsArgs():
+                event(f"update: {code}")
+                assert code in (None, "weight_update_refused", "update_in_progress"), reply
+            case _:
+                assert code is None, reply
+
+    def assert_everything_is_delivered(self) -> None:
+        """At the moment of a pause's reply every client that is there has acknowledged all outputs."""
+        for client in self.live_clients():
+            sent = self.h.transport.sent.get(client, [])
+            outputs = [at for at, message in enumerate(sent) if isinstance(message, m.Outputs)]
+            assert not outputs or outputs[-1] < self.h.transport.acked.get(client, 0), f"{client} did not acknowledge"
+
+    def check_calls(self) -> None:
+        pending = [args for args in self.witness.calls.values() if isinstance(args, m.PauseArgs)]
+        assert len(pending) <= self.pause.unanswered, "a pause call was forgotten"
+        other = [a for a in self.witness.calls.values() if not isinstance(a, m.PauseArgs | m.UpdateWeightsArgs)]
+        assert not other, f"not answered at once: {other}"
+        if any(isinstance(a, m.UpdateWeightsArgs) for a in self.witness.calls.values()):
+            assert self.engine.weights.busy, "an update call was forgotten"
+
+    @invariant()
+    def flags_are_legal(self):
+        pause = self.pause
+        assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
+        assert not pause.is_paused or pause.rejecting_new_requests
+        assert pause.unanswered == 0 or pause.holds
+        assert pause.mode is None or pause.mode is Mode.WAIT or not self.engine.scheduler.has_work(pause.gate)
+        self.engine.check_integrity()
+
+    # ---------------------------------------------------------------- the end
+
+    def teardown(self):
+        """Everybody lets go: all that was accepted comes to its end, and the engine is as it was at first."""
+        self.let_staging_end()
+        if not self.live_clients():
+            self.connect()
+        for client in self.live_clients():
+            self.unmute(client)
+        self.step()
+        for _ in range(3):  # deadlines and fences
+            self.h.now += 6.0
+            self.step()
+        self.call(m.ResumeArgs(), client := self.live_clients()[0])
+        for hold_id in list(self.pause.holds):
+            self.call(m.ResumeArgs(hold_id), client)
+        for _ in range(500):
+            self.step()
+            if not len(self.engine.requests):
+                break
+        self.h.now += 2.0  # a heartbeat finds who died
+        self.step()
+        self.step()
+        assert self.pause.phase is Phase.RUNNING
+        self.witness.look()
+        self.witness.assert_nothing_is_owed()
+        assert not len(self.engine.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
+        event(f"preempted: {self.engine.scheduler.num_preemptions > 0}")
+        event(f"copied on write: {any(p.copies for p in self.h.runner.plans)}")
+
+
+def explore(folder, caplog, examples: int, steps: int) -> None:
+    caplog.set_level(logging.CRITICAL, logger="fastdeploy.engine")
+    for name in ("w1", "w2", "w3-recompute", "bad", "garbage"):
+        (folder / name).mkdir()
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    run_state_machine_as_test(lambda: EngineMachine(folder), settings=profile)
+
+
+def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
+    explore(tmp_path, caplog, examples=150, steps=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_order_of_events_breaks_a_promise_in_a_long_search(tmp_path, caplog):
+    explore(tmp_path, caplog, examples=3000, steps=150)

@@ -1,0 +1,133 @@
+"""A real uvicorn server on a real socket before a fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+import uvloop
+from fake_engine_server import FakeEngine
+from tiny_tokenizer import save_tokenizer
+
+from fastdeploy.config import ServeConfig
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints.openai.api_server import make_server
+from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
+from fastdeploy.inter_communicator import ipc_dir
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    save_tokenizer(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir) -> Tokenizer:
+    return load_tokenizer(model_dir)
+
+
+class Server:
+    """One API server in a thread. ``url`` is its address."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig):
+        self._listener: socket.socket = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._config = config
+        self._tokenizer = tokenizer
+        self._endpoint = endpoint
+        self._made = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._made.wait()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.client = EngineClient(self._endpoint, self._config.stall_s)
+            self._server = make_server(self.client, self._tokenizer, self._config)
+            self._made.set()
+            await self._server.serve(sockets=[self._listener])
+
+        uvloop.run(serve())
+
+    def wait_connected(self) -> None:
+        for _ in range(1000):
+            if self.http.get("/health").status_code == 200:
+                return
+        raise AssertionError("never connected")
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.http.close()
+
+
+class Stack:
+    """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig):
+        self._endpoint = endpoint
+        self.engine = FakeEngine(endpoint)
+        self.server = Server(endpoint, tokenizer, config)
+        self.server.wait_connected()
+
+    @property
+    def http(self) -> httpx.Client:
+        return self.server.http
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.server.post(path, **body)
+
+    def script(self, script) -> None:
+        self.engine._script = script
+
+    def restart_engine(self, **fields) -> None:
+        self.engine = FakeEngine(self._endpoint, **fields)
+
+    def close(self) -> None:
+        self.server.stop()
+        self.engine.die()
+
+
+@contextlib.contextmanager
+def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
+    path, made = ipc_dir.create(), []
+
+    def make(with_tokenizer: bool = True, **settings) -> Stack:
+        config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
+        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config))
+        return made[-1]
+
+    yield make
+    for stack in made:
+        stack.close()
+    ipc_dir.remove(path)
+
+
+@pytest.fixture
+def make_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
+    with stacks(model_dir, tokenizer) as make:
+        yield make
+
+
+@pytest.fixture
+def stack(make_stack) -> Stack:
+    return make_stack()
+
+
+@pytest.fixture(scope="module")
+def module_stack(model_dir, tokenizer) -> Iterator[Stack]:
+    """For tests that leave the engine as they found it."""
+    with stacks(model_dir, tokenizer) as make:
+        yield make()

@@ -1,0 +1,62 @@
+"""Flags become frozen configs; bad ones are refused by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fastdeploy.config import EngineConfig, ServeConfig, from_json, to_json
+from fastdeploy.entrypoints.cli import configs, main, make_parser
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def parse(*flags: str) -> tuple[EngineConfig, ServeConfig]:
+    return configs(make_parser().parse_args(["serve", *flags]))
+
+
+def test_flags_reach_the_configs_and_survive_the_way_to_the_children(folder):
+    engine, http = parse(
+        *("--model", folder, "--port", "0", "--workers", "3", "--max-num-seqs", "8", "--max-model-len", "512"),
+        *("--num-gpu-blocks-override", "99", "--no-enable-prefix-caching", "--served-model-name", "q"),
+    )
+    assert (engine.max_num_seqs, engine.max_model_len, engine.num_gpu_blocks_override) == (8, 512, 99)
+    assert engine.enable_prefix_caching is False
+    assert (http.port, http.workers, http.served_model_name, engine.served_model_name) == (0, 3, "q", "q")
+    assert from_json(to_json(engine), EngineConfig) == engine
+    assert from_json(to_json(http), ServeConfig) == http
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(msgspec.ValidationError):
+        from_json('{"model": "m", "max_nmu_seqs": 1}', EngineConfig)
+
+
+def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(folder):
+    assert parse("--model", folder)[0].model_roots == ("/",)
+    assert parse("--model", folder, "--host", "0.0.0.0")[0].model_roots == ()
+    assert parse("--model", folder, "--host", "0.0.0.0", "--model-root", "/a")[0].model_roots == ("/a",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--model", "/nowhere"], "--model"),
+        (["--port", "70000"], "--port"),
+        (["--workers", "0"], "--workers"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--max-num-seqs", "many"], "--max-num-seqs"),
+        (["--kv-cache-gb", "-1"], "--kv-cache-gb"),
+        (["--max-nmu-seqs", "1"], "--max-nmu-seqs"),
+        (["--dtype", "int3"], "--dtype"),
+    ],
+)
+def test_a_bad_flag_is_named(folder, capsys, flags, named):
+    with pytest.raises(SystemExit) as info:
+        main(["serve", "--model", folder, *flags] if "--model" not in flags else ["serve", *flags])
+    assert info.value.code == 2
+    assert named in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The offline class: same engine, no sockets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+
+from fastdeploy import LLM, SamplingParams, errors
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(model_dir):
+    with LLM(model_dir, runner=FakeRunner(vocab=264)) as llm:
+        yield llm
+
+
+def test_prompts_are_answered_in_their_order(llm):
+    prompts = [[k, 7] for k in range(20)]
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.choices[0].token_ids for o in outputs] == [expected_tokens(p, 12, vocab=264) for p in prompts]
+    assert {o.choices[0].finish_reason for o in outputs} == {"length"}
+
+
+def test_text_prompts_are_tokenised_and_answers_have_text(llm):
+    [output] = llm.generate("hello", GREEDY, n=2)
+    assert output.prompt_token_ids == llm.tokenizer.encode_now("hello")
+    assert len(output.choices) == 2
+    for choice in output.choices:
+        assert choice.text == llm.tokenizer.decode(output.prompt_token_ids + choice.token_ids)[len("hello") :]
+
+
+def test_a_stop_string_ends_an_answer(llm):
+    [whole] = llm.generate("hello", GREEDY)
+    stop = next(c for c in whole.choices[0].text if c.isalnum())
+    [output] = llm.generate("hello", GREEDY, stop=[stop])
+    assert output.choices[0].finish_reason == "stop"
+    assert output.choices[0].text == whole.choices[0].text.split(stop)[0]
+
+
+def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):
+    with pytest.raises(errors.InvalidField, match="prompt"):
+        llm.generate([[1, 2], [5000]], GREEDY)
+    assert len(llm.generate([[1, 2]], GREEDY)) == 1
+
+
+def test_another_thread_can_pause_resume_and_update(llm, tmp_path):
+    (tmp_path / "w5").mkdir()
+    results: list = []
+    held = llm.pause("keep")
+    assert held["state"] == "paused" and llm.is_paused()["is_paused"]
+    thread = threading.Thread(target=lambda: results.append(llm.generate([[3, 4]], GREEDY)))
+    thread.start()
+    assert llm.update_weights(str(tmp_path / "w5"), version="five")["version"] == "five"
+    assert not results
+    llm.resume()
+    thread.join(20)
+    [output] = results[0]
+    assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
+    assert [span.version for span in output.choices[0].spans] == ["five"]
+
+
+def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_path):
+    with pytest.raises(errors.WeightUpdateRefused):
+        llm.update_weights(str(tmp_path))
+    llm._runner.fail_next = True
+    with pytest.raises(errors.EngineError):
+        llm.generate([[1, 2]], GREEDY)
+    with pytest.raises(errors.EngineError):
+        llm.is_paused()

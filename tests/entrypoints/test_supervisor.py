@@ -1,0 +1,207 @@
+"""Real processes: a supervisor, API servers, and a scripted engine, killed in every way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fastdeploy.entrypoints.supervisor import RestartBudget
+
+TESTS = Path(__file__).parents[1]
+
+
+class Tree:
+    """A supervisor with its children. ``root`` is where its socket folder is made."""
+
+    def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0):
+        self.root = tempfile.mkdtemp(prefix="fdt-")
+        env = os.environ | {"FASTDEPLOY_IPC_ROOT": self.root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        command = [sys.executable, str(TESTS / "supervisor_main.py"), self.root, name, str(workers), str(shutdown_s)]
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    def wait_serving(self) -> Tree:
+        line = self.process.stdout.readline()
+        self.url = re.search(r"http://\S+", line).group()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+        return self
+
+    def get(self, path: str) -> httpx.Response:
+        """On a connection of its own, so that a worker that was killed does not matter."""
+        return httpx.get(self.url + path, timeout=20, headers={"Connection": "close"})
+
+    def engine_pid(self) -> int:
+        return self.until(lambda: self.get("/v1/is_paused"))["result"]["pid"]
+
+    def until(self, call, timeout_s: float = 30.0) -> dict:
+        """Call until it answers 200."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                reply = call()
+                if reply.status_code == 200:
+                    return reply.json()
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < deadline, "never answered 200"
+
+    def children(self) -> dict[int, str]:
+        """pid -> command line of every process below this supervisor."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    command = (entry / "cmdline").read_bytes().decode().replace("\0", " ")
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+                if parent == self.process.pid or (self.root in command and "supervisor_main" not in command):
+                    found[int(entry.name)] = command
+        return found
+
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + 15
+        while (left := self.children()) or self.sockets():
+            assert time.monotonic() < deadline, (left, self.sockets())
+
+    def sockets(self) -> list[str]:
+        return os.listdir(self.root)
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def clean_up(self) -> None:
+        for pid in [self.process.pid, *self.children()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
+        shutil.rmtree(self.root)
+
+
+@pytest.fixture
+def tree():
+    made = []
+
+    def make(*args, **kwargs) -> Tree:
+        made.append(Tree(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for t in made:
+        t.clean_up()
+
+
+def wait_gone(pid: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([fd], [], [], 20)[0], f"{pid} is alive"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_ends_with_status_0_and_leaves_nothing(tree, number):
+    t = tree(workers=2).wait_serving()
+    assert t.http.post("/v1/completions", json={"prompt": [1]}).status_code == 200
+    assert len(t.children()) == 3 and len(t.sockets()) == 1
+    assert t.stop(number) == 0
+    assert t.children() == {} and t.sockets() == []
+
+
+def test_a_killed_engine_answers_what_is_open_and_comes_back_with_a_new_boot_id(tree):
+    t = tree("silent").wait_serving()
+    pid, boot = t.engine_pid(), t.get("/health").json()["boot_id"]
+    assert t.http.post("/v1/update_weights", json={"model_path": "/x"}).status_code == 200
+    results: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: results.append(t.http.post("/v1/completions", json={"prompt": [1]})))
+    thread.start()
+    time.sleep(0.3)  # the request is in the engine, or is answered "no engine": both are 503
+    os.kill(pid, signal.SIGKILL)
+    thread.join(10)
+    assert results[0].status_code == 503 and results[0].json()["error"]["code"] == "engine_dead"
+    status = t.until(lambda: t.get("/v1/is_paused"))["result"]
+    assert status["pid"] != pid and t.get("/health").json()["boot_id"] != boot
+    assert status["lost_commit"] is True, "the new engine must know that it has old weights"
+
+
+def test_an_engine_that_never_committed_restarts_without_a_lost_commit(tree):
+    t = tree().wait_serving()
+    os.kill(t.engine_pid(), signal.SIGKILL)
+    t.until(lambda: t.get("/v1/is_paused"))
+    assert t.until(lambda: t.get("/v1/is_paused"))["result"]["lost_commit"] is False
+
+
+def test_a_killed_api_server_is_replaced_on_the_same_port(tree):
+    t = tree().wait_serving()
+    engine = t.engine_pid()
+    [server] = [pid for pid, command in t.children().items() if "api_server" in command]
+    os.kill(server, signal.SIGKILL)
+    wait_gone(server)
+    # The listening socket lives on in the supervisor: this waits in its queue for the new server.
+    assert t.until(lambda: t.get("/v1/is_paused"))["result"]["pid"] == engine
+    assert server not in t.children()
+    assert t.stop() == 0
+
+
+def test_when_the_supervisor_is_killed_nothing_outlives_it(tree):
+    t = tree(workers=2).wait_serving()
+    assert len(t.children()) == 3
+    t.process.kill()
+    t.process.wait()
+    t.assert_nothing_left()
+
+
+def test_an_engine_that_keeps_dying_ends_the_server_with_an_error(tree):
+    t = tree().wait_serving()
+    killed = set()
+    for _ in range(4):
+        pid = t.engine_pid()
+        while pid in killed:
+            pid = t.engine_pid()
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+    assert t.process.wait(30) != 0
+    assert t.children() == {} and t.sockets() == []
+
+
+def test_a_model_that_is_refused_ends_the_server_at_once(tree):
+    t = tree("broken")
+    assert t.process.wait(30) == 1
+    assert t.children() == {} and t.sockets() == []
+
+
+def test_an_engine_that_ignores_the_stop_is_killed_in_the_bound(tree):
+    t = tree("stubborn", shutdown_s=1.0).wait_serving()
+    assert t.stop() == 1
+    assert t.children() == {} and t.sockets() == []
+
+
+def test_a_second_ctrl_c_kills_at_once(tree):
+    t = tree("stubborn", shutdown_s=1000.0).wait_serving()
+    t.process.send_signal(signal.SIGINT)
+    [engine] = [pid for pid, command in t.children().items() if "fake_engine_main" in command]
+    for pid in set(t.children()) - {engine}:
+        wait_gone(pid)
+    assert t.process.poll() is None
+    assert t.stop() == 1
+    assert t.children() == {} and t.sockets() == []
+
+
+def test_restarts_are_counted_in_a_window():
+    budget = RestartBudget(limit=2, window_s=10.0)
+    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 10.0, 10.5, 11.0)] == [True, True, False, True, False, True]

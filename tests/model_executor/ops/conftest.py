@@ -1,0 +1,58 @@
+"""The C++ ops at every instruction set of this machine, beside the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from fastdeploy.model_executor.ops.cpu import ISA_NAMES, CpuOps, load_library
+from fastdeploy.model_executor.ops.reference import ReferenceOps
+
+
+def available_isas() -> list[str]:
+    """avx2 up to what the CPU has; all of it runs the same library."""
+    library = load_library()
+    before = library.fd_isa()
+    best = library.fd_set_isa(len(ISA_NAMES) - 1)
+    library.fd_set_isa(before)
+    return list(ISA_NAMES[1 : best + 1])
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    ops = CpuOps("float32")
+    before = ops.isa
+    ops.set_isa(request.param)
+    yield request.param
+    ops.set_isa(before)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ops(isa: str, dtype: str) -> CpuOps:
+    ops = CpuOps(dtype)
+    assert ops.isa == isa
+    return ops
+
+
+@pytest.fixture
+def reference(dtype: str) -> ReferenceOps:
+    return ReferenceOps(dtype)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261120)
+
+
+@pytest.fixture
+def threads(ops: CpuOps) -> Iterator[None]:
+    """The test may change the number of threads."""
+    yield
+    ops.set_num_threads(0)

@@ -1,0 +1,170 @@
+"""Paged attention: equal to the reference, and a request's bits are the same alone, in a batch and in any cut."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec
+
+MAX_LEN = 512
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    norms: bool
+
+
+# Groups of 7, 1, 2 and 4 heads; dims that need padding; blocks of 16 (no AMX), 32 and 64; with and without norms.
+SHAPES = [Shape(14, 2, 64, 64, False), Shape(4, 4, 32, 32, True), Shape(4, 2, 40, 16, True), Shape(8, 2, 128, 32, False)]
+SMALL = Shape(4, 2, 32, 32, True)
+
+
+def make_spec(rng: np.random.Generator, shape: Shape, layer: int = 0) -> AttentionSpec:
+    angles = rng.uniform(0, 6.28, (MAX_LEN, shape.dim // 2)).astype(np.float32)
+    norm = [paddle.to_tensor(rng.uniform(0.5, 1.5, shape.dim).astype(np.float32)) for _ in range(2)]
+    q_norm, k_norm = norm if shape.norms else (None, None)
+    return AttentionSpec(
+        layer, shape.heads, shape.kv_heads, shape.dim, shape.dim**-0.5, paddle.to_tensor(np.cos(angles)),
+        paddle.to_tensor(np.sin(angles)), q_norm, k_norm, 1e-6,
+    )  # fmt: skip
+
+
+def make_batch(starts: list[int], counts: list[int], tables: list[list[int]]) -> AttentionBatch:
+    width = max(map(len, tables))
+    positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    return AttentionBatch(
+        np.cumsum([0, *counts]).astype(np.int32),
+        np.array(starts, np.int32),
+        np.array([table + [0] * (width - len(table)) for table in tables], np.int32),
+        np.array(positions, np.int32),
+    )
+
+
+class Sequences:
+    """Random qkv rows of some requests with shuffled blocks, run through one ops object."""
+
+    def __init__(self, rng: np.random.Generator, shape: Shape, lengths: list[int]):
+        self.shape, self.lengths = shape, lengths
+        width = (shape.heads + 2 * shape.kv_heads) * shape.dim
+        self.qkv = [rng.standard_normal((n, width)).astype(np.float32) for n in lengths]
+        blocks = [-(-n // shape.block_size) for n in lengths]
+        ids = rng.permutation(sum(blocks) + 3).tolist()
+        self.num_blocks = len(ids)
+        self.tables = [[ids.pop() for _ in range(count)] for count in blocks]
+
+    def new_cache(self, ops, layers: int = 1):
+        return ops.new_kv_cache(layers, self.num_blocks, self.shape.block_size, self.shape.kv_heads, self.shape.dim)
+
+    def run(self, ops, spec: AttentionSpec, cuts: list[list[int]], only: list[int] | None = None, cache=None) -> list[np.ndarray]:
+        """Each step i computes cuts[r][i] tokens of request r (of ``only``, all by default). -> outputs per request."""
+        chosen = range(len(self.lengths)) if only is None else only
+        cache = self.new_cache(ops) if cache is None else cache
+        done = {r: 0 for r in chosen}
+        outputs: dict[int, list[np.ndarray]] = {r: [] for r in chosen}
+        for step in range(max(len(cuts[r]) for r in chosen)):
+            now = [r for r in chosen if step < len(cuts[r]) and cuts[r][step] > 0]
+            counts = [cuts[r][step] for r in now]
+            batch = make_batch([done[r] for r in now], counts, [self.tables[r] for r in now])
+            rows = np.concatenate([self.qkv[r][done[r] : done[r] + c] for r, c in zip(now, counts, strict=True)])
+            out = ops.attention(paddle.to_tensor(rows), cache, batch, spec).numpy()
+            for r, c, part in zip(now, counts, np.split(out, np.cumsum(counts)[:-1]), strict=True):
+                outputs[r].append(part)
+                done[r] += c
+        assert all(done[r] == self.lengths[r] for r in chosen)
+        return [np.concatenate(outputs[r]) for r in chosen]
+
+
+# float32: only the order of summation and exp differ. bfloat16 on vectors: the same on equally rounded keys and values.
+# bfloat16 on AMX rounds queries and probabilities to bfloat16 too: 2^-9 relative on each, values of order 1.
+def tolerance(isa: str, dtype: str) -> float:
+    return 2e-2 if (isa, dtype) == ("amx", "bfloat16") else 5e-3 if dtype == "bfloat16" else 2e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_agrees_with_the_reference(ops, reference, isa, dtype, rng, shape):
+    spec, lengths = make_spec(rng, shape), [1, 17, 64, 131, 70]
+    sequences = Sequences(rng, shape, lengths)
+    cuts = [[1], [10, 7], [64], [100, 1, 30], [69, 1]]
+    actual, expected = sequences.run(ops, spec, cuts), sequences.run(reference, spec, cuts)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance(isa, dtype))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
+def test_a_request_has_the_same_bits_alone_and_among_others(ops, rng, shape):
+    spec, lengths = make_spec(rng, shape), [int(n) for n in rng.integers(1, 90, 32)]
+    sequences = Sequences(rng, shape, lengths)
+    cuts = [[n - n // 3, *[1] * (n // 3)] for n in lengths]
+    together = sequences.run(ops, spec, cuts)
+    for r in (0, 13, 31):
+        np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[r])[0], together[r])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape):
+    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [150])
+    whole = sequences.run(ops, spec, [[150]])[0]
+    for cut in ([64, 64, 22], [1, 149], [33, 50, 67], [10] * 15, [100, *[1] * 50]):
+        np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads):
+    spec, sequences = make_spec(rng, SHAPES[0]), Sequences(rng, SHAPES[0], [200, 40, 3])
+    cuts = [[150, 50], [40], [2, 1]]
+    results = []
+    for count in (1, 2, 5):
+        ops.set_num_threads(count)
+        results.append(sequences.run(ops, spec, cuts))
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
+    """NaN and infinity in the slots behind a sequence must not reach it, not even multiplied by a weight of 0."""
+    spec = make_spec(rng, SMALL)
+    sequences = Sequences(rng, SMALL, [45])
+    clean = sequences.run(ops, spec, [[40, 5]])[0]
+    cache = sequences.new_cache(ops)
+    width = (SMALL.heads + 2 * SMALL.kv_heads) * SMALL.dim
+    for poison in (np.nan, np.inf):
+        for block in range(sequences.num_blocks):
+            rows = paddle.full([SMALL.block_size, width], poison)
+            ops.attention(rows, cache, make_batch([0], [SMALL.block_size], [[block]]), spec)
+        np.testing.assert_array_equal(sequences.run(ops, spec, [[40, 5]], cache=cache)[0], clean)
+
+
+def test_layers_do_not_share_slots(ops, rng):
+    specs, sequences = [make_spec(rng, SMALL, layer) for layer in range(3)], Sequences(rng, SMALL, [50])
+    cache = sequences.new_cache(ops, layers=3)
+    batch = make_batch([0], [49], sequences.tables)
+    for spec in specs:
+        ops.attention(paddle.to_tensor(sequences.qkv[0][:49] * (spec.layer + 1)), cache, batch, spec)
+    for spec in specs:
+        rows = sequences.qkv[0] * (spec.layer + 1)
+        last = ops.attention(paddle.to_tensor(rows[49:]), cache, make_batch([49], [1], sequences.tables), spec).numpy()
+        fresh = sequences.new_cache(ops, layers=3)
+        whole = ops.attention(paddle.to_tensor(rows), fresh, make_batch([0], [50], sequences.tables), spec).numpy()
+        np.testing.assert_array_equal(last[0], whole[49])
+
+
+def test_a_copied_block_reads_like_its_source(ops, rng):
+    spec, sequences = make_spec(rng, SMALL, layer=1), Sequences(rng, SMALL, [40])
+    cache = sequences.new_cache(ops, layers=2)
+    rows = sequences.qkv[0]
+    ops.attention(paddle.to_tensor(rows[:39]), cache, make_batch([0], [39], sequences.tables), spec)
+    free = sorted(set(range(sequences.num_blocks)) - set(sequences.tables[0]))[:2]
+    first, second = sequences.tables[0]
+    ops.copy_blocks(cache, [second, first, free[0]], [free[1], free[0], second])  # the last pair reads a copy
+    expected = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[first, free[1]]]), spec).numpy()
+    copied = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [free]), spec).numpy()
+    np.testing.assert_array_equal(copied, expected)
+    moved = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[second, free[1]]]), spec).numpy()
+    np.testing.assert_array_equal(moved, expected)

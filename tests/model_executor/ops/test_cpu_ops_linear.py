@@ -1,0 +1,126 @@
+"""Linears, gated linears and embeddings on packed weights: equal to the reference, and one row's bits are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy.model_executor.ops.reference import round_to_bfloat16
+
+# (rows, in, out): one row, edges of every tile (16, 32), row blocks and blocks of K (beyond 64 rows), odd sizes.
+SHAPES = [(1, 64, 32), (3, 70, 50), (16, 896, 96), (17, 33, 17), (33, 128, 48), (65, 4864, 64), (300, 96, 40), (600, 1120, 32)]
+
+
+def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def as_bfloat16_bits(x: np.ndarray) -> np.ndarray:
+    return (round_to_bfloat16(x).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def rounded_like_a_left_operand(x: np.ndarray, dtype: str) -> paddle.Tensor:
+    """The C++ ops round x to bfloat16 beside bfloat16 weights; given that, only the order of summation differs."""
+    return paddle.to_tensor(round_to_bfloat16(x) if dtype == "bfloat16" else x)
+
+
+def assert_close(actual: paddle.Tensor, expected: paddle.Tensor, rtol: float = 1e-4) -> None:
+    expected = expected.numpy()
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=rtol, atol=rtol * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("rows,k,n", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n, with_bias):
+    x, weight = random(rng, rows, k), random(rng, n, k)
+    bias = [random(rng, n)] if with_bias else None
+    actual = ops.linear(paddle.to_tensor(x), ops.pack_linear([weight], bias))
+    expected = reference.linear(rounded_like_a_left_operand(x, dtype), reference.pack_linear([weight], bias))
+    assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("rows,k,n", SHAPES)
+def test_gated_linear_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n):
+    x, parts = random(rng, rows, k) / k**0.5, [random(rng, n, k), random(rng, n, k)]
+    actual = ops.gated_linear(paddle.to_tensor(x), ops.pack_linear(parts))
+    expected = reference.gated_linear(rounded_like_a_left_operand(x, dtype), reference.pack_linear(parts))
+    assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (1, 2, 3)])
+def test_stacked_parts_equal_one_weight(ops, rng, sizes):
+    x, parts = random(rng, 5, 72), [random(rng, n, 72) for n in sizes]
+    bias = [random(rng, n) for n in sizes]
+    stacked = ops.linear(paddle.to_tensor(x), ops.pack_linear(parts, bias)).numpy()
+    whole = ops.linear(paddle.to_tensor(x), ops.pack_linear([np.concatenate(parts)], [np.concatenate(bias)])).numpy()
+    np.testing.assert_array_equal(stacked, whole)
+
+
+@pytest.mark.parametrize("k", [64, 70])
+@pytest.mark.parametrize("n", [32, 37])
+def test_a_checkpoint_of_the_other_dtype_is_converted_to_nearest_even(ops, rng, k, n):
+    weight = random(rng, n, k)
+    weight[0, 0] = np.array(0x3F808000, np.uint32).view(np.float32)  # a tie: rounds down to even
+    weight[0, 1] = np.array(0x3F818000, np.uint32).view(np.float32)  # a tie: rounds up to even
+    x = paddle.to_tensor(random(rng, 2, k))
+    from_bits = ops.linear(x, ops.pack_linear([as_bfloat16_bits(weight)])).numpy()
+    source = weight if ops.dtype == "bfloat16" else round_to_bfloat16(weight)
+    np.testing.assert_array_equal(ops.linear(x, ops.pack_linear([source])).numpy(), from_bits)
+
+
+def test_source_arrays_may_be_unaligned_and_freed(ops, rng):
+    weight = as_bfloat16_bits(random(rng, 48, 64))
+    raw = np.empty(weight.nbytes + 1, np.uint8)
+    shifted = np.frombuffer(raw.data, np.uint16, weight.size, 1).reshape(weight.shape)
+    shifted[:] = weight
+    x = paddle.to_tensor(random(rng, 3, 64))
+    packed = ops.pack_linear([shifted])
+    expected = ops.linear(x, ops.pack_linear([weight])).numpy()
+    raw[:] = 255
+    np.testing.assert_array_equal(ops.linear(x, packed).numpy(), expected)
+
+
+@pytest.mark.parametrize("k,n", [(896, 64), (4864, 48), (70, 50)])
+def test_a_row_has_the_same_bits_in_any_batch(ops, rng, k, n):
+    x = random(rng, 300, k)
+    plain = ops.pack_linear([random(rng, n, k)], [random(rng, n)])
+    gated = ops.pack_linear([random(rng, n, k), random(rng, n, k)])
+    for op, weight in ((ops.linear, plain), (ops.gated_linear, gated)):
+        together = op(paddle.to_tensor(x), weight).numpy()
+        for first, rows in ((0, 1), (7, 1), (299, 1), (20, 8), (100, 17), (50, 64), (31, 130)):
+            np.testing.assert_array_equal(op(paddle.to_tensor(x[first : first + rows]), weight).numpy(), together[first : first + rows])
+
+
+@pytest.mark.parametrize("rows", [1, 40, 200])
+def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads, rows):
+    x, weight = paddle.to_tensor(random(rng, rows, 1120)), ops.pack_linear([random(rng, 208, 1120)])
+    results = []
+    for count in (1, 2, 3, 7):
+        ops.set_num_threads(count)
+        results += [ops.linear(x, weight).numpy(), ops.linear(x, weight).numpy()]
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_a_row_with_nan_leaves_its_neighbours_alone(ops, rng):
+    x, weight = random(rng, 40, 96), ops.pack_linear([random(rng, 64, 96)])
+    clean = ops.linear(paddle.to_tensor(x), weight).numpy()
+    x[5, 3], x[20, 0] = np.nan, np.inf
+    dirty = ops.linear(paddle.to_tensor(x), weight).numpy()
+    assert np.isnan(dirty[5]).all() and not np.isfinite(dirty[20]).any()
+    others = np.setdiff1d(np.arange(40), [5, 20])
+    np.testing.assert_array_equal(dirty[others], clean[others])
+
+
+@pytest.mark.parametrize("k,n", [(64, 50), (70, 33), (896, 257)])
+def test_embedding_returns_the_rows_of_the_packed_weight(ops, reference, rng, k, n):
+    weight, ids = random(rng, n, k), np.array([0, n - 1, 5, 5, 17], np.int32)
+    actual = ops.embedding(ids, ops.pack_linear([weight]))
+    np.testing.assert_array_equal(actual.numpy(), reference.embedding(ids, reference.pack_linear([weight])).numpy())
+
+
+def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, rng):
+    size = 2 if ops.dtype == "bfloat16" else 4
+    assert ops.pack_linear([random(rng, 160, 96)]).nbytes == 160 * 96 * size
+    assert ops.pack_linear([random(rng, 160, 96)], [random(rng, 160)]).nbytes == 160 * 96 * size + 160 * 4

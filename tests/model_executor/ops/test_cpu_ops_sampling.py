@@ -1,0 +1,124 @@
+"""Sampling and log probabilities: the same tokens as the reference, and each row by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops.interface import SampleBatch
+
+# top_k, top_p, min_p
+FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05, 0.0), (50, 0.8, 0.0), (0, 1.0, 0.05),
+           (30, 0.95, 0.02), (5000, 0.999, 0.0)]  # fmt: skip
+
+
+@pytest.fixture
+def dtype() -> str:
+    """These ops do not depend on the dtype of the weights."""
+    return "float32"
+
+
+def make_batch(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.5) -> SampleBatch:
+    def fill(value, kind) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value, kind), rows).copy()
+
+    return SampleBatch(
+        fill(temperature, np.float32), fill(top_k, np.int32), fill(top_p, np.float32), fill(min_p, np.float32),
+        fill(uniform, np.float64),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 100, 5003, 151936])
+def test_greedy_takes_the_lowest_of_the_best(ops, rng, vocab):
+    logits = rng.standard_normal((5, vocab)).astype(np.float32)
+    logits[1] = 2.5  # all equal
+    logits[2, [vocab // 2, vocab - 1]] = 100.0  # a tie
+    drawn = ops.sample(paddle.to_tensor(logits), make_batch(5, temperature=0.0))
+    np.testing.assert_array_equal(drawn, logits.argmax(1))
+
+
+@pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_draws_agree_with_the_reference(ops, reference, rng, top_k, top_p, min_p, temperature):
+    """A uniform that lies within rounding of a token's edge may fall on either side: at most 1 of 400 does."""
+    rows, vocab = 400, 3001
+    logits = paddle.to_tensor((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
+    batch = make_batch(rows, temperature, top_k, top_p, min_p, rng.random(rows))
+    assert (ops.sample(logits, batch) != reference.sample(logits, batch)).sum() <= 1
+
+
+@pytest.mark.parametrize("spread", [0.001, 1.0, 30.0])
+def test_draws_agree_with_the_reference_on_a_whole_vocabulary(ops, reference, rng, spread):
+    rows, vocab = 12, 151936
+    logits = paddle.to_tensor((rng.standard_normal((rows, vocab)) * spread).astype(np.float32))
+    batch = make_batch(rows, 1.0, [0, 0, 20, 100000] * 3, [1.0, 0.9, 0.95, 0.5] * 3, 0.0, rng.random(rows))
+    assert (ops.sample(logits, batch) != reference.sample(logits, batch)).sum() <= 1
+
+
+def test_ties_at_the_edge_of_top_k_go_to_the_lowest_ids(ops, reference):
+    logits = np.zeros((64, 100), np.float32)
+    logits[:, 90] = 1.0
+    batch = make_batch(64, top_k=5, uniform=np.linspace(0.001, 0.999, 64))
+    drawn = ops.sample(paddle.to_tensor(logits), batch)
+    assert set(drawn.tolist()) == {0, 1, 2, 3, 90}
+    np.testing.assert_array_equal(drawn, reference.sample(paddle.to_tensor(logits), batch))
+
+
+def test_top_p_stops_at_the_token_that_reaches_it(ops):
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)).repeat(200, 0)
+    for top_p, kept in ((0.39, {1}), (0.41, {1, 3}), (0.69, {1, 3}), (0.71, {1, 2, 3}), (0.95, {0, 1, 2, 3})):
+        batch = make_batch(200, top_p=top_p, uniform=np.linspace(0, 0.9999, 200))
+        assert set(ops.sample(paddle.to_tensor(logits), batch).tolist()) == kept
+
+
+def test_masked_logits_are_never_drawn(ops, rng):
+    logits = rng.standard_normal((200, 1000)).astype(np.float32)
+    logits[:, ::2] = -np.inf
+    for uniform in (0.0, 1 - 1e-16):
+        for filters in FILTERS:
+            drawn = ops.sample(paddle.to_tensor(logits), make_batch(200, 1.0, *filters, uniform))
+            assert (drawn % 2 == 1).all()
+
+
+def test_frequencies_follow_the_distribution(ops, rng):
+    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
+    logits = np.log(probabilities).astype(np.float32)[None].repeat(4000, 0)
+    drawn = ops.sample(paddle.to_tensor(logits), make_batch(4000, uniform=(np.arange(4000) + 0.5) / 4000))
+    np.testing.assert_array_equal(np.bincount(drawn), probabilities * 4000)
+
+
+def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
+    rows = 33
+    logits = rng.standard_normal((rows, 20011)).astype(np.float32)
+    batch = make_batch(rows, 0.9, rng.integers(0, 50, rows), rng.uniform(0.5, 1, rows), 0.01, rng.random(rows))
+    together = ops.sample(paddle.to_tensor(logits), batch)
+    chosen = ops.logprobs(paddle.to_tensor(logits), together, 5)
+    ops.set_num_threads(1)
+    for r in range(rows):
+        alone = SampleBatch(*(field[r : r + 1] for field in batch))
+        assert ops.sample(paddle.to_tensor(logits[r : r + 1]), alone)[0] == together[r]
+        for all_rows, row in zip(chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), together[r : r + 1], 5), strict=True):
+            np.testing.assert_array_equal(all_rows[r], row[0])
+
+
+@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (151936, 20)])
+def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
+    logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
+    logits[2] = np.round(logits[2])  # many ties
+    logits[3, 0] = -np.inf
+    ids = rng.integers(0, vocab, 6).astype(np.int32)
+    actual = ops.logprobs(paddle.to_tensor(logits), ids, top)
+    expected = reference.logprobs(paddle.to_tensor(logits), ids, top)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(actual[2], expected[2])
+
+
+def test_rows_without_a_finite_best_still_give_a_valid_id():
+    ops = CpuOps("float32")
+    logits = np.stack([np.full(50, np.nan), np.full(50, -np.inf)]).astype(np.float32)
+    for temperature in (0.0, 1.0):
+        drawn = ops.sample(paddle.to_tensor(logits), make_batch(2, temperature))
+        assert ((drawn >= 0) & (drawn < 50)).all()

@@ -1,0 +1,121 @@
+"""A config key that changes the result is honoured or refused by name, never ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from checkpoints import SPECS, config_json
+
+from fastdeploy.errors import InvalidField
+from fastdeploy.model_executor.model_config import load_config, parse_config
+
+QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 128}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": 2}, "layer_types"),
+        ({"max_window_layers": "all"}, "max_window_layers"),
+        ({"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": "many"}}, "rope_parameters.rope_theta"),
+        ({"rope_parameters": None, "rope_theta": -1}, "rope_theta"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_mrope": True}, "use_mrope"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"rms_norm_eps": None}, "rms_norm_eps"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes, field):
+    with pytest.raises(InvalidField) as error:
+        parse_config(QWEN3 | changes)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "architectures"]
+)
+def test_a_missing_key_is_named(key):
+    with pytest.raises(InvalidField) as error:
+        parse_config({k: v for k, v in QWEN3.items() if k != key})
+    assert error.value.field == key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 0},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "default"}},
+    ],
+)
+def test_settings_without_effect_are_accepted(changes):
+    assert parse_config(QWEN3 | changes).num_hidden_layers == 2
+
+
+def test_rope_theta_is_found_in_both_places():
+    assert parse_config(QWEN3).rope_theta == 5e5
+    older = {k: v for k, v in QWEN3.items() if k != "rope_parameters"}
+    assert parse_config(older | {"rope_theta": 1000000}).rope_theta == 1e6
+    assert parse_config(older).rope_theta == 10000.0
+
+
+def test_head_dim_has_the_defaults_of_transformers():
+    assert parse_config(QWEN2).head_dim == 64 // 4
+    assert parse_config({k: v for k, v in QWEN3.items() if k != "head_dim"}).head_dim == 128
+    assert parse_config(QWEN3 | {"head_dim": 32}).head_dim == 32
+
+
+def test_biases_and_norms_follow_the_architecture():
+    qwen2, qwen3 = parse_config(QWEN2), parse_config(QWEN3)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+    biased = parse_config(QWEN3 | {"attention_bias": True})
+    assert biased.qkv_bias and biased.o_bias
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(7, None, (7,)), ([7, 8], None, (7, 8)), (7, {"eos_token_id": [9, 7, 9]}, (9, 7)), (7, {"eos_token_id": 0}, (0,)),
+     (7, {"eos_token_id": None}, (7,)), (None, {}, ())],
+)  # fmt: skip
+def test_eos_comes_from_the_generation_config_first(config, generation, expected):
+    assert parse_config(QWEN3 | {"eos_token_id": config}, generation).eos_token_ids == expected
+
+
+def test_a_file_that_is_missing_or_no_json_is_named(tmp_path):
+    with pytest.raises(InvalidField) as error:
+        load_config(tmp_path)
+    assert error.value.field == "config.json"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InvalidField) as error:
+        load_config(tmp_path)
+    assert error.value.field == "generation_config.json"
+
+
+def test_first_difference_names_a_key_that_changes_the_model_and_ignores_labels():
+    config = parse_config(QWEN3)
+    assert config.first_difference(parse_config(QWEN3 | {"eos_token_id": 5, "torch_dtype": "bfloat16"})) is None
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"):
+        assert config.first_difference(parse_config(QWEN3 | {key: QWEN3[key] * 2})) == key

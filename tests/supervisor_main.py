@@ -1,0 +1,18 @@
+"""The supervisor over fake_engine_main: ``python supervisor_main.py MODEL_DIR NAME WORKERS SHUTDOWN_S``."""
+
+from __future__ import annotations
+
+import sys
+
+from fastdeploy.config import EngineConfig, ServeConfig
+from fastdeploy.entrypoints.supervisor import Supervisor
+from fastdeploy.logger import setup_logging
+
+if __name__ == "__main__":
+    model, name, workers, shutdown_s = sys.argv[1:]
+    setup_logging("supervisor")
+    engine = EngineConfig(model=model, served_model_name=name)
+    serve = ServeConfig(
+        model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=2.0
+    )
+    sys.exit(Supervisor(engine, serve, engine_module="fake_engine_main").run())

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import SPECS, transformers_greedy
+
+from fastdeploy.model_executor.ops import get_ops
+from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.worker.model_runner import ModelRunner
+
+PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 64, 100, 311]
+STEPS = 48
+
+# The ops that this machine can run: always the reference, and the C++ ops where they are built.
+OPS = {"reference": ReferenceOps}
+if (best := get_ops("float32", "cpu")).name != "reference":
+    OPS[best.name] = lambda dtype: get_ops(dtype, "cpu")
+
+Expected = dict[int, dict[str, np.ndarray]]
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoints: dict[str, Path]) -> dict[str, Expected]:
+    """transformers' greedy output for every checkpoint and prompt length, float32 (of bf16-rounded weights)."""
+    references = transformers_greedy(list(checkpoints.values()), PROMPT_LENGTHS, STEPS)
+    return dict(zip(checkpoints, references, strict=True))
+
+
+@pytest.fixture(params=sorted(OPS))
+def make_runner(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Callable[..., ModelRunner]:
+    """A function (checkpoint name or folder, **settings) -> ModelRunner, once for each of OPS."""
+
+    def make(model: str | Path, **settings: object) -> ModelRunner:
+        folder = checkpoints[model] if model in SPECS else model
+        dtype = "bfloat16" if "bf16" in str(model) else "float32"
+        settings = {"num_blocks": 96, "dtype": dtype, "ops": OPS[request.param](dtype)} | settings
+        return ModelRunner(str(folder), **settings)
+
+    return make

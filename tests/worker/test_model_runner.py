@@ -1,0 +1,174 @@
+"""The runner computes what transformers computes, whatever else is in the step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checkpoints import SPECS, prompt
+from step_driver import GREEDY, Driver, Sequence, fresh
+
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.errors import InvalidField
+from fastdeploy.scheduler.interface import BlockCopy, StepPlan
+
+FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
+BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]
+# Rounding keys, values and the left side of every product to 8 bits of mantissa moves a logit by about 2^-9 of its
+# size per layer; on these models (logits of 5 to 10, weights scaled up) that is a few hundredths of a nat.
+BFLOAT16_MAX, BFLOAT16_MEAN = 0.15, 0.02
+
+
+def _sequence(length: int, **settings) -> Sequence:
+    return Sequence(f"p{length}", prompt(length, 211), **settings)
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_greedy_ids_and_logprobs_are_those_of_transformers(name, make_runner, expected):
+    driver = Driver(make_runner(name))
+    sequences = driver.generate([_sequence(length) for length in expected[name]], 48, chunk=64)
+    for sequence, reference in zip(sequences, expected[name].values(), strict=True):
+        assert reference["margin"].min() > 1e-4, "the fixture has a tie: choose another seed"
+        assert sequence.output == reference["ids"].tolist()
+        logprobs = np.array([entry.logprob for entry in sequence.logprobs])
+        assert np.abs(logprobs - reference["logprobs"]).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_a_folder_saved_by_transformers_itself_is_the_same_model(name, make_runner, checkpoints, expected):
+    runner = make_runner(name)
+    before = Driver(runner).generate([_sequence(17)], 8)[0].trace
+    runner.commit(runner.stage(f"{checkpoints[name]}-saved"))
+    assert Driver(runner).generate([_sequence(17)], 8)[0].trace == before
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(name, make_runner, expected):
+    driver = Driver(make_runner(name))
+    top20 = SamplingParams(temperature=0.0, logprobs=20, max_tokens=64)
+    errors = []
+    for length, reference in expected[name].items():
+        whole = _sequence(length).ids + reference["ids"].tolist()
+        for step in range(0, 48, 4):  # along transformers' own tokens, so that one flip does not spoil the rest
+            sequence = Sequence("s", whole[: length + step], top20)
+            driver.step([sequence])
+            driver.release(sequence)
+            top = dict(sequence.logprobs[0].top)
+            error = abs(top[whole[length + step]] - reference["logprobs"][step])
+            if reference["margin"][step] > 2 * BFLOAT16_MAX:
+                assert sequence.output == [whole[length + step]]
+            errors.append(error)
+    assert max(errors) < BFLOAT16_MAX
+    assert np.mean(errors) < BFLOAT16_MEAN
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_wide", "qwen3_bf16"])
+def test_bits_do_not_depend_on_the_batch_or_the_chunk_size(name, make_runner):
+    driver = Driver(make_runner(name))
+    lengths = (1, 17, 100, 130)
+    alone = [driver.generate([_sequence(length)], 12)[0].trace for length in lengths]
+    for chunk in (1, 7, 16, 64, None):
+        together = driver.generate([_sequence(length) for length in lengths], 12, chunk)
+        assert [s.trace for s in together] == alone, f"chunk size {chunk}"
+
+
+def test_a_sequence_that_joins_late_changes_nobody(make_runner):
+    driver = Driver(make_runner("qwen3"))
+    alone = driver.generate([_sequence(31)], 12)[0].trace
+    first = _sequence(31)
+    for _ in range(4):
+        driver.step([first])
+    driver.generate([_sequence(100), first, _sequence(2)], 12, chunk=16)
+    assert first.trace == alone
+
+
+def test_recompute_after_preemption_continues_with_the_same_bits(make_runner):
+    driver = Driver(make_runner("qwen3"))
+    undisturbed = driver.generate([_sequence(64)], 24)[0].trace
+    preempted = _sequence(64)
+    for at in (5, 6, 17):
+        while len(preempted.output) < at:
+            driver.step([preempted], chunk=16)
+        driver.release(preempted)
+    assert driver.generate([preempted], 24)[0].trace == undisturbed
+
+
+def test_a_copied_partial_block_and_shared_full_blocks_serve_like_the_original(make_runner):
+    driver = Driver(make_runner("qwen3"))
+    tail = prompt(40, 211)
+    donor = Sequence("donor", prompt(40, 211) + [7, 8, 9, 10])
+    undisturbed = [driver.generate([fresh(donor, name=n)], 16)[0].trace for n in ("a",)][0]
+    other = driver.generate([Sequence("other", tail + [11, 12])], 16)[0].trace
+    driver.step([donor])
+    # 40 shared tokens: blocks 0 and 1 are full and shared, half of block 2 is copied before both go on
+    sharer = Sequence("sharer", tail + [11, 12], computed=40)
+    sharer.table = [*donor.table[:2], driver.free.pop()]
+    driver.step([donor, sharer], copies=[BlockCopy(donor.table[2], sharer.table[2])])
+    while len(sharer.output) < 16:
+        driver.step([donor, sharer])
+    assert donor.trace[0][:16] == undisturbed[0] and donor.trace[1][:16] == undisturbed[1]
+    assert sharer.trace == other
+
+
+def test_a_chunk_that_does_not_sample_returns_none_and_the_step_still_fills_the_cache(make_runner):
+    driver = Driver(make_runner("qwen2_tied"))
+    whole = driver.generate([_sequence(64)], 4)[0].trace
+    cut = _sequence(64)
+    driver.step([cut], chunk=40)
+    assert cut.output == [] and cut.computed == 40
+    assert driver.generate([cut], 4)[0].trace == whole
+
+
+def test_a_plan_of_copies_only_is_executed(make_runner):
+    runner = make_runner("qwen2")
+    result = runner.execute(StepPlan(3, 0, "v", [], [BlockCopy(0, 1)]))
+    assert result.sampled == [] and result.step_id == 3 and result.elapsed_s >= 0
+
+
+def test_info_tells_the_engine_what_it_must_know(make_runner):
+    info = make_runner("qwen2", max_model_len=300).info
+    assert info.eos_token_ids == (2, 3)
+    assert (info.name, info.vocab_size, info.max_model_len) == ("qwen2", 211, 300)
+    assert (info.num_blocks, info.block_size) == (96, 16)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen2", "float32"), ("qwen2_bf16", "bfloat16")])
+def test_auto_takes_the_type_of_the_checkpoint(name, dtype, make_runner):
+    assert make_runner(name, dtype="auto").info.dtype == dtype
+
+
+def test_the_cache_is_sized_by_blocks_by_bytes_or_by_need(make_runner):
+    one_block = make_runner("qwen2", num_blocks=1, max_model_len=16).cache.nbytes
+    assert make_runner("qwen2", num_blocks=None, kv_cache_bytes=40 * one_block).info.num_blocks == 40
+    by_need = make_runner("qwen2", num_blocks=None, max_num_seqs=2).info
+    assert by_need.num_blocks == 2 * 512 // 16
+    assert make_runner("qwen2", num_blocks=5).info.max_model_len == 80
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("max_model_len", {"max_model_len": 513}),
+        ("max_model_len", {"max_model_len": 100, "num_blocks": 6}),
+        ("max_model_len", {"num_blocks": None, "kv_cache_bytes": 1}),
+        ("dtype", {"dtype": "float16"}),
+        ("place", {"place": "abacus"}),
+        ("block_size", {"block_size": 24}),
+    ],
+)
+def test_a_setting_that_cannot_be_met_is_refused_by_name(field, settings, make_runner):
+    with pytest.raises(InvalidField) as error:
+        make_runner("qwen2", **settings)
+    assert error.value.field == field
+
+
+def test_greedy_logprob_is_only_returned_when_asked_for(make_runner):
+    driver = Driver(make_runner("qwen2"))
+    asks, asks_not = _sequence(16), _sequence(17, sampling=SamplingParams(temperature=0.0))
+    top3 = _sequence(31, sampling=SamplingParams(temperature=0.0, logprobs=3))
+    driver.step([asks_not, asks, top3])
+    assert asks_not.logprobs == [None]
+    assert asks.logprobs[0].top == () and asks.logprobs[0].logprob < 0
+    top = top3.logprobs[0].top
+    assert len(top) == 3 and top[0] == (top3.output[0], top3.logprobs[0].logprob)
+    assert top[0][1] >= top[1][1] >= top[2][1]
+    assert asks.trace == driver.generate([_sequence(16, sampling=GREEDY)], 1)[0].trace

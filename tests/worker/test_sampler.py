@@ -1,0 +1,76 @@
+"""What is drawn: by seed, choice and position alone; penalties and bans as documented; logprobs of the raw logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from checkpoints import prompt
+from step_driver import Driver, Sequence, fresh
+
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.scheduler.interface import ScheduledChunk
+from fastdeploy.worker.sampler import apply_penalties_and_bans, sample
+
+RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)
+
+
+def _chunk(ids: list[int], prompt_len: int, sampling: SamplingParams, banned: tuple[int, ...] = ()) -> ScheduledChunk:
+    return ScheduledChunk(("r", 0), ids[-1:], len(ids) - 1, [0], True, sampling, ids, prompt_len, banned)
+
+
+def test_draws_do_not_depend_on_batch_chunks_or_an_abort_and_resubmit(make_runner):
+    driver = Driver(make_runner("qwen3"))
+    request = Sequence("r", prompt(31, 211), RANDOM)
+    undisturbed = driver.generate([fresh(request)], 24)[0].output
+    others = [Sequence(f"o{i}", prompt(20 + i, 211), RANDOM, choice=i) for i in range(5)]
+    assert driver.generate([*others, batched := fresh(request)], 24, chunk=7) and batched.output == undisturbed
+    resubmitted = Sequence("another id", request.ids + undisturbed[:10], RANDOM)
+    assert driver.generate([resubmitted], 14)[0].output == undisturbed[10:]
+
+
+def test_choices_and_seeds_draw_apart(make_runner):
+    driver = Driver(make_runner("qwen3"))
+    requests = [Sequence("r", prompt(31, 211), RANDOM, choice=i) for i in range(3)]
+    requests += [Sequence("r", prompt(31, 211), SamplingParams(seed=s, max_tokens=64)) for s in (1, 2)]
+    outputs = {tuple(s.output) for s in driver.generate(requests, 24)}
+    assert len(outputs) == 5
+
+
+def test_repetition_penalty_counts_prompt_and_output_the_others_only_output():
+    ids = [0, 1, 2, 2, 3]  # the prompt is 0, 1
+    settings = [
+        SamplingParams(repetition_penalty=2.0),
+        SamplingParams(),
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
+    ]
+    chunks = [_chunk(ids, 2, params) for params in settings]
+    logits = paddle.to_tensor(np.tile(np.array([2.0, -2.0, 1.0, -1.0, 3.0], np.float32), (3, 1)))
+    apply_penalties_and_bans(logits, chunks, [0, 2])
+    np.testing.assert_allclose(logits.numpy()[0], [1.0, -4.0, 0.5, -2.0, 3.0])
+    np.testing.assert_allclose(logits.numpy()[1], [2.0, -2.0, 1.0, -1.0, 3.0])
+    np.testing.assert_allclose(logits.numpy()[2], [2.0, -2.0, 0.0, -1.75, 3.0])
+
+
+def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
+    logits = paddle.to_tensor(np.array([[5.0, 4.0, 1.0], [5.0, 4.0, 1.0]], np.float32))
+    greedy = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.5)
+    plain = SamplingParams(temperature=0.0, logprobs=2)
+    first, second = sample(
+        ReferenceOps("float32"), logits, [_chunk([2], 1, greedy, banned=(0, 99)), _chunk([2], 1, plain)]
+    )
+    assert (first.token_id, second.token_id) == (1, 0)
+    log_softmax = np.array([5.0, 4.0, 1.0]) - np.log(np.exp([5.0, 4.0, 1.0]).sum())
+    assert first.logprob.logprob == pytest.approx(log_softmax[1], abs=1e-6)
+    assert first.logprob.top == second.logprob.top
+    assert [token for token, _ in first.logprob.top] == [0, 1]
+
+
+def test_min_tokens_bans_end_tokens_in_a_running_batch(make_runner):
+    driver = Driver(make_runner("qwen2"))
+    free = Sequence("r", prompt(64, 211), SamplingParams(temperature=0.0))
+    driver.step([free])
+    held = Sequence("r", prompt(64, 211), SamplingParams(temperature=0.0), banned=(free.output[0],))
+    driver.step([held, again := fresh(free)])
+    assert held.output != free.output and again.output == free.output
