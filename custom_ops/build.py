@@ -24,7 +24,16 @@ LIBRARY = ROOT / "fastdeploy" / "model_executor" / "ops" / "libfastdeploy_cpu_op
 
 # -ffp-contract=off: a product and a sum are fused where a kernel says so and nowhere else, so that two paths through
 # a kernel cannot differ in the last bit.
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden", "-Wall", "-Wextra", "-pthread"]
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fvisibility-inlines-hidden",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+]
 AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
 AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AMX = ["-DFD_ISA=amx", *AVX512[1:], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
@@ -70,12 +79,21 @@ def fingerprint(compiler: str) -> str:
 
 
 def compile_library(compiler: str, target: Path, stamp: str) -> None:
-    """Compile all units in parallel and link them to ``target``; raises CalledProcessError with the compiler's words."""
+    """Compile all units in parallel and link them to ``target``. Raises CalledProcessError with the output."""
     with tempfile.TemporaryDirectory(prefix="cpu_ops_") as folder:
 
         def compile_unit(unit: Unit) -> str:
             out = os.path.join(folder, unit.object_name)
-            command = [compiler, *COMMON, *unit.flags, f'-DFD_FINGERPRINT="{stamp}"', "-c", str(SOURCES / unit.source), "-o", out]
+            command = [
+                compiler,
+                *COMMON,
+                *unit.flags,
+                f'-DFD_FINGERPRINT="{stamp}"',
+                "-c",
+                str(SOURCES / unit.source),
+                "-o",
+                out,
+            ]
             subprocess.run(command, check=True, capture_output=True, text=True)
             return out
 
@@ -83,7 +101,9 @@ def compile_library(compiler: str, target: Path, stamp: str) -> None:
             objects = list(executor.map(compile_unit, UNITS))
         # Linked under another name, then renamed: a process that has the old library mapped keeps it whole.
         staged = target.with_suffix(f".{os.getpid()}.tmp")
-        subprocess.run([compiler, "-shared", "-pthread", *objects, "-o", str(staged)], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [compiler, "-shared", "-pthread", *objects, "-o", str(staged)], check=True, capture_output=True, text=True
+        )
         staged.replace(target)
 
 
@@ -103,7 +123,9 @@ def build(target: Path = LIBRARY) -> bool:
     try:
         compile_library(compiler, target, stamp)
     except subprocess.CalledProcessError as error:
-        print(f"cpu_ops: not built, {compiler} failed; the Paddle reference ops will run\n{error.stderr}", file=sys.stderr)
+        print(
+            f"cpu_ops: not built, {compiler} failed; the Paddle reference ops will run\n{error.stderr}", file=sys.stderr
+        )
         return False
     print(f"cpu_ops: built {target.name} with {compiler}")
     return True

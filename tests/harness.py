@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 from fake_runner import FakeRunner
@@ -119,12 +121,22 @@ class Harness:
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
-            self.engine.turn(block=False)
+            with self._staging_held_up():
+                self.engine.turn(block=False)
             self.join_staging()
             self.engine.check_integrity()
 
+    @contextmanager
+    def _staging_held_up(self) -> Iterator[None]:
+        """Staging runs on a thread: it ends between two turns, never within one, so that each run is the same."""
+        free = self.runner.may_stage.is_set()
+        self.runner.may_stage.clear()
+        yield
+        if free:
+            self.runner.may_stage.set()
+
     def join_staging(self) -> None:
-        """Staging runs on a thread; wait for it, unless it is held up, so that each run is the same."""
+        """Wait for it, unless a test holds it up."""
         if self.runner.may_stage.is_set():
             for thread in threading.enumerate():
                 if thread.name == "stage-weights":

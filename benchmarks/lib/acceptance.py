@@ -12,13 +12,15 @@ from typing import Any
 from benchmarks.lib import verdicts
 from benchmarks.lib.client import Stream
 from benchmarks.lib.dialect import Dialect, Gauges, ServerError
-from benchmarks.lib.timeline import StreamLog
+from benchmarks.lib.timeline import StreamLog, median_step
 from benchmarks.lib.verdicts import Check, PauseRun
 from benchmarks.lib.workload import completion, prompt_ids
 
 NEW_REQUESTS = 5
 NEW_REQUEST_TOKENS = 16
 PROBE_S = 10.0
+# With what verdicts.py asks for, and some more: keep lasts for so many steps where they are slow.
+FREEZE_STEPS = verdicts.MIN_FREEZE_STEPS + 2
 # Tokens of each running stream between the end of our own sending and the pause: from them the step is measured.
 SETTLE = 12
 SETTLE_S = 0.2
@@ -121,6 +123,8 @@ class Acceptance:
             self._prompt(index)
         before = await self._idle_gauges()
         self._say(f"{name}: starting {count} streams, {options.running} of them running")
+        if mode == "wait":
+            await self._warm()
         streams = await self._load(name, count, tokens)
         if mode != "wait":
             await asyncio.sleep(SETTLE_S)  # what arrived late while thousands were being sent is behind us
@@ -146,7 +150,8 @@ class Acceptance:
         paused = await self.dialect.gauges()
         probes = [await self._send(200_000, NEW_REQUEST_TOKENS, f"{name} probe")]
         if mode == "keep" or not self.dialect.rejects:
-            await asyncio.sleep(options.freeze_s)
+            step_s = median_step([stream.log for stream in running], steady_at, called_at)
+            await asyncio.sleep(max(options.freeze_s, FREEZE_STEPS * step_s))
         else:
             await self._answer(probes[0])
         resume_called_at = time.perf_counter()
@@ -180,6 +185,14 @@ class Acceptance:
         others = await asyncio.gather(*(self._send(i, max_tokens, name) for i in range(running, count)))
         await self._until(lambda g: g.waiting >= count - running, f"{count - running} waiting requests")
         return [*first, *others]
+
+    async def _warm(self) -> None:
+        """Put the running streams' prompts into the prefix cache.
+
+        In mode wait they have few tokens: while all the prompts were computed in turn, the first stream would end.
+        """
+        running = range(self.options.running)
+        await self._complete([1] * len(running), list(running), "warm")
 
     async def _pause(self, mode: str) -> dict[str, Any]:
         """keep keeps the KV: frozen streams must go on as if nothing had been. wait is placed with admission reject."""

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server in a session of its own. Every process that comes of it carries a mark in its environment, so that
+    """A server, detached from our terminal. Every process that comes of it carries a mark in its environment, so that
     :meth:`left_over` finds those that outlive it, whatever they did to their process group."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:

@@ -78,9 +78,9 @@ class PauseRun:
 
     @property
     def answered_s(self) -> float:
-        """Seconds from the call until the last stream had its final chunk; 0 when one has none."""
-        finals = [log.finals[0][0] for log in self.streams if log.finals]
-        return max(finals) - self.called_at if len(finals) == len(self.streams) else 0.0
+        """Seconds from the call until the last stream had its final chunk, or where it has none, was closed."""
+        ends = [log.finals[0][0] if log.finals else log.closed_at or self.called_at for log in self.streams]
+        return max(ends) - self.called_at
 
 
 def judge_common(run: PauseRun) -> list[Check]:

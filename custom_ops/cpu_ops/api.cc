@@ -117,8 +117,7 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
 }
 
 int fd_attention(const AttentionArgs* a) {
-  // A group of 32 keys, one right tile of p @ v, must lie in one block.
-  return FD_MATRIX(a->cache->bf16 && a->cache->block_size % 32 == 0, attention, *a);
+  return FD_MATRIX(a->cache->bf16, attention, *a);
 }
 
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,

@@ -33,13 +33,13 @@ void configure_tiles() {
 }
 
 // One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
-struct Workspace {
+struct alignas(64) Workspace {
   float scores[kQueryRows * kKeyBlock];
   uint16_t probabilities[kQueryRows * kKeyBlock];
-  float best[kQueryRows], mass[kQueryRows], shrink[kQueryRows];
-  float* out;       // [32][Dp]
-  float* product;   // [32][Dp]
-  uint16_t* values; // a last, partly filled group of 32 keys, with the unwritten ones zeroed: [16][Dp][2]
+  float best[kQueryRows], mass[kQueryRows], shrink[kQueryRows];  // best: in powers of 2
+  float* out;        // [32][Dp]
+  float* product;    // [32][Dp]
+  uint16_t* values;  // [2][16][Dp][2], for groups of 32 keys that cannot be read in place
 };
 
 // scores[32][64] for `units` x 16 keys.
@@ -103,36 +103,66 @@ void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, 
   }
 }
 
-// Online softmax of one row over one key block; `visible` counts the keys of the block that the row may see.
-void softmax_row(Workspace& work, int r, int64_t units, int64_t visible, float scale) {
-  float* row = work.scores + r * kKeyBlock;
-  F16 s[kKeyBlock / 16];
-  F16 top = set1(-INFINITY);
-  for (int64_t u = 0; u < kKeyBlock / 16; ++u) {
-    const int64_t left = u < units ? visible - u * 16 : 0;
-    const Mask seen = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
-    s[u] = select(seen, mul(load(row + u * 16), set1(scale)), set1(-INFINITY));
-    top = max(top, s[u]);
-  }
-  const float best = std::max(work.best[r], reduce_max(top));
-  const F16 shrink = exp(set1(work.best[r] - best));
-  F16 sum = zero();
-  for (int64_t u = 0; u < kKeyBlock / 16; ++u) {
-    s[u] = exp(sub(s[u], set1(best)));
-    sum = add(sum, s[u]);
-  }
-  uint16_t* to = work.probabilities + r * kKeyBlock;
-  for (int64_t u = 0; u < kKeyBlock / 16; u += 2)
-    _mm512_storeu_si512(to + u * 16, (__m512i)_mm512_cvtne2ps_pbh(s[u + 1].v, s[u].v));
-  work.shrink[r] = _mm512_cvtss_f32(shrink.v);
-  work.mass[r] = work.mass[r] * work.shrink[r] + reduce_add(sum);
-  work.best[r] = best;
+// 2^x for x <= 0, within 4e-6 (the results are rounded to bfloat16's 8 bits); exactly 0 below -126; NaN stays NaN.
+inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(9.61812911e-3f);  // ln(2)^k / k!
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  const __mmask16 not_tiny = _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(not_tiny, p, n);
 }
 
-// Copies a group of 32 keys' values, zeroing slots from `count` on: they may hold what an earlier owner of the block
-// left there, and 0 x infinity is NaN.
+// Online softmax over one key block, in powers of 2. Row r sees the first start + r / group + 1 of its keys, `start` being
+// relative to the block (and so perhaps negative). `scale` includes log2(e).
+void softmax_block(Workspace& work, int rows, int64_t units, int64_t start, int64_t group, int64_t first_row, float scale) {
+  const __m512 factor = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-INFINITY);
+  alignas(64) float best[kQueryRows] = {};
+  __mmask16 seen[kQueryRows][kKeyBlock / 16];
+  for (int r = 0; r < rows; ++r) {
+    const int64_t visible = start + (first_row + r) / group + 1;
+    __m512 top = lowest;
+    for (int64_t u = 0; u < units; ++u) {
+      const int64_t left = visible - u * 16;
+      seen[r][u] = left >= 16 ? 0xffff : left > 0 ? static_cast<__mmask16>((1u << left) - 1) : 0;
+      top = _mm512_mask_max_ps(top, seen[r][u], top, _mm512_load_ps(work.scores + r * kKeyBlock + u * 16));
+    }
+    best[r] = std::max(work.best[r], reduce_max({top}) * scale);
+  }
+  for (int r = 0; r < rows; r += 16) {  // whole vectors: rows beyond the last compute on leftovers, for nobody
+    const __m512 fresh = _mm512_load_ps(best + r);
+    _mm512_store_ps(work.shrink + r, exp2_or_zero(_mm512_sub_ps(_mm512_load_ps(work.best + r), fresh), 0xffff));
+    _mm512_store_ps(work.best + r, fresh);
+    _mm512_store_ps(work.mass + r, _mm512_mul_ps(_mm512_load_ps(work.mass + r), _mm512_load_ps(work.shrink + r)));
+  }
+  for (int r = 0; r < rows; ++r) {
+    const __m512 peak = _mm512_set1_ps(best[r]);
+    __m512 p[kKeyBlock / 16], sum = _mm512_setzero_ps();
+    for (int64_t u = 0; u < kKeyBlock / 16; ++u) {
+      p[u] = _mm512_setzero_ps();
+      if (u >= units) continue;
+      const __m512 s = _mm512_load_ps(work.scores + r * kKeyBlock + u * 16);
+      p[u] = exp2_or_zero(_mm512_fmsub_ps(s, factor, peak), seen[r][u]);
+      sum = _mm512_add_ps(sum, p[u]);
+    }
+    for (int64_t u = 0; u < kKeyBlock / 16; u += 2)
+      _mm512_store_si512(work.probabilities + r * kKeyBlock + u * 16, (__m512i)_mm512_cvtne2ps_pbh(p[u + 1], p[u]));
+    work.mass[r] += reduce_add({sum});
+  }
+}
+
+inline void prefetch(const void* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(data) + i, _MM_HINT_T1);
+}
+
+// Copies the values of 16 keys, zeroing slots from `count` on: they may hold what an earlier owner of the block left
+// there, and 0 x infinity is NaN.
 void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* to) {
-  std::memset(to, 0, static_cast<size_t>(32 * padded) * 2);
+  if (count < 16) std::memset(to, 0, static_cast<size_t>(16 * padded) * 2);
+  if (count == 0) return;
   std::memcpy(to, from, static_cast<size_t>(count / 2 * 2 * padded) * 2);
   if (count % 2 == 0) return;
   const uint16_t* last = from + count / 2 * 2 * padded;
@@ -151,7 +181,7 @@ void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_quer
   const bool two = rows > 16;
 
   std::memset(work.out, 0, static_cast<size_t>(rows * padded) * 4);
-  for (int r = 0; r < rows; ++r) work.best[r] = -INFINITY, work.mass[r] = 0.0f;
+  for (int r = 0; r < kQueryRows; ++r) work.best[r] = -INFINITY, work.mass[r] = 0.0f;
 
   const int64_t limit = start + (task.first_row + rows - 1) / group + 1;  // keys that the last row sees
   for (int64_t key0 = 0; key0 < limit; key0 += kKeyBlock) {
@@ -165,16 +195,30 @@ void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_quer
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t key = key0 + g * 32;
-      values[g] = data + cache.offset(a.layer, 1, table[key / cache.block_size]) + head_offset +
-                  key % cache.block_size * padded;
-      if (limit - key < 32) {
-        copy_values(values[g], padded, limit - key, work.values);
-        values[g] = work.values;
+      auto values_at = [&](int64_t position) {
+        return data + cache.offset(a.layer, 1, table[position / cache.block_size]) + head_offset +
+               position % cache.block_size * padded;
+      };
+      if (limit - key >= 32 && key % cache.block_size + 32 <= cache.block_size) {
+        values[g] = values_at(key);
+        continue;
       }
+      // The end of the sequence, or a group that straddles two blocks of 16.
+      uint16_t* copy = work.values + g * 32 * padded;
+      for (int64_t half = 0; half < 32; half += 16) {
+        const int64_t count = std::clamp<int64_t>(limit - key - half, 0, 16);
+        copy_values(count > 0 ? values_at(key + half) : nullptr, padded, count, copy + half * padded);
+      }
+      values[g] = copy;
+    }
+    // Decode reads keys and values from memory: fetch the next block's while this one is worked on.
+    for (int64_t key = key0 + kKeyBlock; key < std::min(limit, key0 + 2 * kKeyBlock); key += 16) {
+      const int64_t at = head_offset + key % cache.block_size * padded, block = table[key / cache.block_size];
+      prefetch(data + cache.offset(a.layer, 0, block) + at, 32 * padded);
+      prefetch(data + cache.offset(a.layer, 1, block) + at, 32 * padded);
     }
     score_block(query, padded, keys, units, two, work.scores);
-    for (int r = 0; r < rows; ++r)
-      softmax_row(work, r, units, start + (task.first_row + r) / group + 1 - key0, a.scale);
+    softmax_block(work, rows, units, start - key0, group, task.first_row, a.scale * 1.44269504f);
     weigh_values(work.probabilities, values, groups, padded, two, work.product);
     for (int r = 0; r < rows; ++r) {
       const F16 shrink = set1(work.shrink[r]);

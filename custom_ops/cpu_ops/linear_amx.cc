@@ -73,11 +73,10 @@ Input convert_input(const float* x, int64_t m, const Weight& w) {
   input.rows = std::min<int64_t>(m, 16);
   input.k_tiles = w.k_padded / kDepth;
   input.step = input.rows * 64;
-  const int64_t row_tiles = round_up(m, kStrip) / 16;  // whole strips
-  const int64_t used = m <= 16 ? 1 : row_tiles;
-  char* data = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(used * input.k_tiles * input.step)));
+  const int64_t row_tiles = m <= 16 ? 1 : round_up(m, kStrip) / 16;  // whole strips
+  char* data = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(row_tiles * input.k_tiles * input.step)));
   input.data = data;
-  parallel_for(used, std::max<int64_t>(1, 65536 / (16 * w.k_padded)), [&](int64_t begin, int64_t end) {
+  parallel_for(row_tiles, std::max<int64_t>(1, 65536 / (16 * w.k_padded)), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       char* tile = data + t * input.k_tiles * input.step;
       for (int64_t r = 0; r < input.rows; ++r) {
@@ -93,29 +92,13 @@ Input convert_input(const float* x, int64_t m, const Weight& w) {
   return input;
 }
 
-// Where the loop prefetches: `lines` cache lines of each of two streams per k tile.
-struct Prefetch {
-  const char *p0, *p1;
-  int lines;
-  int64_t jump_at;  // at this k tile continue at next0, next1
-  const char *next0, *next1;
-};
-
-// accumulators (+)= left[k0, k0 + steps) x right[k0, k0 + steps), for RowTiles x 2 tiles.
-template <int RowTiles>
+// accumulators (+)= left x right over `steps` k tiles, for RowTiles x 2 tiles. `beside` runs once per k tile: while the
+// tile unit is busy, the rest of the core fetches weights and finishes earlier results.
+template <int RowTiles, typename Beside>
 inline void multiply(const char* a0, const char* a1, int64_t a_step, const char* b0, const char* b1, int64_t steps,
-                     Prefetch pf) {
+                     Beside&& beside) {
   for (int64_t i = 0; i < steps; ++i) {
-    if (i == pf.jump_at) {
-      pf.p0 = pf.next0;
-      pf.p1 = pf.next1;
-    }
-    for (int l = 0; l < pf.lines; ++l) {
-      _mm_prefetch(pf.p0, _MM_HINT_T1);
-      _mm_prefetch(pf.p1, _MM_HINT_T1);
-      pf.p0 += 64;
-      pf.p1 += 64;
-    }
+    beside(i);
     _tile_loadd(6, b0, 64);
     _tile_loadd(4, a0, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -133,112 +116,158 @@ inline void multiply(const char* a0, const char* a1, int64_t a_step, const char*
   }
 }
 
-template <int RowTiles>
-inline void load_accumulators(const float* c) {
-  _tile_loadd(0, c, 64);
-  _tile_loadd(1, c + kTileFloats, 64);
+// The four accumulators start as zeros, or as what an earlier block of K left in c; at the end they go to `to`.
+template <int RowTiles, typename Beside>
+inline void multiply_block(const Input& input, int64_t row_tile, int64_t k0, int64_t steps, const char* b0,
+                           const char* b1, const float* c, float* to, Beside&& beside) {
+  if (c == nullptr) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (RowTiles == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, c, 64);
+    _tile_loadd(1, c + kTileFloats, 64);
+    if (RowTiles == 2) {
+      _tile_loadd(2, c + 2 * kTileFloats, 64);
+      _tile_loadd(3, c + 3 * kTileFloats, 64);
+    }
+  }
+  const char* a0 = input.tile(row_tile, k0);
+  const char* a1 = RowTiles == 2 ? input.tile(row_tile + 1, k0) : a0;
+  multiply<RowTiles>(a0, a1, input.step, b0, b1, steps, beside);
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + kTileFloats, 64);
   if (RowTiles == 2) {
-    _tile_loadd(2, c + 2 * kTileFloats, 64);
-    _tile_loadd(3, c + 3 * kTileFloats, 64);
+    _tile_stored(2, to + 2 * kTileFloats, 64);
+    _tile_stored(3, to + 3 * kTileFloats, 64);
   }
 }
 
-template <int RowTiles>
-inline void zero_accumulators() {
-  _tile_zero(0);
-  _tile_zero(1);
-  if (RowTiles == 2) {
-    _tile_zero(2);
-    _tile_zero(3);
+// Accumulators that are complete but not yet written out.
+struct Pending {
+  const float* c = nullptr;
+  int64_t pair = 0, row = 0, done = 0, count = 0;
+
+  template <typename Finish>
+  inline void finish_rows(int64_t rows, Finish& finish) {
+    for (const int64_t end = std::min(count, done + rows); done < end; ++done) {
+      const float* from = c + (done / 16) * 2 * kTileFloats + (done % 16) * 16;
+      finish(row + done, pair, load(from), load(from + kTileFloats));
+    }
   }
+};
+
+// One pass of a block of rows over one block of K.
+struct Pass {
+  int64_t row0, rows, k0, steps;
+  bool first, last;
+  float* partial;  // accumulators between blocks of K, [pair][strip][4 tiles]; null: K is not cut
+};
+
+// Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair in [begin, end).
+template <typename Tiles, typename Finish>
+void run_pairs(const Input& input, const Weight& w, const Pass& pass, int64_t pairs, int64_t begin, int64_t end,
+               const Tiles& tiles, Finish& finish) {
+  const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
+  const int64_t column_bytes = w.tile_elements() * 2;
+  const int64_t strips = (pass.rows + kStrip - 1) / kStrip, steps = pass.steps;
+  const int64_t rows_per_step = (kStrip + steps - 1) / steps;
+  alignas(64) float blocks[2][4 * kTileFloats];
+  int current = 0;
+  Pending pending;
+  configure_tiles(static_cast<int>(input.rows));
+  for (int64_t pair = begin; pair < end; ++pair) {
+    int64_t t0, t1;
+    tiles(pair, &t0, &t1);
+    const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+    tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
+    const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
+    for (int64_t s = 0; s < strips; ++s) {
+      const int64_t row = s * kStrip, count = std::min(kStrip, pass.rows - row);
+      float* kept = pass.partial == nullptr ? nullptr : pass.partial + (pair * strips + s) * 4 * kTileFloats;
+      float* to = kept != nullptr && !pass.last ? kept : blocks[current ^= 1];
+      const float* from = pass.first ? nullptr : kept;
+      auto run = [&](auto&& beside) {
+        if (count > 16) {
+          multiply_block<2>(input, row / 16, pass.k0, steps, b0, b1, from, to, beside);
+        } else {
+          multiply_block<1>(input, row / 16, pass.k0, steps, b0, b1, from, to, beside);
+        }
+      };
+      if (strips == 1) {
+        // Memory is the bound: fetch a fixed distance ahead, across the end of the pair.
+        const int64_t ahead = std::min(kPrefetchSteps, steps);
+        const char *p0 = b0 + ahead * kTileBytes, *p1 = b1 + ahead * kTileBytes;
+        run([&](int64_t i) {
+          if (i == steps - ahead) p0 = next0, p1 = next1;
+          for (int l = 0; l < 16; ++l, p0 += 64, p1 += 64) {
+            _mm_prefetch(p0, _MM_HINT_T1);
+            _mm_prefetch(p1, _MM_HINT_T1);
+          }
+          pending.finish_rows(rows_per_step, finish);
+        });
+      } else {
+        // Each strip fetches its part of the next pair, so that memory is read while every strip computes.
+        const int64_t lines = (32 + strips - 1) / strips;
+        int64_t line = s * steps * lines;
+        const int64_t half = steps * 16;
+        run([&](int64_t) {
+          for (int64_t l = 0; l < lines; ++l, ++line) {
+            if (line < 2 * half) _mm_prefetch(line < half ? next0 + line * 64 : next1 + (line - half) * 64, _MM_HINT_T1);
+          }
+          pending.finish_rows(rows_per_step, finish);
+        });
+      }
+      if (pass.last) pending = {to, pair, pass.row0 + row, 0, count};
+    }
+  }
+  pending.finish_rows(kStrip, finish);
+  _mm_sfence();  // writes past the cache become visible before the range counts as done
+  _tile_release();
 }
 
-template <int RowTiles>
-inline void store_accumulators(float* c) {
-  _tile_stored(0, c, 64);
-  _tile_stored(1, c + kTileFloats, 64);
-  if (RowTiles == 2) {
-    _tile_stored(2, c + 2 * kTileFloats, 64);
-    _tile_stored(3, c + 3 * kTileFloats, 64);
-  }
-}
-
-// Calls finish(row, pair, first 16 columns, second 16 columns) for each row and each pair of column tiles
-// (tiles(pair).first, .second).
+// The same for all m rows, on all threads.
 template <typename Tiles, typename Finish>
 void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
-  const Input input = convert_input(x, m, w);
-  const char* weight = static_cast<const char*>(w.data);
-  const int64_t column_bytes = w.tile_elements() * 2;
-  const int64_t k_tiles = input.k_tiles;
-
-  const int64_t row_block = std::min(round_up(m, kStrip), w.k_padded * 2 * kMaxRowBlock <= kInputBudget ? kMaxRowBlock : kMaxRowBlock / 2);
-  const int64_t k_blocks = m <= 64 ? 1 : (row_block * w.k_padded * 2 + kInputBudget - 1) / kInputBudget;
-  const int64_t k_block = (k_tiles + k_blocks - 1) / k_blocks;
-  const int64_t strips_per_block = row_block / kStrip;
-  float* partial = nullptr;
-  if (k_blocks > 1)
-    partial = static_cast<float*>(scratch(kScratchAccumulator, static_cast<size_t>(pairs * row_block * 32) * 4));
-
+  const int64_t k_tiles = w.k_padded / kDepth;
+  const int64_t row_bytes = w.k_padded * 2;
+  const int64_t row_block = row_bytes * kMaxRowBlock <= kInputBudget ? kMaxRowBlock : kMaxRowBlock / 2;
   for (int64_t row0 = 0; row0 < m; row0 += row_block) {
-    const int64_t rows_here = std::min(row_block, m - row0);
-    const int64_t strips = (rows_here + kStrip - 1) / kStrip;
-    for (int64_t k0 = 0; k0 < k_tiles; k0 += k_block) {
-      const int64_t steps = std::min(k_block, k_tiles - k0);
-      const bool first = k0 == 0, last = k0 + steps == k_tiles;
-      auto run = [&](int64_t begin, int64_t end) {
-        configure_tiles(static_cast<int>(input.rows));
-        alignas(64) float block[4 * kTileFloats];
-        for (int64_t pair = begin; pair < end; ++pair) {
-          int64_t t0, t1;
-          tiles(pair, &t0, &t1);
-          const char *b0 = weight + t0 * column_bytes + k0 * kTileBytes, *b1 = weight + t1 * column_bytes + k0 * kTileBytes;
-          tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
-          const char *next0 = weight + t0 * column_bytes + k0 * kTileBytes, *next1 = weight + t1 * column_bytes + k0 * kTileBytes;
-          for (int64_t s = 0; s < strips; ++s) {
-            const int64_t row = row0 + s * kStrip;
-            const int64_t row_tile = row / 16;
-            const bool two = m - row > 16;
-            Prefetch pf;
-            if (strips == 1) {
-              const int64_t ahead = std::min(kPrefetchSteps, steps);
-              pf = {b0 + ahead * kTileBytes, b1 + ahead * kTileBytes, 16, steps - ahead, next0, next1};
-            } else {
-              // Each strip fetches its part of the next pair, so that memory is read while every strip computes.
-              const int lines = static_cast<int>((16 + strips - 1) / strips);
-              const int64_t offset = s * lines * 64 * steps;
-              const bool wanted = offset < steps * kTileBytes;
-              pf = {next0 + offset, next1 + offset, wanted ? lines : 0, -1, nullptr, nullptr};
-            }
-            const char *a0 = input.tile(row_tile, k0), *a1 = input.tile(row_tile + 1, k0);
-            float* c = k_blocks > 1 ? partial + (pair * strips_per_block + s) * 4 * kTileFloats : block;
-            if (two) {
-              first ? zero_accumulators<2>() : load_accumulators<2>(c);
-              multiply<2>(a0, a1, input.step, b0, b1, steps, pf);
-              store_accumulators<2>(c);
-            } else {
-              first ? zero_accumulators<1>() : load_accumulators<1>(c);
-              multiply<1>(a0, a0, input.step, b0, b1, steps, pf);
-              store_accumulators<1>(c);
-            }
-            if (!last) continue;
-            const int64_t count = std::min(kStrip, m - row);
-            for (int64_t r = 0; r < count; ++r) {
-              const float* from = c + (r / 16) * 2 * kTileFloats + (r % 16) * 16;
-              finish(row + r, pair, load(from), load(from + kTileFloats));
-            }
-          }
-        }
-        _tile_release();
-      };
-      parallel_for(pairs, 1, run);
+    Pass pass = {};
+    pass.row0 = row0;
+    pass.rows = std::min(row_block, m - row0);
+    const Input input = convert_input(x + row0 * w.k, pass.rows, w);
+    const int64_t k_blocks = pass.rows <= 64 ? 1 : (pass.rows * row_bytes + kInputBudget - 1) / kInputBudget;
+    const int64_t k_block = (k_tiles + k_blocks - 1) / k_blocks;
+    if (k_blocks > 1)
+      pass.partial = static_cast<float*>(
+          scratch(kScratchAccumulator, static_cast<size_t>(pairs * round_up(pass.rows, kStrip) * 32) * 4));
+    for (pass.k0 = 0; pass.k0 < k_tiles; pass.k0 += k_block) {
+      pass.steps = std::min(k_block, k_tiles - pass.k0);
+      pass.first = pass.k0 == 0;
+      pass.last = pass.k0 + pass.steps == k_tiles;
+      parallel_for(pairs, 1, [&](int64_t begin, int64_t end) {
+        run_pairs(input, w, pass, pairs, begin, end, tiles, finish);
+      });
     }
   }
 }
 
-void store_columns(float* row, int64_t tile, int64_t n, F16 value) {
+// Results too large to still be in a cache when the next op reads them are written past it: an ordinary store would first
+// read the line it overwrites. Needs rows of whole, aligned cache lines.
+bool write_past_cache(const float* out, int64_t m, int64_t n) {
+  constexpr int64_t kLarge = int64_t{4} << 20;
+  return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+}
+
+void store_columns(float* row, int64_t tile, int64_t n, F16 value, bool past_cache) {
   const int64_t column = tile * kColumns;
-  if (column + kColumns <= n) {
+  if (past_cache) {
+    _mm512_stream_ps(row + column, value.v);
+  } else if (column + kColumns <= n) {
     store(row + column, value);
   } else if (column < n) {
     store_n(row + column, value, static_cast<int>(n - column));
@@ -253,6 +282,7 @@ F16 with_bias(const Weight& w, int64_t tile, F16 value) {
 
 void linear(const float* x, int64_t m, const Weight& w, float* out) {
   const int64_t count = w.tiles();
+  const bool past_cache = write_past_cache(out, m, w.n);
   for_all_pairs(
       x, m, w, (count + 1) / 2,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
@@ -261,8 +291,9 @@ void linear(const float* x, int64_t m, const Weight& w, float* out) {
       },
       [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
         float* to = out + row * w.n;
-        store_columns(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-        if (2 * pair + 1 < count) store_columns(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+        store_columns(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0), past_cache);
+        if (2 * pair + 1 < count) 
+          store_columns(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1), past_cache);
       });
 }
 
@@ -274,6 +305,7 @@ void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
     avx512::silu_mul(both, out, m, half);
     return;
   }
+  const bool past_cache = write_past_cache(out, m, half);
   for_all_pairs(
       x, m, w, half_tiles,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
@@ -283,7 +315,7 @@ void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
       [&](int64_t row, int64_t pair, F16 gate, F16 up) {
         gate = with_bias(w, pair, gate);
         up = with_bias(w, pair + half_tiles, up);
-        store(out + row * half + pair * kColumns, mul(silu(gate), up));
+        store_columns(out + row * half, pair, half, mul(silu(gate), up), past_cache);
       });
 }
 

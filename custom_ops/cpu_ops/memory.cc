@@ -44,8 +44,11 @@ void* scratch(ScratchSlot slot, size_t bytes) {
   if (buffer.bytes < bytes) {
     std::free(buffer.pointer);
     buffer.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    buffer.pointer = std::aligned_alloc(4096, buffer.bytes);
+    const bool large = buffer.bytes > kHuge / 4;
+    if (large) buffer.bytes = whole_pages(buffer.bytes);
+    buffer.pointer = std::aligned_alloc(large ? kHuge : 4096, buffer.bytes);
     if (buffer.pointer == nullptr) throw std::bad_alloc();
+    if (large) madvise(buffer.pointer, buffer.bytes, MADV_HUGEPAGE);
   }
   return buffer.pointer;
 }

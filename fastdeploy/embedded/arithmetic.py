@@ -29,7 +29,7 @@ Split = Literal["train", "heldout"]
 
 KINDS = ("add", "sub", "sum", "mul")
 LEVELS = (1, 2, 3, 4)
-LEVEL_WEIGHTS = (0.25, 0.3, 0.3, 0.15)
+LEVEL_WEIGHTS = (0.35, 0.3, 0.25, 0.1)
 """Share of each level among the problems of every kind, in training and in the held-out split alike."""
 
 HELDOUT_ONE_IN = 8

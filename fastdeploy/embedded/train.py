@@ -22,6 +22,7 @@ from fastdeploy.embedded.checkpoint import save
 from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
 
 SEED = 20
+MODEL_CONFIG = ModelConfig()
 STEPS = 900
 ROW_LENGTHS = (160, 352)
 """Documents are packed into rows of the shortest of these lengths that holds them."""
@@ -87,9 +88,9 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_LR * min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
-def train(steps: int, seed: int = SEED, config: ModelConfig | None = None, report_every: int = 50) -> Qwen3:
-    """Train for ``steps`` steps and return the model, in float32."""
-    model = Qwen3(config or ModelConfig(), initial_weights(config or ModelConfig(), seed))
+def train(steps: int, seed: int = SEED, config: ModelConfig = MODEL_CONFIG, report_every: int = 50) -> Qwen3:
+    """Train for ``steps`` steps and return the model, in float32. Progress goes to stdout."""
+    model = Qwen3(config, initial_weights(config, seed))
     optimizer = paddle.optimizer.AdamW(
         PEAK_LR,
         beta2=0.98,

@@ -7,6 +7,7 @@ answer everything that is open with EngineDead, connect again under a new identi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -29,11 +30,14 @@ class EngineClient:
     """All requests and control calls of one process. Use from one event loop only.
 
     stall_s: an overdue control call finds the engine stuck when nothing at all came from it for so long.
+    first_connection_s: how long what arrives before the very first connection waits for it.
     """
 
-    def __init__(self, endpoint: str, stall_s: float = 10.0):
+    def __init__(self, endpoint: str, stall_s: float = 10.0, first_connection_s: float = 2.0):
         self._endpoint = endpoint
         self._stall_s = stall_s
+        self._first_connection_s = first_connection_s
+        self._first_connection = True
         self._context = zmq.asyncio.Context()
         self._connection: ZmqConnection | None = None
         self._streams: dict[str, RequestStream] = {}
@@ -115,6 +119,7 @@ class EngineClient:
     def _ready(self, future: asyncio.Future[m.Reply]) -> None:
         if not future.cancelled() and future.exception() is None:
             self.model_info = future.result().result
+            self._first_connection = False
             self.connected.set()
             logger.info("connected to engine %s (pid %d)", self.welcome.boot_id, self.welcome.pid)
 
@@ -136,7 +141,13 @@ class EngineClient:
         if self._connection is not None:
             self._connection.send(message)
 
-    def _require_engine(self) -> None:
+    async def require_engine(self) -> None:
+        """Raises EngineDead if no engine is there. Only the first connection is waited for, a little: when an engine is
+        ready its API servers do not learn of it in the same millisecond."""
+        if self._first_connection and not self.connected.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._first_connection_s):
+                    await self.connected.wait()
         if not self.connected.is_set():
             raise errors.EngineDead("no engine is connected: it is starting, or it died and is being restarted")
 
@@ -145,7 +156,7 @@ class EngineClient:
     async def submit(self, request: m.AddRequest, event: asyncio.Event | None = None) -> RequestStream:
         """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
         case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
-        self._require_engine()
+        await self.require_engine()
         if request.request_id in self._cancelled:
             # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
             # so that its id can be used again without mixing the tokens of the two.
@@ -196,7 +207,7 @@ class EngineClient:
         After ``deadline_s`` an engine that still beats is waited for: it owns the timeouts. One that has been silent
         for stall_s is stuck; if the call was to change its state it is killed, so that it is never half paused.
         """
-        self._require_engine()
+        await self.require_engine()
         call_id, future = self._post(args)
         try:
             await self._answered(args, future, deadline_s)

@@ -62,7 +62,7 @@ class Lifeline:
 
 def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
     """Load the model. Raises FastDeployError or OSError for one that cannot be served."""
-    import paddle
+    from fastdeploy.model_executor import paddle
 
     # Importing Paddle puts handlers of its own on our signals, which print a trace and kill the process.
     paddle.disable_signal_handler()

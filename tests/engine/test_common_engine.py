@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from fake_runner import FakeRunner, expected_tokens
 from harness import Harness
 
+from fastdeploy.engine.request import TRANSITIONS, Event, Group, Request, State
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -65,7 +69,7 @@ def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
     for i in range(10):
         h.add(f"r{i}", [i + 1] * 3, max_tokens=100)
     h.turn(6)
-    before = h.engine.kv.info if False else h.runner.computed_tokens
+    before = h.runner.computed_tokens
     reply = h.pause(mode="abort")
     assert reply.failure is None and reply.result["is_paused"]
     assert h.runner.computed_tokens == before, "a pause must not compute anything for those it ends"
@@ -108,12 +112,203 @@ def test_wait_ends_what_has_started_and_keeps_the_rest_queued():
     assert h.stream("r5").tokens == expected_tokens([6] * 3, 12)
 
 
-def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token():
+def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token(tmp_path):
+    (tmp_path / "w7").mkdir()
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
     h.turn(5)
-    call = h.call(m.UpdateWeightsArgs("/tmp/w7", version="v7"))
-    while h.reply(call) is None:
-        h.turn()
-    assert h.reply(call).failure is not None or True
+    before = len(h.stream("r").tokens)
+    reply = h.update(tmp_path / "w7", version="v7")
+    assert reply.failure is None and reply.result["version"] == "v7" and reply.result["epoch"] == 1
     h.run_out()
+    stream = h.stream("r")
+    old = [s for s in stream.spans if s.epoch == 0]
+    assert before < len(old) < 20 and [s.version for s in stream.spans] == ["0"] * len(old) + ["v7"] * (20 - len(old))
+    assert stream.tokens[: len(old)] == expected_tokens([1, 2, 3], len(old))
+    assert stream.tokens[len(old) :] == expected_tokens([1, 2, 3, *stream.tokens[: len(old)]], 20 - len(old), weights=7)
+
+
+def test_logprobs_are_aligned_when_asked_for_and_absent_when_not():
+    h = Harness()
+    h.add("with", [1, 2], max_tokens=5, logprobs=0)
+    h.add("without", [1, 2], max_tokens=5)
+    h.run_out()
+    assert [x.logprob for x in h.stream("with").logprobs] == [-float(t) for t in h.stream("with").tokens]
+    assert h.stream("without").logprobs == []
+
+
+def test_eos_and_stop_ids_end_a_request_but_not_before_min_tokens():
+    runner = FakeRunner(vocab=4)
+    h = Harness(runner)
+    h.add("eos", [1, 2], max_tokens=40, ignore_eos=False)
+    h.add("ignored", [1, 2], max_tokens=40)
+    h.add("stop", [1, 2], max_tokens=40, stop_token_ids=(3,))
+    h.add("min", [1, 2], max_tokens=40, min_tokens=20, ignore_eos=False, stop_token_ids=(3,))
+    h.run_out()
+    eos, stop, late = h.stream("eos"), h.stream("stop"), h.stream("min")
+    assert eos.tokens[-1] == 0 and eos.reason == "stop" and eos.finals[0].stop_reason is None and 0 not in eos.tokens[:-1]
+    assert h.stream("ignored").reason == "length" and 0 in h.stream("ignored").tokens
+    assert stop.tokens[-1] == 3 and stop.finals[0].stop_reason == 3 and 3 not in stop.tokens[:-1]
+    assert len(late.tokens) > 20 and not {0, 3} & set(late.tokens[:20])
+
+
+def test_abort_takes_the_id_that_the_client_knows_though_its_prompts_became_several_requests():
+    h = Harness()
+    for i in range(3):
+        h.add(f"http-{i}", [i + 1] * 3, group="http", max_tokens=50)
+    h.turn(3)
+    reply = h.ask(m.AbortArgs(["http"])).result
+    tokens = sum(len(h.stream(f"http-{i}").tokens) for i in range(3))
+    assert reply == {"aborted": [{"request_id": "http", "output_token_count": tokens}], "not_found": []}
+    assert [h.stream(f"http-{i}").reason for i in range(3)] == ["abort"] * 3
+
+
+def test_abort_all_names_each_client_request_once():
+    h = Harness()
+    for i in range(2):
+        h.add(f"http-{i}", [i + 1] * 3, group="http")
+    h.add("r", [5], n=2)
+    h.turn(2)
+    reply = h.ask(m.AbortArgs(abort_all=True)).result
+    assert [x["request_id"] for x in reply["aborted"]] == ["http", "r"]
+    assert h.ask(m.AbortArgs(abort_all=True)).result == {"aborted": [], "not_found": []}
+
+
+def test_abort_of_nothing_in_particular_is_an_error_that_names_the_field():
+    assert Harness().ask(m.AbortArgs()).failure.detail["param"] == "req_ids"
+
+
+def test_a_cancelled_choice_is_silent_and_its_siblings_go_on():
+    h = Harness()
+    h.add("g", [1, 2, 3], n=3, max_tokens=10)
+    h.turn(3)
+    seen = len(h.stream("g", 1).tokens)
+    h.send(m.CancelRequest("g", 1, "stop"))
+    h.run_out()
+    assert len(h.stream("g", 1).tokens) == seen and h.stream("g", 1).reason is None
+    assert h.stream("g", 0).tokens == h.stream("g", 2).tokens == expected_tokens([1, 2, 3], 10)
+
+
+def test_a_stranger_cannot_cancel_a_request_and_an_unknown_id_is_ignored():
+    h = Harness()
+    h.connect("b")
+    h.add("r", [1, 2, 3], max_tokens=10)
+    h.send(m.CancelRequest("r"), "b")
+    h.send(m.CancelRequest("nobody"))
+    h.run_out()
+    assert h.stream("r").reason == "length"
+
+
+def test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards():
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=4)
+    h.add("r", [9], max_tokens=4)
+    h.turn()
+    assert h.rejected("r").code == "duplicate_request_id"
+    h.run_out()
+    h.transport.sent["a"].clear()
+    h.add("r", [9], max_tokens=4)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([9], 4)
+
+
+@pytest.mark.parametrize(("field", "prompt", "n"), [("prompt", [], 1), ("prompt", [1] * 128, 1), ("prompt", [-1], 1),
+                                                    ("prompt", [1000], 1), ("n", [1], 0)])  # fmt: skip
+def test_a_request_that_cannot_be_served_is_refused_with_the_field(field, prompt, n):
+    h = Harness()
+    h.add("r", prompt, n=n)
+    h.turn()
+    assert h.rejected("r").detail["param"] == field
+
+
+def test_a_request_that_fills_the_whole_pool_is_served_though_its_prompt_is_cached():
+    """With a block to copy from it would need one block more than there are."""
+    h = Harness(FakeRunner(num_blocks=8, block_size=4, max_model_len=32))
+    for name in ("first", "again"):
+        h.add(name, [5] * 31, max_tokens=1)
+        h.run_out(limit=20)
+        assert h.stream(name).tokens == expected_tokens([5] * 31, 1)
+
+
+def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
+    (tmp_path / "w1").mkdir()
+    h = Harness()
+    h.connect("b")
+    h.transport.mute.add("b")
+    h.add("a1", [1, 2], max_tokens=50)
+    h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
+    h.turn(3)
+    h.runner.may_stage.clear()
+    calls = [h.call(m.UpdateWeightsArgs(str(tmp_path / "w1"))), h.call(m.PauseArgs(mode="wait"), "b")]
+    h.turn()
+    h.runner.fail_next = True
+    with pytest.raises(EngineError, match="the worker died"):
+        h.engine.run()
+    h.runner.may_stage.set()
+    assert [h.stream("a1").reason, h.stream("b1", 0, "b").reason, h.stream("b1", 1, "b").reason] == ["error"] * 3
+    assert h.reply(calls[0]).failure.code == h.reply(calls[1], "b").failure.code == "engine_error"
+
+
+def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
+    (tmp_path / "w1").mkdir()
+    h = Harness()
+    h.runner.commit = None
+    call = h.call(m.UpdateWeightsArgs(str(tmp_path / "w1")))
+    h.turn()
+    with pytest.raises(EngineError):
+        h.engine.run()
+    assert h.reply(call).failure.code == "engine_error"
+
+
+def test_stop_ends_the_loop_and_answers_what_is_open():
+    h = Harness()
+    h.add("r", [1, 2], max_tokens=50)
+    h.turn(2)
+    call = h.call(m.PauseArgs(mode="wait"))
+    h.turn()
+    h.engine.stop()
+    h.engine.run()
+    assert h.stream("r").reason == "abort" and h.reply(call).failure.code == "engine_dead"
+
+
+def test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped():
+    h = Harness(heartbeat_s=1.0)
+    h.connect("b")
+    h.add("r", [1, 2], client="b", max_tokens=50)
+    h.turn(2)
+    h.pause(mode="keep")
+    h.transport.gone.add("b")
+    h.turn(3)
+    assert h.engine.requests.get("r")
+    h.now += 1.1
+    h.turn(2)
+    assert not h.engine.requests.get("r") and h.engine.kv.num_free == h.runner.info.num_blocks
+
+
+def test_metrics_are_at_zero_when_everything_has_ended():
+    h = Harness()
+    for i in range(6):
+        h.add(f"r{i}", [i + 1] * 5)
+    h.turn(2)
+    text = h.ask(m.MetricsArgs()).result["text"]
+    assert "fastdeploy:num_requests_running 4.0" in text and "fastdeploy:num_requests_waiting 2.0" in text
+    h.run_out()
+    text = h.ask(m.MetricsArgs()).result["text"]
+    assert "fastdeploy:num_requests_running 0.0" in text and "fastdeploy:num_requests_waiting 0.0" in text
+    assert f"fastdeploy:available_gpu_block_num {h.runner.info.num_blocks}.0" in text
+    assert 'fastdeploy:request_finished_total{reason="length"} 6.0' in text
+    assert "fastdeploy:generation_tokens_total 48.0" in text
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("event", list(Event))
+def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
+    request = Request(Group("a", m.AddRequest("r", [1], SamplingParams())), 0, (0, 1), 1)
+    request.state = state
+    if (state, event) in TRANSITIONS:
+        request.advance(event)
+        assert request.state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(KeyError):
+            request.advance(event)
+    assert len(TRANSITIONS) == 5

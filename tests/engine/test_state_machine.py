@@ -61,7 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def start_engine(self) -> None:
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
-        self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=14)
+        self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
         self.witness = Witness(self.h)
         self.clients = ["a"]
@@ -120,6 +120,12 @@ class EngineMachine(RuleBasedStateMachine):
           priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]))  # fmt: skip
     def add(self, data, prompt, sampling, n, priority, salt):
         self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt)
+
+    @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30))
+    def add_more_than_the_pool_holds(self, data, n, max_tokens):
+        for prompt in PROMPTS[:4]:
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "")
 
     @rule(data=st.data(), sampling=SAMPLING)
     def add_with_an_id_that_was_used(self, data, sampling):
@@ -332,7 +338,7 @@ def explore(folder, caplog, examples: int, steps: int) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=150, steps=60)
+    explore(tmp_path, caplog, examples=350, steps=60)
 
 
 @pytest.mark.slow

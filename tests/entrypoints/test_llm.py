@@ -71,3 +71,13 @@ def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_p
         llm.generate([[1, 2]], GREEDY)
     with pytest.raises(errors.EngineError):
         llm.is_paused()
+
+
+def test_an_engine_that_dies_without_a_word_ends_every_wait(llm, monkeypatch):
+    def silent(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(llm._engine, "_fail", silent)
+    llm._runner.fail_next = True
+    with pytest.raises(errors.EngineError):
+        llm.generate([[1, 2]], GREEDY)

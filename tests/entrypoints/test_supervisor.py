@@ -30,7 +30,10 @@ class Tree:
         self.root = tempfile.mkdtemp(prefix="fdt-")
         env = os.environ | {"FASTDEPLOY_IPC_ROOT": self.root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
         command = [sys.executable, str(TESTS / "supervisor_main.py"), self.root, name, str(workers), str(shutdown_s)]
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in clean_up)
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True
+        )
 
     def wait_serving(self) -> Tree:
         line = self.process.stdout.readline()
@@ -89,6 +92,9 @@ class Tree:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
+        self.log.seek(0)
+        print(self.log.read())
+        self.log.close()
         shutil.rmtree(self.root)
 
 
@@ -182,6 +188,8 @@ def test_an_engine_that_keeps_dying_ends_the_server_with_an_error(tree):
 def test_a_model_that_is_refused_ends_the_server_at_once(tree):
     t = tree("broken")
     assert t.process.wait(30) == 1
+    t.log.seek(0)
+    assert "restarting" not in t.log.read()
     assert t.children() == {} and t.sockets() == []
 
 

@@ -42,11 +42,10 @@ def dealer(endpoint: str, identity: bytes) -> zmq.Socket:
 
 
 def recv_all(router: ZmqRouterTransport, count: int) -> list:
-    messages = []
+    messages, deadline = [], time.monotonic() + 10.0
     while len(messages) < count:
-        batch = router.recv(10.0)
-        assert batch, "timed out"
-        messages += batch
+        messages += router.recv(1.0)
+        assert time.monotonic() < deadline, "timed out"
     return messages
 
 
@@ -77,12 +76,10 @@ def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, ro
         socket.send(b"\xc1 not msgpack")
         socket.send(b"\x81\xa4type\xa5Wrong")
         socket.send_multipart([b"", b""])
-        good = dealer(endpoint, b"friend")
-        good.send(b"\x82\xa4type\xa5Hello\xa3pid\x07")
-        assert recv_all(router, 1) == [("friend", m.Hello(pid=7))]
+        socket.send(b"\x82\xa4type\xa5Hello\xa3pid\x07")
+        assert recv_all(router, 1) == [("stranger", m.Hello(pid=7))]
     assert caplog.text.count("'stranger'") == 3
-    for s in (socket, good):
-        s.close()
+    socket.close()
 
 
 def test_sending_to_a_client_that_has_gone_tells_so(endpoint, router):

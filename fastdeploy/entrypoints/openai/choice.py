@@ -44,7 +44,6 @@ class Choice:
         self._options = options
         self._search = StopSearch(options.stops)
         self._shown = 0
-        self._floor = 0
         self._decoder = None
         if tokenizer is not None:
             self._decoder = IncrementalDecoder(tokenizer, prompt_tail, options.skip_special_tokens)
@@ -83,9 +82,8 @@ class Choice:
         for i, token_id in enumerate(output.token_ids[:shown]):
             new = self._decoder.push(token_id)
             self.text += new
-            if len(self.token_ids) + i + 1 < self._options.min_tokens:
-                self._floor = len(self.text)
-            elif new and (hit := self._search.find(self.text, len(new), self._floor)):
+            enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
+            if new and enough and (hit := self._search.find(self.text, len(new))):
                 return i + 1, hit
         return len(output.token_ids), None
 

@@ -66,10 +66,10 @@ class StopSearch:
         self._stops = stops
         self._longest = max((len(s) for s in stops), default=0)
 
-    def find(self, text: str, new: int, floor: int) -> StopHit | None:
-        """The earliest stop in ``text`` that ends in its last ``new`` characters and begins at ``floor`` or later."""
-        start = max(len(text) - new - self._longest + 1, floor)
-        hits = [StopHit(stop, at) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+    def find(self, text: str, new: int) -> StopHit | None:
+        """The earliest stop in ``text`` that ends in its last ``new`` characters."""
+        old = len(text) - new
+        hits = [StopHit(s, at) for s in self._stops if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
         return min(hits, key=lambda hit: hit.cut, default=None)
 
     def held_back(self, text: str) -> int:

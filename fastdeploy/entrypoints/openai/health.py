@@ -44,6 +44,7 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
+        await client.require_engine()
         model = {
             "id": config.served_model_name,
             "object": "model",

@@ -31,6 +31,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 async def prepare(context: ServingContext, body: ChatBody, request: Request) -> GenerationRequest:
     """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
     context.check_model(body.model)
+    await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     continue_final = bool(body.continue_final_message)
     text = tokenizer.chat_text(

@@ -33,6 +33,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
     """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
     context.check_model(body.model)
+    await context.client.require_engine()
     prompts = await tokenise(context, body)
     seed = seed_of(body)
     sampling = [

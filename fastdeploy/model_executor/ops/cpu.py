@@ -1,7 +1,7 @@
 """The C++ CPU ops (custom_ops/cpu_ops), called through ctypes: a call costs some microseconds and releases the GIL.
 
-Environment: FASTDEPLOY_CPU_THREADS (default: the cores the process may use), FASTDEPLOY_CPU_ISA (avx2, avx512 or amx: the
-most that may be used; default: what the machine has).
+Environment: FASTDEPLOY_CPU_THREADS (default: the cores the process may use), FASTDEPLOY_CPU_ISA (avx2, avx512 or amx:
+the most that may be used; default: what the machine has).
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ _SIGNATURES = {
     "fd_probe_read": (c_double, [c_void_p]),
     "fd_probe_peak": (c_int64, [c_int64]),
 }
+
+
+_CPU = paddle.CPUPlace()
+
+
+def _empty(shape: list[int]) -> paddle.Tensor:
+    # paddle.empty spends twice as long checking its arguments as allocating
+    return paddle._C_ops.empty(shape, paddle.float32, _CPU)
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -104,7 +112,9 @@ class CpuLinear:
 class CpuKVCache:
     """KV blocks of all layers in the library's memory, freed with this object. Pages are taken on first use."""
 
-    def __init__(self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int):
+    def __init__(
+        self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int
+    ):
         assert block_size % 16 == 0, f"block_size {block_size} is not a multiple of 16"
         assert dim % 2 == 0 and dim <= MAX_HEAD_DIM, f"head_dim {dim} is odd or above {MAX_HEAD_DIM}"
         self.handle = library.fd_new_cache(bf16, layers, num_blocks, block_size, heads, dim)
@@ -129,8 +139,11 @@ class CpuOps:
         self.dtype = dtype
         self._bf16 = dtype == "bfloat16"
         self._lib = library if library is not None else load_library()
-        # Per layer, the arguments of the spec last seen: all but qkv, out and the batch stay the same from step to step.
+        # Per layer, the arguments of the spec last seen: all but qkv, out and the batch stay from step to step.
         self._specs: dict[int, tuple[AttentionSpec, CpuKVCache, _AttentionArgs, int]] = {}
+        # The batch last seen and its addresses: it stays the same for all layers of a step.
+        self._batch: AttentionBatch | None = None
+        self._batch_addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def isa(self) -> str:
@@ -148,6 +161,16 @@ class CpuOps:
     def set_num_threads(self, count: int) -> None:
         """Replace the thread pool (0: as at start), in the whole process. No op may be running."""
         self._lib.fd_set_num_threads(count)
+
+    def probe_read(self, weight: CpuLinear) -> None:
+        """Read the whole weight once, on all threads, as fast as a plain reader can. Needs AMX."""
+        assert self.isa == "amx"
+        self._lib.fd_probe_read(weight.handle)
+
+    def probe_peak(self, rounds: int) -> int:
+        """Multiply AMX tiles in registers, on all threads; returns the floating-point operations done."""
+        assert self.isa == "amx"
+        return self._lib.fd_probe_peak(rounds)
 
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> CpuLinear:
         k = parts[0].shape[1]
@@ -168,14 +191,14 @@ class CpuOps:
     def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features
-        out = paddle.empty([m, weight.out_features], "float32")
+        out = _empty([m, weight.out_features])
         _check(self._lib.fd_linear(x.data_ptr(), m, weight.handle, out.data_ptr()))
         return out
 
     def gated_linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features and weight.out_features % 2 == 0
-        out = paddle.empty([m, weight.out_features // 2], "float32")
+        out = _empty([m, weight.out_features // 2])
         _check(self._lib.fd_gated_linear(x.data_ptr(), m, weight.handle, out.data_ptr()))
         return out
 
@@ -183,30 +206,32 @@ class CpuOps:
         assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
         assert token_ids.size == 0 or (token_ids.min() >= 0 and token_ids.max() < weight.out_features)
         m = len(token_ids)
-        out = paddle.empty([m, weight.in_features], "float32")
+        out = _empty([m, weight.in_features])
         _check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
         return out
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         m, h = x.shape
         assert weight.shape == [h]
-        out = paddle.empty([m, h], "float32")
+        out = _empty([m, h])
         _check(self._lib.fd_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), m, h, eps))
         return out
 
-    def add_rms_norm(self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+    def add_rms_norm(
+        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
+    ) -> paddle.Tensor:
         m, h = x.shape
         assert residual.shape == [m, h] and weight.shape == [h]
-        out = paddle.empty([m, h], "float32")
+        out = _empty([m, h])
         _check(
-            self._lib.fd_add_rms_norm(
-                x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), m, h, eps
-            )
+            self._lib.fd_add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), m, h, eps)
         )
         return out
 
-    def new_kv_cache(self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CpuKVCache:
-        """block_size must be a multiple of 16; AMX attention needs a multiple of 32. head_dim: even, at most 512."""
+    def new_kv_cache(
+        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> CpuKVCache:
+        """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 512."""
         return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim)
 
     def copy_blocks(self, cache: CpuKVCache, sources: list[int], targets: list[int]) -> None:
@@ -237,17 +262,35 @@ class CpuOps:
         self._specs[spec.layer] = (spec, cache, args, address)
         return args, address
 
+    def _check_batch(self, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec) -> None:
+        assert all(field.dtype == np.int32 and field.flags.c_contiguous for field in batch)
+        assert len(batch.cu_tokens) == len(batch.starts) + 1 == len(batch.block_tables) + 1
+        assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == len(batch.positions) > 0
+        last = batch.starts + np.diff(batch.cu_tokens)  # one past the last position of each sequence
+        assert batch.positions.min() >= 0 and last.max() <= spec.rope_cos.shape[0]
+        assert last.max() <= batch.block_tables.shape[1] * cache.block_size
+        assert batch.block_tables.min() >= 0 and batch.block_tables.max() < cache.num_blocks
+
     def attention(
         self, qkv: paddle.Tensor, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
         args, address = self._args(cache, spec)
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        out = paddle.empty([tokens, spec.num_heads * spec.head_dim], "float32")
+        out = _empty([tokens, spec.num_heads * spec.head_dim])
         args.qkv, args.out, args.tokens = qkv.data_ptr(), out.data_ptr(), tokens
         args.sequences, args.table_width = batch.block_tables.shape
-        args.cu_tokens, args.starts = _address(batch.cu_tokens), _address(batch.starts)
-        args.tables, args.positions = _address(batch.block_tables), _address(batch.positions)
+        if batch is not self._batch:
+            self._check_batch(batch, cache, spec)
+            self._batch = batch
+            self._batch_addresses = (
+                _address(batch.cu_tokens),
+                _address(batch.starts),
+                _address(batch.block_tables),
+                _address(batch.positions),
+            )
+        assert tokens == len(batch.positions)
+        args.cu_tokens, args.starts, args.tables, args.positions = self._batch_addresses
         _check(self._lib.fd_attention(address))
         return out
 
@@ -264,7 +307,9 @@ class CpuOps:
         _check(self._lib.fd_sample(logits.data_ptr(), rows, vocab, *map(_address, parameters), _address(out)))
         return out
 
-    def logprobs(self, logits: paddle.Tensor, token_ids: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs(
+        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows, vocab = logits.shape
         ids = np.ascontiguousarray(token_ids, np.int32)
         assert ids.shape == (rows,) and 0 <= top <= vocab and (rows == 0 or 0 <= ids.min() <= ids.max() < vocab)

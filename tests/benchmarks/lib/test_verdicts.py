@@ -91,6 +91,8 @@ def test_pause_times_are_counted_in_steps():
     assert run.step_s == pytest.approx(0.1)
     assert run.pause_steps == pytest.approx(0.5)
     assert run.answered_s == pytest.approx(0.04)
+    run.streams[4].finals, run.streams[4].closed_at = [], 6.3
+    assert run.answered_s == pytest.approx(0.3)
 
 
 def test_a_token_in_the_keep_gap_fails():

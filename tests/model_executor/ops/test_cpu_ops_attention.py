@@ -21,8 +21,13 @@ class Shape(NamedTuple):
     norms: bool
 
 
-# Groups of 7, 1, 2 and 4 heads; dims that need padding; blocks of 16 (no AMX), 32 and 64; with and without norms.
-SHAPES = [Shape(14, 2, 64, 64, False), Shape(4, 4, 32, 32, True), Shape(4, 2, 40, 16, True), Shape(8, 2, 128, 32, False)]
+# Groups of 7, 1, 2 and 4 heads; dims that need padding; blocks of 16, 32 and 64; with and without norms.
+SHAPES = [
+    Shape(14, 2, 64, 64, False),
+    Shape(4, 4, 32, 32, True),
+    Shape(4, 2, 40, 16, True),
+    Shape(8, 2, 128, 32, False),
+]
 SMALL = Shape(4, 2, 32, 32, True)
 
 
@@ -62,11 +67,13 @@ class Sequences:
     def new_cache(self, ops, layers: int = 1):
         return ops.new_kv_cache(layers, self.num_blocks, self.shape.block_size, self.shape.kv_heads, self.shape.dim)
 
-    def run(self, ops, spec: AttentionSpec, cuts: list[list[int]], only: list[int] | None = None, cache=None) -> list[np.ndarray]:
+    def run(
+        self, ops, spec: AttentionSpec, cuts: list[list[int]], only: list[int] | None = None, cache=None
+    ) -> list[np.ndarray]:
         """Each step i computes cuts[r][i] tokens of request r (of ``only``, all by default). -> outputs per request."""
         chosen = range(len(self.lengths)) if only is None else only
         cache = self.new_cache(ops) if cache is None else cache
-        done = {r: 0 for r in chosen}
+        done = dict.fromkeys(chosen, 0)
         outputs: dict[int, list[np.ndarray]] = {r: [] for r in chosen}
         for step in range(max(len(cuts[r]) for r in chosen)):
             now = [r for r in chosen if step < len(cuts[r]) and cuts[r][step] > 0]
@@ -105,6 +112,17 @@ def test_a_request_has_the_same_bits_alone_and_among_others(ops, rng, shape):
     together = sequences.run(ops, spec, cuts)
     for r in (0, 13, 31):
         np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[r])[0], together[r])
+
+
+def test_bits_do_not_depend_on_the_block_size(ops, rng):
+    spec, rows = make_spec(rng, SMALL), Sequences(rng, SMALL, [150]).qkv
+    results = []
+    for block_size in (16, 32, 48, 64):
+        sequences = Sequences(rng, SMALL._replace(block_size=block_size), [150])
+        sequences.qkv = rows
+        results.append(sequences.run(ops, spec, [[100, 1, 49]])[0])
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -163,7 +181,9 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
     free = sorted(set(range(sequences.num_blocks)) - set(sequences.tables[0]))[:2]
     first, second = sequences.tables[0]
     ops.copy_blocks(cache, [second, first, free[0]], [free[1], free[0], second])  # the last pair reads a copy
-    expected = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[first, free[1]]]), spec).numpy()
+    expected = ops.attention(
+        paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[first, free[1]]]), spec
+    ).numpy()
     copied = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [free]), spec).numpy()
     np.testing.assert_array_equal(copied, expected)
     moved = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[second, free[1]]]), spec).numpy()

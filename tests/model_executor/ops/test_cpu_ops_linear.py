@@ -9,7 +9,16 @@ import pytest
 from fastdeploy.model_executor.ops.reference import round_to_bfloat16
 
 # (rows, in, out): one row, edges of every tile (16, 32), row blocks and blocks of K (beyond 64 rows), odd sizes.
-SHAPES = [(1, 64, 32), (3, 70, 50), (16, 896, 96), (17, 33, 17), (33, 128, 48), (65, 4864, 64), (300, 96, 40), (600, 1120, 32)]
+SHAPES = [
+    (1, 64, 32),
+    (3, 70, 50),
+    (16, 896, 96),
+    (17, 33, 17),
+    (33, 128, 48),
+    (65, 4864, 64),
+    (300, 96, 40),
+    (600, 1120, 32),
+]
 
 
 def random(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -89,7 +98,9 @@ def test_a_row_has_the_same_bits_in_any_batch(ops, rng, k, n):
     for op, weight in ((ops.linear, plain), (ops.gated_linear, gated)):
         together = op(paddle.to_tensor(x), weight).numpy()
         for first, rows in ((0, 1), (7, 1), (299, 1), (20, 8), (100, 17), (50, 64), (31, 130)):
-            np.testing.assert_array_equal(op(paddle.to_tensor(x[first : first + rows]), weight).numpy(), together[first : first + rows])
+            np.testing.assert_array_equal(
+                op(paddle.to_tensor(x[first : first + rows]), weight).numpy(), together[first : first + rows]
+            )
 
 
 @pytest.mark.parametrize("rows", [1, 40, 200])

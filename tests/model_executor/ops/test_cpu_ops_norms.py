@@ -18,7 +18,9 @@ def test_norms_agree_with_the_reference(ops, reference, rng, rows, width):
     x, residual = (rng.standard_normal((rows, width)).astype(np.float32) for _ in range(2))
     weight = paddle.to_tensor(rng.uniform(0.5, 1.5, width).astype(np.float32))
     actual = ops.rms_norm(paddle.to_tensor(x), weight, 1e-6).numpy()
-    np.testing.assert_allclose(actual, reference.rms_norm(paddle.to_tensor(x), weight, 1e-6).numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        actual, reference.rms_norm(paddle.to_tensor(x), weight, 1e-6).numpy(), rtol=1e-5, atol=1e-6
+    )
     sums = [paddle.to_tensor(residual), paddle.to_tensor(residual)]
     actual = ops.add_rms_norm(paddle.to_tensor(x), sums[0], weight, 1e-6).numpy()
     expected = reference.add_rms_norm(paddle.to_tensor(x), sums[1], weight, 1e-6).numpy()

@@ -99,7 +99,9 @@ def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
     for r in range(rows):
         alone = SampleBatch(*(field[r : r + 1] for field in batch))
         assert ops.sample(paddle.to_tensor(logits[r : r + 1]), alone)[0] == together[r]
-        for all_rows, row in zip(chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), together[r : r + 1], 5), strict=True):
+        for all_rows, row in zip(
+            chosen, ops.logprobs(paddle.to_tensor(logits[r : r + 1]), together[r : r + 1], 5), strict=True
+        ):
             np.testing.assert_array_equal(all_rows[r], row[0])
 
 

@@ -1,0 +1,220 @@
+#!/usr/bin/env python
+"""How far the C++ CPU ops are from what this machine can do, on the shape of q05 (Qwen2.5-0.5B).
+
+    python benchmarks/ops.py [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
+
+First the roofline: the read bandwidth of all threads (a plain vector reader) and, with AMX, the tile peak. Then every
+linear of a step, for several numbers of rows, on weights of all layers (so that none stays in a cache); attention, norms
+and sampling. Repeats are interleaved with the roofline and the median is told, with the best beside it: a noisy
+neighbour shows as a large gap between the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import paddle
+
+from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
+MAX_LEN, BLOCK = 2048, 64
+
+
+class Timing(NamedTuple):
+    """Seconds of one call over all layers: median and best of the repeats."""
+
+    median: float
+    best: float
+
+
+class Roofline(NamedTuple):
+    """bytes per second, operations per second (None without AMX)."""
+
+    read: float
+    peak: float | None
+
+
+def time_once(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
+    """One round of all calls per repeat, so that a slow minute of the machine hits them alike; the first is warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            elapsed = time_once(call)
+            if repeat > 0:
+                seconds[name].append(elapsed)
+    return {name: Timing(statistics.median(s), min(s)) for name, s in seconds.items()}
+
+
+class Model:
+    """The linears of q05 with random weights."""
+
+    def __init__(self, ops: CpuOps):
+        self.ops = ops
+        rng = np.random.default_rng(1)
+        self.qkv = [
+            self._pack(rng, [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], HIDDEN) for _ in range(LAYERS)
+        ]
+        self.o = [self._pack(rng, [HIDDEN], HEADS * HEAD_DIM) for _ in range(LAYERS)]
+        self.gate_up = [self._pack(rng, [INNER, INNER], HIDDEN) for _ in range(LAYERS)]
+        self.down = [self._pack(rng, [HIDDEN], INNER) for _ in range(LAYERS)]
+        self.head = [self._pack(rng, [VOCAB], HIDDEN)]
+
+    def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> PackedLinear:
+        """Small weights as bfloat16 bits: exponents around 2^-6, so that nothing is zero, denormal or large."""
+        return self.ops.pack_linear([rng.integers(0x3C00, 0x3D00, (n, k), dtype=np.uint16) for n in sizes])
+
+    def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[PackedLinear]]]:
+        """name -> (one pass over all layers, the weights it reads)."""
+        ops, x, y = self.ops, paddle.rand([rows, HIDDEN]), paddle.rand([rows, INNER])
+
+        def each(op: Callable, of: paddle.Tensor, weights: list[PackedLinear]):
+            return (lambda: [op(of, w) for w in weights]), weights
+
+        calls = {
+            "qkv": each(ops.linear, x, self.qkv),
+            "o": each(ops.linear, x, self.o),
+            "gate_up": each(ops.gated_linear, x, self.gate_up),
+            "down": each(ops.linear, y, self.down),
+        }
+        if rows <= 64:  # a prefill chunk sends only its last row through the head
+            calls["head"] = each(ops.linear, x, self.head)
+        return calls
+
+
+def roofline_calls(ops: CpuOps, weight: PackedLinear) -> dict[str, Callable[[], object]]:
+    """What measure() needs for the roofline; a probe that this CPU lacks is left out."""
+    if ops.isa != "amx":
+        return {}
+    return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(2000)}
+
+
+def report_linears(model: Model, rows: int, repeats: int) -> dict:
+    calls = model.calls(rows)
+    probes = roofline_calls(model.ops, model.head[0])
+    timings = measure({**probes, **{name: call for name, (call, _) in calls.items()}}, repeats)
+    roofline = (
+        Roofline(model.head[0].nbytes / timings["read"].best, model.ops.probe_peak(2000) / timings["peak"].best)
+        if probes
+        else None
+    )
+    result: dict = {"rows": rows}
+    total, total_bytes, operations = 0.0, 0, 0
+    for name, (_, weights) in calls.items():
+        size = sum(w.nbytes for w in weights)
+        work = sum(2 * rows * w.out_features * w.in_features for w in weights)
+        result[name] = line(f"  {name:8}", timings[name], size, work, roofline)
+        total, total_bytes, operations = total + timings[name].median, total_bytes + size, operations + work
+    best = sum(timings[name].best for name in calls)
+    result["step"] = line(f"M={rows:<5} step", Timing(total, best), total_bytes, operations, roofline)
+    return result
+
+
+def line(label: str, timing: Timing, size: int, work: int, roofline: Roofline | None) -> dict:
+    rate, speed = size / timing.median, work / timing.median
+    text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
+    if roofline is not None:
+        text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
+        if roofline.peak is not None:
+            text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
+    print(text, flush=True)
+    return {
+        "ms": timing.median * 1e3,
+        "best_ms": timing.best * 1e3,
+        "gb_per_s": rate / 1e9,
+        "tflop_per_s": speed / 1e12,
+    }
+
+
+def attention_call(ops: CpuOps, sequences: int, tokens: int, context: int) -> Callable[[], object]:
+    """``tokens`` new tokens of each sequence behind ``context`` cached ones, over all layers."""
+    blocks = -(-(context + tokens) // BLOCK)
+    cache = ops.new_kv_cache(LAYERS, sequences * blocks, BLOCK, KV_HEADS, HEAD_DIM)
+    cos, sin = paddle.rand([MAX_LEN, HEAD_DIM // 2]), paddle.rand([MAX_LEN, HEAD_DIM // 2])
+    specs = [
+        AttentionSpec(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cos, sin, None, None, 1e-6)
+        for layer in range(LAYERS)
+    ]
+    batch = AttentionBatch(
+        np.arange(0, (sequences + 1) * tokens, tokens, dtype=np.int32),
+        np.full(sequences, context, np.int32),
+        np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks),
+        np.tile(np.arange(context, context + tokens, dtype=np.int32), sequences),
+    )
+    qkv = paddle.rand([sequences * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM])
+    return lambda: [ops.attention(qkv, cache, batch, spec) for spec in specs]
+
+
+def sample_call(ops: CpuOps, rows: int, temperature: float, top_k: int, top_p: float) -> Callable[[], object]:
+    logits = paddle.randn([rows, VOCAB]) * 3
+    batch = SampleBatch(
+        np.full(rows, temperature, np.float32),
+        np.full(rows, top_k, np.int32),
+        np.full(rows, top_p, np.float32),
+        np.zeros(rows, np.float32),
+        np.linspace(0, 0.999, rows),
+    )
+    return lambda: ops.sample(logits, batch)
+
+
+def report_others(ops: CpuOps, repeats: int) -> dict:
+    x, residual, weight = paddle.rand([8, HIDDEN]), paddle.rand([8, HIDDEN]), paddle.rand([HIDDEN])
+    tiny = ops.pack_linear([np.ones((32, 32), np.float32)])
+    small = paddle.rand([1, 32])
+    logits = paddle.randn([8, VOCAB])
+    calls = {
+        "attention, 1 stream at 512, all layers": attention_call(ops, 1, 1, 512),
+        "attention, 8 streams at 512, all layers": attention_call(ops, 8, 1, 512),
+        "attention, 32 streams at 1024, all layers": attention_call(ops, 32, 1, 1024),
+        "attention, 512 tokens of prefill, all layers": attention_call(ops, 1, 512, 0),
+        "attention, 256 tokens behind 768, all layers": attention_call(ops, 1, 256, 768),
+        "add_rms_norm of 8 rows, twice a layer": lambda: [
+            ops.add_rms_norm(x, residual, weight, 1e-6) for _ in range(2 * LAYERS)
+        ],
+        "linear of 1 row, 32 x 32: cost of a call, x 100": lambda: [ops.linear(small, tiny) for _ in range(100)],
+        "sample 8 rows, greedy": sample_call(ops, 8, 0.0, 0, 1.0),
+        "sample 8 rows, temperature 1": sample_call(ops, 8, 1.0, 0, 1.0),
+        "sample 8 rows, top_k 50, top_p 0.9": sample_call(ops, 8, 1.0, 50, 0.9),
+        "sample 8 rows, top_p 0.95": sample_call(ops, 8, 1.0, 0, 0.95),
+        "logprobs of 8 rows, top 5": lambda: ops.logprobs(logits, np.zeros(8, np.int32), 5),
+    }
+    timings = measure(calls, repeats)
+    for name, timing in timings.items():
+        print(f"  {name:50} {timing.median * 1e3:8.3f} ms (best {timing.best * 1e3:.3f})")
+    return {name: {"ms": t.median * 1e3, "best_ms": t.best * 1e3} for name, t in timings.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1024")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ops = CpuOps(options.dtype)
+    print(f"{options.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
+    model = Model(ops)
+    linears = [report_linears(model, int(rows), options.repeats) for rows in options.rows.split(",")]
+    report = {"dtype": options.dtype, "isa": ops.isa, "threads": ops.num_threads, "linears": linears}
+    report["others"] = report_others(ops, options.repeats)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What a request holds, shares, copies, publishes and gives back."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.engine.request import Group, Request
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator.messages import AddRequest
+
+
+def make(token_ids: list[int], salt: str = "") -> Request:
+    group = Group("a", AddRequest("r", token_ids, SamplingParams(), cache_salt=salt))
+    return Request(group, 0, (0, 1), 100)
+
+
+def compute(kv: KVCacheManager, request: Request, upto: int | None = None) -> None:
+    request.num_computed = request.num_tokens if upto is None else upto
+    kv.publish(request)
+
+
+def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
+    """Admit a request and compute all that it knows."""
+    request = make(token_ids, salt)
+    assert kv.admit(request) is not None
+    kv.step_done()
+    compute(kv, request)
+    return request
+
+
+def test_an_equal_prompt_computes_only_its_last_token_in_a_copy_of_the_partial_block():
+    kv = KVCacheManager(16, 4)
+    first = serve(kv, list(range(10)))
+    second = make(list(range(10)))
+    admission = kv.admit(second)
+    assert admission.hit_tokens == 9 and second.num_computed == 9
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert (admission.copy.source, admission.copy.target) == (first.blocks[2], second.blocks[2])
+    kv.check_integrity([first, second])
+
+
+def test_a_full_block_whose_last_token_must_be_computed_anew_is_copied_too():
+    kv = KVCacheManager(16, 4)
+    first = serve(kv, list(range(8)))
+    second = make(list(range(8)))
+    admission = kv.admit(second)
+    assert admission.hit_tokens == 7 and admission.copy.source == first.blocks[1]
+
+
+def test_a_longer_prompt_shares_full_blocks_and_copies_nothing():
+    kv = KVCacheManager(16, 4)
+    serve(kv, list(range(10)))
+    admission = kv.admit(make(list(range(12))))
+    assert admission.hit_tokens == 8 and admission.copy is None
+
+
+def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
+    kv = KVCacheManager(16, 4)
+    request = make(list(range(6)))
+    kv.admit(request)
+    compute(kv, request)
+    for token in range(6, 11):
+        request.token_ids.append(token)
+        assert kv.grow(request)
+        compute(kv, request)
+    assert kv.admit(make(list(range(11)))).hit_tokens == 8
+    assert kv.admit(make([*range(6), 99, 98])).hit_tokens == 4, "the prompt's partial block is found only by its end"
+    kv.step_done()
+    assert kv.admit(make(list(range(6)))).hit_tokens == 5
+
+
+@pytest.mark.parametrize("change", ["salt", "epoch", "forgotten", "off"])
+def test_what_must_not_be_shared_is_not_found(change):
+    kv = KVCacheManager(16, 4, enable_prefix_caching=change != "off")
+    serve(kv, list(range(10)))
+    if change == "epoch":
+        kv.epoch = 1
+    if change == "forgotten":
+        kv.forget_prefixes()
+    assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "")).hit_tokens == 0
+
+
+def test_blocks_whose_context_spans_epochs_are_never_published():
+    kv = KVCacheManager(16, 4)
+    request = make(list(range(10)))
+    kv.admit(request)
+    request.kv_mixed = True
+    compute(kv, request)
+    assert kv.admit(make(list(range(10)))).hit_tokens == 0
+    kv.release(request)
+    assert not request.kv_mixed, "what it computes from now on is of one epoch"
+
+
+def test_no_room_takes_nothing_and_the_source_of_a_copy_is_not_overwritten_before_it_ran():
+    kv = KVCacheManager(4, 4)
+    first = serve(kv, list(range(10)))
+    kv.release(first)
+    assert kv.num_free == 4
+    second = make(list(range(10)))
+    assert kv.admit(second).copy is not None
+    assert kv.num_free == 0, "two shared, one fresh, and the source is held until the copy has run"
+    assert kv.admit(make([7])) is None
+    kv.check_integrity([second])
+    kv.step_done()
+    assert kv.num_free == 1
+    kv.release(second)
+    assert kv.num_free == 4
+    kv.check_integrity([])
+
+
+def test_if_the_source_is_the_block_that_is_missing_its_tokens_are_computed_anew():
+    kv = KVCacheManager(3, 4)
+    kv.release(serve(kv, list(range(10))))
+    request = make(list(range(10)))
+    admission = kv.admit(request)
+    assert admission.hit_tokens == 8 and admission.copy is None and len(request.blocks) == 3
+    kv.check_integrity([request])
+
+
+def test_growing_is_all_or_nothing():
+    kv = KVCacheManager(3, 4)
+    request = serve(kv, list(range(8)))
+    request.token_ids += [1, 2, 3, 4, 5]
+    assert not kv.grow(request) and len(request.blocks) == 2
+    del request.token_ids[-1]
+    assert kv.grow(request) and len(request.blocks) == 3
+
+
+def test_a_prefix_outlives_what_continues_it():
+    kv = KVCacheManager(4, 4)
+    kv.release(serve(kv, list(range(16))))
+    kv.release(serve(kv, [99] * 4))  # takes one block
+    assert kv.admit(make(list(range(16)))).hit_tokens == 12
+
+
+def test_a_request_goes_on_publishing_after_the_block_that_stood_for_its_own_was_evicted():
+    kv = KVCacheManager(5, 4)
+    first = serve(kv, list(range(4)))
+    second = make(list(range(8)))
+    kv.index.evict(first.blocks[0])
+    kv.admit(second)
+    compute(kv, second, upto=4)  # its own first block is the one that is named now
+    kv.index.evict(second.blocks[0])
+    compute(kv, second)
+    kv.index.check_integrity()
+    assert kv.admit(make(list(range(8)))).hit_tokens == 7
+
+
+def test_integrity_notices_a_leak():
+    kv = KVCacheManager(8, 4)
+    request = serve(kv, list(range(8)))
+    kv.check_integrity([request])
+    kv.pool.share(request.blocks[0])
+    with pytest.raises(AssertionError):
+        kv.check_integrity([request])
+
+
+def test_a_request_is_marked_as_recomputed_only_if_it_had_tokens_of_another_epoch():
+    kv = KVCacheManager(8, 4)
+    fresh, old = make([1, 2]), make([3, 4])
+    old.append(5, epoch=0, version="0", now=0.0)
+    kv.epoch = 1
+    kv.admit(fresh)
+    kv.admit(old)
+    assert (fresh.kv_recomputed, old.kv_recomputed) == (False, True)

@@ -1,0 +1,66 @@
+"""The trie of prefixes."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.cache_manager.prefix_index import PrefixIndex
+
+SPACE = (0, "")
+
+
+@pytest.fixture
+def index():
+    """Block size 2: [1 2 | 3 4 | 5], and [1 2 | 9]."""
+    index = PrefixIndex(2)
+    first = index.insert(index.root(SPACE), (1, 2), 10)
+    second = index.insert(first, (3, 4), 11)
+    index.insert(second, (5,), 12)
+    index.insert(first, (9,), 13)
+    index.check_integrity()
+    return index
+
+
+def blocks(index: PrefixIndex, token_ids: list[int], namespace=SPACE) -> list[int]:
+    return [node.block for node in index.lookup(namespace, token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "hit"),
+    [([1, 2, 3, 4, 5], [10, 11, 12]), ([1, 2, 3, 4, 6], [10, 11]), ([1, 2, 9], [10, 13]), ([1, 2, 9, 1], [10]),
+     ([1, 2, 3], [10]), ([3, 4], []), ([2, 1, 3, 4], []), ([1], []), ([], [])],
+)  # fmt: skip
+def test_the_longest_chain_of_equal_tokens_and_a_partial_block_only_at_the_very_end(index, token_ids, hit):
+    assert blocks(index, token_ids) == hit
+
+
+@pytest.mark.parametrize("namespace", [(1, ""), (0, "salt")])
+def test_nothing_of_another_epoch_or_salt_is_found(index, namespace):
+    assert blocks(index, [1, 2, 3, 4], namespace) == []
+
+
+def test_the_first_of_two_equal_blocks_is_the_one_that_is_found(index):
+    node = index.insert(index.root(SPACE), (1, 2), 20)
+    assert node.block == 10 and 20 not in index
+
+
+def test_what_continues_a_forgotten_block_is_forgotten_with_it(index):
+    second = index.lookup(SPACE, [1, 2, 3, 4])[1]
+    index.evict(11)
+    index.check_integrity()
+    assert blocks(index, [1, 2, 3, 4, 5]) == [10] and 12 not in index and not second.attached
+    assert blocks(index, [1, 2, 9]) == [10, 13]
+
+
+def test_a_block_that_is_known_by_two_names_is_forgotten_under_both(index):
+    first = index.lookup(SPACE, [1, 2])[0]
+    index.insert(first, (9, 9), 13)  # the partial block of (9,) was filled up
+    index.evict(13)
+    index.check_integrity()
+    assert blocks(index, [1, 2, 9]) == blocks(index, [1, 2, 9, 9]) == [10]
+
+
+def test_clearing_forgets_everything(index):
+    index.clear()
+    index.check_integrity()
+    assert blocks(index, [1, 2, 3, 4]) == [] and 10 not in index

@@ -1,0 +1,629 @@
+"""Pause and resume as the callers see them: modes, holds, admission, timeouts, joining, escalation, fence, report."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+from harness import Harness
+
+from fastdeploy.engine import pause as p
+from fastdeploy.inter_communicator import messages as m
+
+LONG = 100
+
+
+def busy(count: int = 6, max_tokens: int = LONG, turns: int = 4, **config) -> Harness:
+    """``count`` requests r0, r1, ... of which 4 run and have tokens, and the rest wait."""
+    h = Harness(FakeRunner(num_blocks=128), **config)
+    for i in range(count):
+        h.add(f"r{i}", [i + 1] * 3, max_tokens=max_tokens)
+    h.turn(turns)
+    return h
+
+
+def tokens_of(h: Harness, count: int = 6) -> list[int]:
+    return [len(h.stream(f"r{i}").tokens) for i in range(count)]
+
+
+def ask_later(h: Harness, client: str = "a", **args) -> int:
+    call = h.call(m.PauseArgs(**args), client)
+    h.turn()
+    return call
+
+
+# --------------------------------------------------------------------------- the three modes
+
+
+def test_abort_ends_all_at_once_with_every_token_and_nothing_for_those_that_never_ran():
+    h = busy()
+    computed = h.runner.computed_tokens
+    report = h.pause(mode="abort").result
+    assert h.runner.computed_tokens == computed
+    streams = [h.stream(f"r{i}") for i in range(6)]
+    assert [s.reason for s in streams] == ["abort"] * 6
+    assert [bool(s.tokens) for s in streams] == [True] * 4 + [False] * 2
+    for i, stream in enumerate(streams):
+        assert stream.tokens == expected_tokens([i + 1] * 3, len(stream.tokens)), "no invented EOS, no lost token"
+    assert streams[4].finals[0].message.startswith("Abort before prefill")
+    assert not streams[0].finals[0].message.startswith("Abort before prefill")
+    assert report["counts"] == {"aborted": 6, "drained": 0, "kept": 0, "queued": 0}
+    assert report["tokens_returned"] == sum(tokens_of(h))
+
+
+def test_a_half_prefilled_request_is_aborted_without_being_prefilled_to_the_end():
+    h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
+    h.add("long", [1] * 100)
+    h.turn(2)
+    assert h.runner.computed_tokens == 16
+    h.pause(mode="abort")
+    assert h.runner.computed_tokens == 16 and h.stream("long").reason == "abort"
+    assert h.engine.kv.num_free == 64
+
+
+def test_nothing_is_started_while_an_abort_waits_for_its_fence():
+    h = busy()
+    h.transport.mute.add("a")
+    ask_later(h, mode="abort", admission="hold")
+    computed = h.runner.computed_tokens
+    h.add("new", [1, 2])
+    h.turn(3)
+    assert h.status()["phase"] == "draining" and h.runner.computed_tokens == computed
+
+
+def test_keep_freezes_running_half_prefilled_and_waiting_requests_and_loses_nothing():
+    h = Harness(max_num_batched_tokens=8)
+    for i in range(6):
+        h.add(f"r{i}", [i + 1] * 9, max_tokens=12)
+    h.turn(3)
+    report = h.pause(mode="keep").result
+    assert report["counts"]["kept"] >= 1 and report["counts"]["kept"] + report["counts"]["queued"] == 6
+    before, blocks = h.runner.computed_tokens, h.engine.kv.num_free
+    h.turn(10)
+    assert h.runner.computed_tokens == before and h.engine.kv.num_free == blocks, "frozen, with its KV"
+    h.resume()
+    h.run_out()
+    for i in range(6):
+        assert h.stream(f"r{i}").tokens == expected_tokens([i + 1] * 9, 12)
+
+
+def test_keep_costs_no_token_of_recomputing():
+    h, undisturbed = busy(max_tokens=12), busy(max_tokens=12)
+    h.pause(mode="keep")
+    h.turn(5)
+    h.resume()
+    h.run_out()
+    undisturbed.run_out()
+    assert h.runner.computed_tokens == undisturbed.runner.computed_tokens
+
+
+def test_wait_runs_what_has_started_to_its_end_and_starts_nothing():
+    h = busy(max_tokens=12)
+    report = h.pause(mode="wait").result
+    assert [h.stream(f"r{i}").reason for i in range(6)] == ["length"] * 4 + [None] * 2
+    assert tokens_of(h) == [12] * 4 + [0] * 2
+    assert report["counts"] == {"aborted": 0, "drained": 4, "kept": 0, "queued": 2}
+
+
+def test_wait_takes_the_choices_of_a_group_together():
+    h = Harness(FakeRunner(num_blocks=128), max_num_seqs=2)
+    h.add("g", [1, 2, 3], n=5, max_tokens=6)
+    h.add("other", [9, 9], max_tokens=6)
+    h.turn(2)
+    assert h.stream("g", 0).tokens and not h.stream("g", 4).tokens
+    report = h.pause(mode="wait").result
+    assert [h.stream("g", i).tokens for i in range(5)] == [expected_tokens([1, 2, 3], 6)] * 5
+    assert report["counts"]["drained"] == 5 and report["counts"]["queued"] == 1
+
+
+def test_wait_does_not_wait_for_a_prompt_that_is_half_prefilled():
+    h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
+    h.add("short", [1, 2], max_tokens=4)
+    h.add("long", [3] * 100, max_tokens=4)
+    h.turn(3)
+    assert len(h.engine.scheduler.running) == 2
+    report = h.pause(mode="wait").result
+    assert h.stream("short").reason == "length" and h.stream("long").reason is None
+    assert report["counts"]["queued"] == 1
+    h.resume()
+    h.run_out()
+    assert h.stream("long").tokens == expected_tokens([3] * 100, 4)
+
+
+# --------------------------------------------------------------------------- caches
+
+
+def test_clear_cache_gives_all_kv_back_and_the_same_tokens_follow():
+    h = busy(max_tokens=20)
+    h.pause(mode="keep", clear_cache=True)
+    assert h.engine.kv.num_free == h.runner.info.num_blocks
+    h.resume()
+    h.run_out()
+    for i in range(6):
+        assert h.stream(f"r{i}").tokens == expected_tokens([i + 1] * 3, 20)
+    undisturbed = busy(max_tokens=20)
+    undisturbed.run_out()
+    # Four had computed their prompt of 3 and all of their 4 tokens but the last.
+    assert h.runner.computed_tokens == undisturbed.runner.computed_tokens + 4 * (3 + 3)
+
+
+@pytest.mark.parametrize(("mode", "hits"), [("abort", 0), ("wait", 0), ("keep", 15)])
+def test_each_mode_has_its_own_default_for_the_prefix_cache(mode, hits):
+    h = Harness()
+    h.add("first", list(range(1, 17)), max_tokens=2)
+    h.run_out()
+    h.pause(mode=mode)
+    h.resume()
+    h.add("again", list(range(1, 17)), max_tokens=2)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == hits
+
+
+def test_the_cache_is_cleared_once_for_a_pause_and_not_when_another_joins_without():
+    h = Harness()
+    h.pause(mode="wait", hold_id="x")
+    wipes = []
+    clear, h.engine.kv.index.clear = h.engine.kv.index.clear, lambda: (wipes.append(1), clear())
+    h.pause(mode="keep", hold_id="y")
+    h.turn(5)
+    assert not wipes
+    h.resume("x")
+    h.resume("y")
+    h.turn(5)
+    assert not wipes
+
+
+def test_a_resume_during_a_drain_wipes_no_cache():
+    h = busy()
+    call = ask_later(h, mode="wait", clear_cache=True)
+    wipes = []
+    clear, h.engine.kv.index.clear = h.engine.kv.index.clear, lambda: (wipes.append(1), clear())
+    h.resume()
+    assert h.reply(call).failure.code == "pause_interrupted"
+    h.run_out()
+    h.pause(mode="keep")
+    assert not wipes and h.reply(call).failure is not None, "answered once, and it acts no more"
+
+
+# --------------------------------------------------------------------------- holds
+
+
+def test_an_anonymous_resume_leaves_named_and_system_holds_standing():
+    h = Harness(lost_commit=True)
+    h.turn()
+    h.pause(mode="keep")
+    h.pause(mode="keep", hold_id="trainer")
+    reply = h.resume().result
+    assert reply["status"] == "held" and reply["still_held_by"] == ["republish", "trainer"] and len(reply["released"]) == 1
+    assert h.status()["is_paused"]
+    assert h.resume("trainer").result["still_held_by"] == ["republish"]
+    assert h.resume("republish").result["status"] == "running", "an operator may release it by its name"
+
+
+def test_a_hold_name_that_is_unknown_is_told_and_changes_nothing():
+    h = Harness()
+    h.pause(mode="keep")
+    reply = h.resume("nobody")
+    assert reply.failure is None and reply.result["unknown"] == ["nobody"] and reply.result["released"] == []
+    assert h.status()["is_paused"]
+
+
+def test_resume_without_a_pause_is_harmless():
+    h = Harness()
+    assert h.resume().result["status"] == "running"
+
+
+def test_the_same_name_is_the_same_hold_and_its_ttl_is_renewed():
+    h = Harness()
+    h.pause(mode="keep", hold_id="x", ttl_s=10.0)
+    h.now += 8
+    h.pause(mode="keep", hold_id="x", ttl_s=10.0)
+    h.now += 8
+    h.turn()
+    assert [hold["id"] for hold in h.status()["holds"]] == ["x"]
+    h.now += 3
+    h.turn()
+    assert h.status()["holds"] == [] and h.status()["phase"] == "running"
+
+
+def test_a_ttl_frees_an_engine_whose_controller_has_died():
+    h = busy(max_tokens=12)
+    h.pause(mode="keep", ttl_s=5.0)
+    h.now += 5.1
+    h.run_out()
+    assert tokens_of(h) == [12] * 6
+
+
+def test_a_ttl_that_ends_during_the_drain_answers_the_caller():
+    h = busy()
+    call = ask_later(h, mode="wait", ttl_s=5.0)
+    h.now += 5.1
+    h.turn()
+    assert h.reply(call).failure.code == "pause_interrupted" and h.status()["phase"] == "running"
+
+
+def test_an_anonymous_hold_that_is_paused_again_by_its_name_becomes_a_named_one():
+    h = Harness()
+    name = h.pause(mode="keep").result["hold"]["id"]
+    h.pause(mode="keep", hold_id=name)
+    assert h.resume().result["still_held_by"] == [name]
+
+
+def test_nobody_can_take_a_hold_of_the_system():
+    h = Harness(lost_commit=True)
+    assert h.pause(mode="abort", hold_id="republish").failure.code == "invalid_field"
+    assert h.status()["mode"] == "keep"
+
+
+def test_the_number_of_holds_is_bounded(monkeypatch):
+    monkeypatch.setattr(p, "MAX_HOLDS", 2)
+    h = Harness()
+    h.pause(mode="keep")
+    h.pause(mode="keep", hold_id="x")
+    assert h.pause(mode="keep").failure.code == "invalid_field"
+    assert h.pause(mode="keep", hold_id="x").failure is None
+
+
+def test_wait_after_keep_by_another_controller_keeps_the_freeze():
+    h = busy()
+    h.pause(mode="keep", hold_id="trainer")
+    before = h.runner.computed_tokens
+    h.pause(mode="wait", hold_id="other")
+    h.turn(3)
+    h.resume("trainer")
+    h.turn(3)
+    assert h.runner.computed_tokens == before and h.status()["is_paused"]
+    h.resume("other")
+    h.turn()
+    assert h.runner.computed_tokens > before
+
+
+def test_when_keep_is_released_in_the_middle_of_a_drain_the_wait_that_stands_drains():
+    h = busy(max_tokens=12)
+    h.connect("b")
+    h.transport.mute.add("b")
+    waiting = ask_later(h, mode="wait", hold_id="w", timeout_s=500.0)
+    keeping = ask_later(h, mode="keep", hold_id="k")
+    before = h.runner.computed_tokens
+    h.turn(3)
+    assert h.runner.computed_tokens == before
+    h.resume("k")
+    assert h.reply(keeping).failure.code == "pause_interrupted" and h.reply(waiting) is None
+    h.transport.mute.clear()
+    h.turn(15)
+    assert h.reply(waiting).failure is None and tokens_of(h) == [12] * 4 + [0] * 2
+
+
+# --------------------------------------------------------------------------- admission
+
+
+@pytest.mark.parametrize(("mode", "admission"), [("abort", "reject"), ("wait", "hold"), ("keep", "hold")])
+def test_the_native_default_of_admission_and_that_the_reply_names_it(mode, admission):
+    h = Harness()
+    assert h.pause(mode=mode).result["admission"] == admission
+    h.add("new", [1, 2])
+    h.turn()
+    assert (h.rejected("new") is not None) == (admission == "reject")
+
+
+def test_the_door_closes_at_the_first_moment_of_a_drain_and_opens_with_the_last_hold():
+    h = busy()
+    ask_later(h, mode="wait", admission="reject")
+    assert h.status()["rejecting_new_requests"] and not h.status()["is_paused"]
+    h.add("new", [1, 2])
+    h.turn()
+    failure = h.rejected("new")
+    assert failure.code == "rejecting_new_requests" and failure.detail["retry_after"] >= 1
+    h.resume()
+    h.add("new", [1, 2])
+    h.turn()
+    assert h.stream("new").tokens or len(h.engine.scheduler.waiting)
+    assert not h.status()["rejecting_new_requests"]
+
+
+def test_reject_wins_over_hold():
+    h = Harness()
+    h.pause(mode="keep", hold_id="x", admission="reject")
+    h.pause(mode="abort", hold_id="y", admission="hold")
+    assert h.status()["admission"] == "reject"
+    h.resume("x")
+    assert h.status()["admission"] == "hold"
+
+
+def test_held_requests_are_bounded_by_the_queue_limit_and_run_after_resume():
+    h = Harness(max_waiting=3)
+    h.pause(mode="keep")
+    for i in range(5):
+        h.add(f"r{i}", [i + 1])
+    h.turn()
+    assert [h.rejected(f"r{i}") and h.rejected(f"r{i}").code for i in range(5)] == [None] * 3 + ["queue_full"] * 2
+    h.resume()
+    h.run_out()
+    assert [h.stream(f"r{i}").reason for i in range(5)] == ["length"] * 3 + [None] * 2
+
+
+def test_a_request_held_by_an_abort_pause_is_not_aborted_by_it():
+    h = busy()
+    h.pause(mode="abort", admission="hold")
+    h.add("new", [1, 2], max_tokens=3)
+    h.turn(3)
+    assert h.stream("new").reason is None
+    h.resume()
+    h.run_out()
+    assert h.stream("new").tokens == expected_tokens([1, 2], 3)
+
+
+# --------------------------------------------------------------------------- timeouts
+
+
+def test_a_drain_that_times_out_freezes_what_is_left_by_default():
+    h = busy()
+    call = ask_later(h, mode="wait", timeout_s=10.0)
+    h.now += 10.0
+    h.turn(3)
+    report = h.reply(call).result
+    assert report["is_paused"] and report["mode"] == "keep" and report["escalated_by"] == "timeout"
+    assert report["counts"]["kept"] == 4 and report["forced_ids"] == []
+    h.resume()
+    h.run_out()
+    assert tokens_of(h) == [LONG] * 6
+
+
+def test_on_timeout_abort_tells_whom_it_forced():
+    h = busy()
+    call = ask_later(h, mode="wait", timeout_s=10.0, on_timeout="abort")
+    h.now += 10.0
+    h.turn(3)
+    report = h.reply(call).result
+    assert report["mode"] == "abort" and report["escalated_by"] == "timeout" and report["is_paused"]
+    assert sorted(report["forced_ids"]) == [f"r{i}" for i in range(6)] and report["counts"]["aborted"] == 6
+    assert report["tokens_returned"] == sum(tokens_of(h))
+
+
+def test_on_timeout_cancel_sets_the_engine_running_again():
+    h = busy()
+    call = ask_later(h, mode="wait", timeout_s=10.0, on_timeout="cancel")
+    h.now += 10.0
+    h.turn()
+    assert h.reply(call).failure.code == "pause_timeout" and h.status()["phase"] == "running"
+    h.run_out()
+    assert tokens_of(h) == [LONG] * 6
+
+
+def test_two_callers_of_one_hold_that_time_out_together_are_both_answered():
+    h = busy()
+    first = ask_later(h, mode="wait", hold_id="x", timeout_s=10.0, on_timeout="cancel")
+    second = ask_later(h, mode="wait", hold_id="x", timeout_s=10.0, on_timeout="abort")
+    third = ask_later(h, mode="wait", hold_id="x", timeout_s=10.0, on_timeout="cancel")
+    h.now += 10.0
+    h.turn(2)
+    assert [h.reply(call).failure.code for call in (first, second, third)] == ["pause_timeout"] * 3
+    assert h.status()["phase"] == "running" and h.stream("r0").reason is None, "the hold is gone: nobody is aborted"
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_timeout_of_zero_is_enough_where_nothing_has_to_drain(mode):
+    h = busy()
+    assert h.pause(mode=mode, timeout_s=0.0, on_timeout="cancel").failure is None
+
+
+@pytest.mark.parametrize(
+    ("field", "args"),
+    [("mode", {"mode": "stop"}), ("admission", {"admission": "no"}), ("on_timeout", {"on_timeout": "wait"}),
+     ("timeout_s", {"timeout_s": -1.0}), ("timeout_s", {"timeout_s": float("nan")}), ("ttl_s", {"ttl_s": 0.0}),
+     ("hold_id", {"hold_id": ""})],
+)  # fmt: skip
+def test_a_wrong_argument_is_named_and_changes_nothing(field, args):
+    h = busy()
+    failure = h.pause(**args).failure
+    assert failure.code == "invalid_field" and failure.detail["param"] == field
+    assert h.status()["phase"] == "running" and h.status()["holds"] == []
+
+
+# --------------------------------------------------------------------------- joining and escalation
+
+
+def test_a_second_pause_joins_and_both_callers_are_answered():
+    h = busy(max_tokens=12)
+    first = ask_later(h, mode="wait")
+    second = ask_later(h, mode="wait")
+    h.turn(20)
+    assert h.reply(first).failure is None and h.reply(second).failure is None
+    assert len(h.status()["holds"]) == 2
+
+
+def test_a_stronger_pause_escalates_and_the_first_caller_is_told():
+    h = busy()
+    first = ask_later(h, mode="wait", hold_id="w")
+    second = ask_later(h, mode="abort", hold_id="z")
+    h.turn(3)
+    assert h.reply(first).failure is None
+    assert (h.reply(first).result["mode"], h.reply(first).result["escalated_by"]) == ("abort", "z")
+    assert h.reply(second).result["escalated_by"] is None and h.reply(second).result["counts"]["aborted"] == 6
+
+
+def test_a_stronger_pause_under_the_same_name_tells_the_first_caller_too():
+    h = busy()
+    first = ask_later(h, mode="wait", hold_id="x")
+    ask_later(h, mode="keep", hold_id="x")
+    h.turn(2)
+    assert h.reply(first).result["mode"] == "keep" and h.reply(first).result["escalated_by"] == "x"
+
+
+def test_abort_on_a_kept_engine_ends_the_frozen_without_leaving_paused():
+    h = busy()
+    h.pause(mode="keep")
+    before = h.runner.computed_tokens
+    report = h.pause(mode="abort").result
+    assert report["counts"]["aborted"] == 6 and report["is_paused"]
+    assert [h.stream(f"r{i}").reason for i in range(6)] == ["abort"] * 6
+    assert h.runner.computed_tokens == before and h.engine.kv.num_free == h.runner.info.num_blocks
+
+
+def test_resume_during_a_drain_answers_the_released_callers_with_the_report_so_far():
+    h = busy(max_tokens=12)
+    anonymous, named = ask_later(h, mode="wait"), ask_later(h, mode="wait", hold_id="x")
+    reply = h.resume()
+    assert reply.result["status"] == "held" and reply.result["state"] == "draining"
+    assert h.reply(anonymous).failure.code == "pause_interrupted"
+    assert h.reply(anonymous).result["status"] == "interrupted" and "counts" in h.reply(anonymous).result
+    assert h.reply(named) is None
+    h.turn(20)
+    assert h.reply(named).failure is None and h.status()["is_paused"]
+
+
+def test_pause_and_resume_in_one_breath_leave_the_engine_running():
+    h = busy(max_tokens=12)
+    call = h.call(m.PauseArgs(mode="keep"))
+    resumed = h.call(m.ResumeArgs())
+    h.turn()
+    assert h.reply(call).failure.code == "pause_interrupted" and h.reply(resumed).result["status"] == "running"
+    h.run_out()
+    assert tokens_of(h) == [12] * 6
+
+
+# --------------------------------------------------------------------------- questions and aborts while paused
+
+
+def test_a_status_query_is_answered_during_a_drain():
+    h = busy()
+    ask_later(h, mode="wait")
+    status = h.ask(m.PauseStatusArgs()).result
+    assert status["phase"] == "draining" and status["rejecting_new_requests"] and not status["is_paused"]
+    assert status["counts"] == {"running": 4, "frozen": 0, "queued": 2}
+
+
+def test_status_describes_the_holds_and_the_frozen():
+    h = busy()
+    h.pause(mode="keep", hold_id="x", ttl_s=10.0, placed_by="vllm")
+    h.now += 4
+    status = h.status()
+    assert status["counts"] == {"running": 0, "frozen": 4, "queued": 2} and status["mode"] == "keep"
+    hold = status["holds"][0]
+    assert (hold["age_s"], hold["ttl_left_s"], hold["placed_by"], hold["named"]) == (4.0, 6.0, "vllm", True)
+
+
+def test_a_client_may_abort_and_cancel_while_paused():
+    h = busy()
+    h.pause(mode="keep")
+    reply = h.ask(m.AbortArgs(["r0", "r0", "nobody"])).result
+    assert reply["aborted"] == [{"request_id": "r0", "output_token_count": len(h.stream("r0").tokens)}]
+    assert reply["not_found"] == ["nobody"] and h.stream("r0").reason == "abort"
+    h.send(m.CancelRequest("r1"))
+    h.turn()
+    assert h.stream("r1").reason is None and not h.engine.requests.get("r1")
+    assert h.status()["is_paused"]
+
+
+# --------------------------------------------------------------------------- the fence
+
+
+def test_the_reply_waits_until_every_client_has_acknowledged_every_output():
+    h = busy()
+    h.connect("b")
+    h.transport.mute.add("b")
+    call = ask_later(h, mode="keep")
+    h.turn(5)
+    assert h.reply(call) is None and h.status()["phase"] == "draining"
+    fence = [x for x in h.transport.sent["b"] if isinstance(x, m.Fence)][-1]
+    h.send(m.FenceAck(fence.fence_id - 1), "b")
+    h.turn()
+    assert h.reply(call) is None, "an old acknowledgement is none"
+    h.send(m.FenceAck(fence.fence_id), "b")
+    h.turn()
+    assert h.reply(call).failure is None
+
+
+def test_the_fence_goes_behind_the_last_output():
+    h = busy()
+    ask_later(h, mode="abort")
+    sent = h.transport.sent["a"]
+    last = max(i for i, x in enumerate(sent) if isinstance(x, m.Outputs))
+    assert [i for i, x in enumerate(sent) if isinstance(x, m.Fence)][-1] > last
+
+
+def test_a_client_that_never_acknowledges_is_given_up_after_the_bound():
+    h = busy()
+    h.connect("b")
+    h.add("of_b", [7], client="b", max_tokens=LONG)
+    h.transport.mute.add("b")
+    call = ask_later(h, mode="keep")
+    h.now += p.FENCE_TIMEOUT_S - 0.1
+    h.turn()
+    assert h.reply(call) is None
+    h.now += 0.2
+    h.turn()
+    assert h.reply(call).failure is None
+    assert isinstance(h.transport.sent["b"][-1], m.Goodbye) and not h.engine.requests.get("of_b")
+    h.add("again", [7], client="b")
+    h.turn()
+    assert isinstance(h.transport.sent["b"][-1], m.Goodbye), "it must say Hello again"
+
+
+def test_repeated_pauses_give_a_mute_client_no_more_time():
+    h = busy()
+    h.connect("b")
+    h.transport.mute.add("b")
+    calls = []
+    for _ in range(4):
+        calls.append(ask_later(h, mode="keep"))
+        h.now += 2.0
+    h.turn()
+    assert all(h.reply(call).failure is None for call in calls)
+
+
+def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
+    """An output that overtook the fence needs another one, and that one has a time of its own."""
+    h = busy()
+    h.connect("b")
+    h.transport.mute.add("b")
+    call = ask_later(h, mode="keep")
+    h.now += p.FENCE_TIMEOUT_S - 0.1
+    h.ask(m.AbortArgs(["r0"]))
+    h.now += 0.2
+    h.transport.mute.add("a")  # its acknowledgement of the next fence is still on its way
+    h.turn(2)
+    assert "a" in h.engine.delivery.clients and h.reply(call) is None
+    fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)][-1]
+    h.send(m.FenceAck(fence.fence_id))
+    h.turn()
+    assert h.reply(call).failure is None and h.status()["is_paused"]
+
+
+# --------------------------------------------------------------------------- report and tables
+
+
+def test_the_report_says_all_that_is_promised():
+    h = busy()
+    h.now += 1
+    report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
+    assert set(report) >= {
+        "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
+        "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
+    }  # fmt: skip
+    assert (report["status"], report["state"], report["scope"]) == ("paused", "paused", "engine")
+    assert report["hold"]["id"] == "x" and report["hold"]["placed_by"] == "sglang"
+
+
+def test_a_heartbeat_tells_ready_only_of_rejected_requests():
+    h = Harness(heartbeat_s=1.0)
+    beats = []
+    for args in ({"mode": "keep"}, {"mode": "abort"}):
+        h.pause(**args)
+        h.now += 1.1
+        h.turn()
+        beats.append([x for x in h.transport.sent["a"] if isinstance(x, m.Heartbeat)][-1].rejecting)
+    assert beats == [False, True]
+
+
+@pytest.mark.parametrize("phase", list(p.Phase))
+@pytest.mark.parametrize("event", list(p.Event))
+def test_an_event_that_is_not_in_the_table_raises(phase, event):
+    state = p.PauseState(effects=None, clock=lambda: 0.0)
+    state.phase = phase
+    if (phase, event) in p.TRANSITIONS:
+        state._advance(event)
+        assert state.phase is p.TRANSITIONS[phase, event]
+    else:
+        with pytest.raises(KeyError):
+            state._advance(event)
+    assert len(p.TRANSITIONS) == 7

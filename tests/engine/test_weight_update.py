@@ -1,0 +1,248 @@
+"""A weight update as the engine carries it out: staged beside steps, committed between two, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens, next_token
+from harness import Harness
+
+from fastdeploy.inter_communicator import messages as m
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("w1", "w2", "w1-recompute", "w2-recompute", "bad", "garbage"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def assert_follows_its_spans(h: Harness, request_id: str, prompt: list[int], weights: dict[int, int]) -> None:
+    """Every token is what the weights of its span's epoch say."""
+    stream, so_far = h.stream(request_id), list(prompt)
+    assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(len(stream.tokens))]
+    for token, span in zip(stream.tokens, stream.spans, strict=True):
+        assert token == next_token(so_far, weights[span.epoch], h.runner.info.vocab_size), span
+        so_far.append(token)
+
+
+@pytest.mark.parametrize("folder", ["bad", "garbage"])
+def test_a_folder_that_cannot_be_read_leaves_the_old_weights_serving(folders, folder):
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=20)
+    h.turn(3)
+    reply = h.update(folders / folder, version="v1")
+    assert reply.failure.code == "weight_update_refused"
+    assert (reply.result["version"], reply.result["epoch"]) == ("0", 0)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
+    assert h.update(folders / "w1").failure is None, "the next update may come"
+
+
+@pytest.mark.parametrize("path", ["", "/", "elsewhere", "zero\0byte"])
+def test_a_path_outside_the_allowed_roots_or_no_folder_is_refused(folders, path):
+    h = Harness(model_roots=(str(folders),))
+    name = str(folders / path) if path not in ("", "/") else path
+    failure = h.update(name).failure
+    assert failure.code == "invalid_field" and failure.detail["param"] == "model_path"
+    assert h.update(folders / "w1").failure is None
+
+
+def test_a_link_out_of_the_allowed_roots_is_refused(folders, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "w1"
+    outside.mkdir()
+    (folders / "link").symlink_to(outside)
+    h = Harness(model_roots=(str(folders),))
+    assert h.update(folders / "link").failure.code == "invalid_field"
+
+
+def test_by_default_no_path_is_allowed(folders):
+    assert Harness(model_roots=()).update(folders / "w1").failure.code == "invalid_field"
+
+
+def test_kv_must_be_keep_or_recompute(folders):
+    assert Harness().update(folders / "w1", kv="drop").failure.detail["param"] == "kv"
+
+
+def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=20)
+    h.runner.may_stage.clear()
+    first = h.call(m.UpdateWeightsArgs(str(folders / "w1")))
+    h.turn(5)
+    assert h.update(folders / "w2").failure.code == "update_in_progress"
+    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.epoch == 0
+    h.runner.may_stage.set()
+    h.turn(2)
+    assert h.reply(first).failure is None and h.runner.weights == 1
+    h.run_out()
+    assert_follows_its_spans(h, "r", [1, 2, 3], {0: 0, 1: 1})
+
+
+def test_the_label_is_a_label_and_the_epoch_counts(folders):
+    h = Harness()
+    for folder, version, label in (("w1", "same", "same"), ("w2", "same", "same"), ("w1", None, "3")):
+        result = h.update(folders / folder, version=version).result
+        assert result["version"] == label
+    assert h.engine.epoch == 3 and result["previous_version"] == "same" and result["previous_epoch"] == 2
+
+
+def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_the_new_weights(folders):
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=20)
+    h.turn(5)
+    h.pause(mode="keep")
+    result = h.update(folders / "w1", version="v1").result
+    assert result["state"] == "paused" and h.status()["is_paused"] and h.status()["version"] == "v1"
+    seen = len(h.stream("r").tokens)
+    h.resume()
+    h.run_out()
+    assert_follows_its_spans(h, "r", [1, 2, 3], {0: 0, 1: 1})
+    assert [s.epoch for s in h.stream("r").spans] == [0] * seen + [1] * (20 - seen)
+
+
+def test_every_choice_of_a_group_is_labelled(folders):
+    h = Harness()
+    h.add("g", [1, 2, 3], n=3, max_tokens=15)
+    h.turn(5)
+    h.update(folders / "w1", version="v1")
+    h.run_out()
+    for choice in range(3):
+        assert {s.version for s in h.stream("g", choice).spans} == {"0", "v1"}
+
+
+def test_kept_kv_is_not_computed_again_and_recompute_drops_it(folders):
+    """The fake runner itself refuses KV of other weights after a commit of a ...-recompute folder."""
+    computed = {}
+    for kv, folder in (("keep", "w1"), ("recompute", "w1-recompute")):
+        h = Harness()
+        h.add("r", list(range(1, 21)), max_tokens=10)
+        h.turn(4)
+        h.pause(mode="keep")
+        result = h.update(folders / folder, kv=kv).result
+        assert result["requests_in_flight"] == 1
+        assert result["tokens_to_recompute"] == (0 if kv == "keep" else 20 + 3)
+        h.resume()
+        h.run_out()
+        assert_follows_its_spans(h, "r", list(range(1, 21)), {0: 0, 1: 1})
+        assert {s.recomputed for s in h.stream("r").spans if s.epoch == 1} == {kv == "recompute"}
+        computed[kv] = h.runner.computed_tokens
+    assert computed["recompute"] == computed["keep"] + 20 + 3
+
+
+def test_no_later_request_matches_kv_of_the_old_weights(folders):
+    h = Harness()
+    prompt = list(range(1, 17))
+    h.add("before", prompt, max_tokens=4)
+    h.run_out()
+    h.update(folders / "w1")
+    h.add("after", prompt, max_tokens=4)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 0 and h.stream("after").tokens == expected_tokens(prompt, 4, weights=1)
+    h.add("again", prompt, max_tokens=4)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 15
+
+
+def test_blocks_whose_context_spans_epochs_are_never_shared(folders):
+    """Both what was there at the commit and what the request adds under the new weights."""
+    h = Harness()
+    prompt = list(range(1, 10))
+    h.add("r", prompt, max_tokens=30)
+    h.turn(4)
+    h.update(folders / "w1")
+    h.turn(12)
+    known = prompt + h.stream("r").tokens
+    h.add("curious", known, max_tokens=2)
+    h.turn(2)
+    assert h.engine.kv.hit_tokens == 0
+    h.run_out()
+    assert h.stream("curious").tokens == expected_tokens(known, 2, weights=1)
+
+
+def test_a_prompt_that_is_half_computed_at_the_commit_is_not_shared(folders):
+    h = Harness(max_num_batched_tokens=8)
+    prompt = list(range(1, 30))
+    h.add("first", prompt, max_tokens=3)
+    h.turn(2)
+    h.update(folders / "w1")
+    h.add("second", prompt, max_tokens=3)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 0
+    assert h.stream("second").tokens == expected_tokens(prompt, 3, weights=1)
+
+
+def test_a_request_whose_kv_spans_epochs_is_preempted_last_and_its_spans_say_so(folders):
+    h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
+    h.add("kept", [1, 2, 3], max_tokens=40, priority=5)
+    h.turn(4)
+    h.update(folders / "w1")
+    for i in range(3):
+        h.add(f"new{i}", [i + 4] * 8, max_tokens=30)
+    h.run_out()
+    assert h.engine.scheduler.num_preemptions > 0
+    assert h.stream("kept").finals[0].num_preempted == 0, "though it is the last in order"
+    assert not any(s.recomputed for s in h.stream("kept").spans)
+    for i in range(3):
+        assert h.stream(f"new{i}").tokens == expected_tokens([i + 4] * 8, 30, weights=1)
+        assert not any(s.recomputed for s in h.stream(f"new{i}").spans), "nothing of an earlier epoch was lost"
+
+
+def test_when_all_kv_spans_epochs_one_is_preempted_and_its_later_spans_say_recomputed(folders):
+    h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
+    for i in range(4):
+        h.add(f"r{i}", [i + 4] * 8, max_tokens=30)
+    h.turn(3)
+    h.update(folders / "w1")
+    h.run_out()
+    streams = {i: h.stream(f"r{i}") for i in range(4)}
+    assert streams[3].finals[0].num_preempted > 0 and streams[0].finals[0].num_preempted == 0
+    for i, stream in streams.items():
+        assert_follows_its_spans(h, f"r{i}", [i + 4] * 8, {0: 0, 1: 1})
+        flags = [s.recomputed for s in stream.spans]
+        assert flags == sorted(flags) and flags[-1] == (stream.finals[0].num_preempted > 0)
+        assert not any(s.recomputed for s in stream.spans if s.epoch == 0)
+
+
+def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well(folders):
+    """Preempted, or cleared by a pause, under the old weights: what was kept is the request, not its KV."""
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=12)
+    h.turn(4)
+    h.pause(mode="keep", clear_cache=True)
+    h.update(folders / "w1")
+    h.resume()
+    h.run_out()
+    assert [s.recomputed for s in h.stream("r").spans] == [s.epoch == 1 for s in h.stream("r").spans]
+
+
+def test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again(folders):
+    commits = []
+    h = Harness(lost_commit=True)
+    h.engine._on_commit = commits.append
+    h.add("r", [1, 2], max_tokens=3)
+    h.turn(3)
+    assert h.status()["is_paused"] and h.status()["holds"][0]["id"] == "republish"
+    h.resume()
+    h.turn(3)
+    assert h.stream("r").tokens == [], "no silent return to an old policy"
+    h.update(folders / "w1")
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2], 3, weights=1) and commits == [1]
+
+
+def test_publishing_weights_releases_only_the_systems_own_hold(folders):
+    h = Harness()
+    h.pause(mode="keep", hold_id="republish")
+    h.update(folders / "w1")
+    assert h.status()["is_paused"]
+
+
+def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(folders):
+    h = Harness()
+    h.connect("b")
+    h.call(m.UpdateWeightsArgs(str(folders / "w1")), "b")
+    h.turn()
+    h.transport.gone.add("b")
+    h.turn(2)
+    assert h.engine.epoch == 1
+    assert h.update(folders / "w2").failure is None

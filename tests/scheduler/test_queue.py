@@ -1,0 +1,67 @@
+"""The waiting queue against a sorted list."""
+
+from __future__ import annotations
+
+import random
+
+from fastdeploy.engine.request import Event, Group, Request
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator.messages import AddRequest
+from fastdeploy.scheduler.queue import WaitingQueue
+
+
+def make(name: str, order: tuple[int, int], started: bool = False) -> Request:
+    group = Group("a", AddRequest(name, [1], SamplingParams()))
+    group.requests = [Request(group, 0, order, 1)]
+    group.started = started
+    return group.requests[0]
+
+
+def test_it_agrees_with_a_sorted_list_whatever_happens():
+    random.seed(3)
+    queue, model = WaitingQueue(), []
+    for i in range(3000):
+        act = random.random()
+        if act < 0.5 or not model:
+            request = make(str(i), (random.randrange(3), i), started=random.random() < 0.2)
+            queue.push(request)
+            model.append(request)
+        elif act < 0.75:
+            request = model.pop(random.randrange(len(model)))
+            queue.remove(request)
+        elif act < 0.85:
+            request = min(model, key=lambda r: r.order)
+            queue.remove(request)  # admitted, and retracted: it has an old entry in the heap
+            queue.push(request)
+        else:
+            request = random.choice(model)
+            if not request.group.started:
+                queue_was = request in queue
+                request.group.started = True
+                assert queue_was
+                queue.promote(request)
+        assert len(queue) == len(model) and queue.num_started == sum(r.group.started for r in model)
+        started = [r for r in model if r.group.started]
+        assert queue.head(started_only=False) is min(model, key=lambda r: r.order, default=None)
+        assert queue.head(started_only=True) is min(started, key=lambda r: r.order, default=None)
+    queue.check_integrity()
+
+
+def test_removed_entries_do_not_pile_up_while_nobody_looks():
+    queue = WaitingQueue()
+    queue.push(make("first", (0, 0)))
+    for i in range(1, 10000):
+        request = make(str(i), (0, i))
+        queue.push(request)
+        queue.remove(request)
+    assert len(queue._heaps[False]) < 200 and len(queue) == 1
+
+
+def test_only_a_request_that_waits_may_be_queued():
+    queue, request = WaitingQueue(), make("r", (0, 1))
+    request.advance(Event.ADMIT)
+    try:
+        queue.push(request)
+    except AssertionError:
+        return
+    raise AssertionError("a running request was queued")

@@ -1,0 +1,141 @@
+"""Who runs when, who gives way, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from fake_runner import FakeRunner, expected_tokens
+from harness import Harness
+
+from fastdeploy.engine import common_engine, request
+from fastdeploy.inter_communicator import messages as m
+
+
+def test_first_come_first_served_within_a_priority_and_smaller_priorities_first():
+    h = Harness(max_num_seqs=1)
+    h.add("now", [1], max_tokens=3)
+    h.turn()
+    for name, priority in (("late", 5), ("second", 0), ("third", 0), ("urgent", -1)):
+        h.add(name, [2], priority=priority, max_tokens=2)
+    finished = []
+    for _ in range(20):
+        h.turn()
+        finished += [n for n in ("now", "late", "second", "third", "urgent") if h.stream(n).finals and n not in finished]
+    assert finished == ["now", "urgent", "second", "third", "late"]
+
+
+def test_the_last_in_order_gives_way_and_comes_back_first():
+    h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
+    for name, priority in (("a", 0), ("b", 0), ("low", 3), ("c", 0)):
+        h.add(name, [priority + 1] * 8, priority=priority, max_tokens=30)
+    h.turn(3)
+    h.add("newcomer", [9], priority=3, max_tokens=2)
+    h.run_out()
+    preempted = {name: h.stream(name).finals[0].num_preempted for name in ("a", "b", "low", "c")}
+    assert preempted["low"] > 0 and preempted["a"] == preempted["b"] == 0
+    assert h.stream("low").tokens == expected_tokens([4] * 8, 30)
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_the_decodes():
+    h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
+    h.add("decoding", [1, 2], max_tokens=30)
+    h.turn(2)
+    h.add("long", [3] * 40, max_tokens=3)
+    before = len(h.stream("decoding").tokens)
+    h.turn(4)
+    assert len(h.stream("decoding").tokens) == before + 4 and h.stream("long").tokens == []
+    assert all(plan.num_tokens <= 8 for plan in h.runner.plans)
+    h.run_out()
+    assert h.stream("long").tokens == expected_tokens([3] * 40, 3)
+
+
+def test_a_preempted_request_finds_its_own_blocks_again():
+    h = Harness(FakeRunner(num_blocks=7, block_size=4, max_model_len=28))
+    h.add("short", [1] * 8, max_tokens=8)
+    h.add("long", [2] * 8, max_tokens=16)
+    h.run_out()
+    assert h.stream("long").finals[0].num_preempted == 1 and h.engine.kv.hit_tokens == 12
+    assert h.stream("long").tokens == expected_tokens([2] * 8, 16)
+
+
+def test_without_prefix_caching_nothing_is_shared_and_a_group_does_not_wait_for_itself():
+    h = Harness(enable_prefix_caching=False)
+    h.add("g", list(range(1, 10)), n=3, max_tokens=3)
+    h.turn()
+    assert len(h.engine.scheduler.running) == 3
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 0 and h.stream("g", 2).tokens == expected_tokens(list(range(1, 10)), 3)
+
+
+def test_the_others_of_a_prompt_go_on_when_the_one_that_computes_it_is_cancelled():
+    h = Harness(max_num_batched_tokens=8)
+    h.add("first", [7] * 20, max_tokens=3)
+    h.add("second", [7] * 20, max_tokens=3)
+    h.turn()
+    h.send(m.CancelRequest("first"))
+    h.run_out()
+    assert h.stream("second").tokens == expected_tokens([7] * 20, 3)
+
+
+def test_the_step_in_flight_is_kept_short_when_prompt_tokens_are_slow():
+    """The pacer is told how long steps take; it bounds what a pause has to wait for."""
+    h = Harness(FakeRunner(num_blocks=1024, max_model_len=2000), max_num_batched_tokens=1024, max_step_ms=100.0)
+    h.runner.step_s = 1.0
+    h.add("long", [1] * 1500, max_tokens=1)
+    h.run_out()
+    sizes = [plan.num_tokens for plan in h.runner.plans]
+    assert sizes[0] == 256 and sizes[1] == 64
+
+
+class CountingRequest(request.Request):
+    """Counts every look at a request, by anybody."""
+
+    looks: Counter = Counter()
+
+    def __getattribute__(self, name):
+        CountingRequest.looks[name] += 1
+        return super().__getattribute__(name)
+
+
+def looks_of_six_steps(waiting: int, lacking: str) -> int:
+    """Four run; the others lack a place in the batch, or room for their prompts in the pool."""
+    h = Harness(FakeRunner(num_blocks=36, max_model_len=128), max_num_seqs=4 if lacking == "places" else 8)
+    for i in range(4):
+        h.add(f"r{i}", [i + 1] * 20, max_tokens=14)
+    for _ in range(4):
+        h.engine.turn(block=False)
+    for i in range(waiting):
+        h.add(f"w{i}", [5] * 100, n=1 + i % 2)
+    h.engine.turn(block=False)
+    CountingRequest.looks.clear()
+    for _ in range(6):
+        h.engine.turn(block=False)
+    looks = CountingRequest.looks.total()
+    assert len(h.engine.scheduler.waiting) == waiting + waiting // 2 and len(h.engine.scheduler.running) == 4
+    return looks
+
+
+@pytest.mark.parametrize("lacking", ["places", "room"])
+def test_what_a_step_costs_the_host_does_not_grow_with_the_number_that_waits(monkeypatch, lacking):
+    monkeypatch.setattr(common_engine, "Request", CountingRequest)
+    few, many = looks_of_six_steps(10, lacking), looks_of_six_steps(5000, lacking)
+    assert few == many > 0
+
+
+def test_ending_thousands_that_wait_costs_each_the_same(monkeypatch):
+    monkeypatch.setattr(common_engine, "Request", CountingRequest)
+    costs = []
+    for waiting in (100, 2000):
+        h = Harness(FakeRunner(num_blocks=128))
+        for i in range(waiting + 4):
+            h.add(f"r{i}", [i % 900 + 1], max_tokens=60)
+        h.engine.turn(block=False)
+        CountingRequest.looks.clear()
+        computed = h.runner.computed_tokens
+        h.send(m.Call(1, m.PauseArgs(mode="abort")))
+        h.engine.turn(block=False)
+        h.engine.turn(block=False)
+        assert h.status()["is_paused"] and h.runner.computed_tokens == computed
+        costs.append(CountingRequest.looks.total() / waiting)
+    assert costs[1] < costs[0] * 1.5
