@@ -136,7 +136,7 @@ class Witness:
         so_far = stream.add.prompt_token_ids + stream.tokens
         expected = next_token(so_far, self.weights[span.epoch], self.h.runner.info.vocab_size, banned)
         assert token == expected, f"{where}: {token} where an undisturbed run has {expected}"
-        assert not (stream.tokens and ends(sampling, stream.tokens[-1])), f"{where}: a token after the one that ended it"
+        assert not (stream.tokens and ends(sampling, stream.tokens[-1])), f"{where}: a token after the last one"
         assert at < stream.limit, f"{where}: more than max_tokens"
         stream.tokens.append(token)
         stream.epochs.append(span.epoch)

@@ -21,8 +21,15 @@ from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.pause import Admission, Counts, Mode, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.weight_update import Update, WeightUpdater
-from fastdeploy.errors import DuplicateRequest, EngineDead, EngineError, FastDeployError, InvalidField
-from fastdeploy.errors import QueueFull, RequestsRejected
+from fastdeploy.errors import (
+    DuplicateRequest,
+    EngineDead,
+    EngineError,
+    FastDeployError,
+    InvalidField,
+    QueueFull,
+    RequestsRejected,
+)
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics, Gauges
@@ -38,7 +45,7 @@ RETRY_AFTER_S = 1
 
 
 class CommonEngine:
-    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock: in
+    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock:
     seconds, for deadlines and heartbeats.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
@@ -197,15 +204,15 @@ class CommonEngine:
     def _check_admissible(self, add: m.AddRequest) -> int:
         """The door. Returns how many tokens each choice may produce; raises what the client is told."""
         if self.pause.admission is Admission.REJECT:
-            raise RequestsRejected(
-                "the engine is pausing or paused and rejects new requests", retry_after=RETRY_AFTER_S, state=self.pause.phase.value
-            )
-        if add.request_id in self.requests:
+            message = "the engine is pausing or paused and rejects new requests"
+            raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=self.pause.phase.value)
+        if self.requests.is_taken(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
         if not 1 <= add.n <= MAX_CHOICES:
             raise InvalidField("n", f"expected an integer from 1 to {MAX_CHOICES}, got {add.n}")
         if len(self.scheduler.waiting) + add.n > self.config.max_waiting:
-            raise QueueFull(f"the queue holds its maximum of {self.config.max_waiting} requests", retry_after=RETRY_AFTER_S)
+            message = f"the queue holds its maximum of {self.config.max_waiting} requests"
+            raise QueueFull(message, retry_after=RETRY_AFTER_S)
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
@@ -260,7 +267,8 @@ class CommonEngine:
         return {"aborted": aborted, "not_found": not_found}
 
     def _abort_one(self, request: Request, why: str) -> None:
-        self.scheduler.end(request, FinishReason.ABORT, why if request.num_output_tokens else f"Abort before prefill: {why}")
+        message = why if request.num_output_tokens else f"Abort before prefill: {why}"
+        self.scheduler.end(request, FinishReason.ABORT, message)
 
     def _model_info(self) -> dict[str, Any]:
         return {**self.info._asdict(), "boot_id": self.boot_id, **self.weights_label()}

@@ -348,7 +348,9 @@ class PauseState:
 
     def _new_call(self, args: PauseArgs, answer: Answer) -> PauseCall:
         mode = _choice(Mode, "mode", args.mode)
-        admission = NATIVE_ADMISSION[mode] if args.admission is None else _choice(Admission, "admission", args.admission)
+        admission = NATIVE_ADMISSION[mode]
+        if args.admission is not None:
+            admission = _choice(Admission, "admission", args.admission)
         on_timeout = args.on_timeout or ("abort" if mode is Mode.ABORT else "keep")
         if on_timeout not in ("keep", "abort", "cancel"):
             raise InvalidField("on_timeout", f"expected keep, abort or cancel, got {on_timeout!r}")
@@ -362,9 +364,7 @@ class PauseState:
         clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
         hold = self._hold_for(args, mode, admission, clear_cache, now)
         hold.expires_at = None if args.ttl_s is None else now + args.ttl_s
-        return PauseCall(
-            hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer
-        )
+        return PauseCall(hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer)
 
     def _hold_for(self, args: PauseArgs, mode: Mode, admission: Admission, clear_cache: bool, now: float) -> Hold:
         """A new hold, or the standing one of that name made at least as strong."""

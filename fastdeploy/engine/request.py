@@ -121,7 +121,8 @@ class Request:
         return Span(version=version, epoch=epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
 
     def __repr__(self) -> str:
-        return f"<Request {self.key} {self.state.value} {self.num_computed}/{self.num_tokens} blocks={len(self.blocks)}>"
+        computed = f"{self.num_computed}/{self.num_tokens}"
+        return f"<Request {self.key} {self.state.value} {computed} blocks={len(self.blocks)}>"
 
 
 class Group:
@@ -147,9 +148,6 @@ class RequestTable:
         self._groups: dict[str, Group] = {}
         self._by_client_id: dict[str, list[Group]] = {}
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._groups
-
     def __len__(self) -> int:
         return len(self._groups)
 
@@ -162,6 +160,11 @@ class RequestTable:
         """The choices still in the engine; empty for an unknown id."""
         group = self._groups.get(request_id)
         return list(group.requests) if group else []
+
+    def is_taken(self, add: AddRequest) -> bool:
+        """Its id, or the one that its client knows it by, is another's; members of a group share the latter."""
+        also = self._groups if add.group else self._by_client_id
+        return add.request_id in self._groups or (add.group or add.request_id) in also
 
     def known_as(self, client_id: str) -> list[Request]:
         """All that the client means by this id, which may be several requests."""

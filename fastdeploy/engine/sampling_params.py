@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
             ("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
             ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
         ):
             if not ok:
                 raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")

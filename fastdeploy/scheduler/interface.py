@@ -61,7 +61,7 @@ class Sampled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of the step."""
+    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of it."""
 
     step_id: int
     sampled: list[Sampled | None]

@@ -146,7 +146,8 @@ def test_eos_and_stop_ids_end_a_request_but_not_before_min_tokens():
     h.add("min", [1, 2], max_tokens=40, min_tokens=20, ignore_eos=False, stop_token_ids=(3,))
     h.run_out()
     eos, stop, late = h.stream("eos"), h.stream("stop"), h.stream("min")
-    assert eos.tokens[-1] == 0 and eos.reason == "stop" and eos.finals[0].stop_reason is None and 0 not in eos.tokens[:-1]
+    assert eos.tokens[-1] == 0 and eos.reason == "stop" and eos.finals[0].stop_reason is None
+    assert 0 not in eos.tokens[:-1]
     assert h.stream("ignored").reason == "length" and 0 in h.stream("ignored").tokens
     assert stop.tokens[-1] == 3 and stop.finals[0].stop_reason == 3 and 3 not in stop.tokens[:-1]
     assert len(late.tokens) > 20 and not {0, 3} & set(late.tokens[:20])
@@ -210,6 +211,14 @@ def test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards(
     h.add("r", [9], max_tokens=4)
     h.run_out()
     assert h.stream("r").tokens == expected_tokens([9], 4)
+
+
+def test_an_id_that_a_group_is_known_by_is_taken_too():
+    h = Harness()
+    for name, group in (("g-0", "g"), ("g-1", "g"), ("g", ""), ("s", ""), ("s-0", "s")):
+        h.add(name, [1, 2], group=group)
+    h.turn()
+    assert [n for n in ("g-0", "g-1", "g", "s", "s-0") if h.rejected(n)] == ["g", "s-0"]
 
 
 @pytest.mark.parametrize(("field", "prompt", "n"), [("prompt", [], 1), ("prompt", [1] * 128, 1), ("prompt", [-1], 1),

@@ -193,7 +193,9 @@ def test_an_anonymous_resume_leaves_named_and_system_holds_standing():
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="trainer")
     reply = h.resume().result
-    assert reply["status"] == "held" and reply["still_held_by"] == ["republish", "trainer"] and len(reply["released"]) == 1
+    assert (
+        reply["status"] == "held" and reply["still_held_by"] == ["republish", "trainer"] and len(reply["released"]) == 1
+    )
     assert h.status()["is_paused"]
     assert h.resume("trainer").result["still_held_by"] == ["republish"]
     assert h.resume("republish").result["status"] == "running", "an operator may release it by its name"

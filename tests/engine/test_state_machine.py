@@ -15,7 +15,7 @@ from harness import Harness
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from witness import Witness
+from witness import Expected, Witness
 
 from fastdeploy.engine.pause import Mode, Phase
 from fastdeploy.engine.sampling_params import SamplingParams
@@ -65,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine, self.pause = self.h.engine, self.h.engine.pause
         self.witness = Witness(self.h)
         self.clients = ["a"]
+        self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.update: tuple[str, str | None] | None = None  # folder and version
 
     # ---------------------------------------------------------------- clients
@@ -72,6 +73,8 @@ class EngineMachine(RuleBasedStateMachine):
     def call(self, args: m.Args, client: str) -> int:
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
+        if isinstance(args, m.PauseArgs) and args.mode == "abort":
+            self.doomed[call_id] = [stream for stream in self.witness.streams.values() if stream.open]
         return call_id
 
     def live_clients(self) -> list[str]:
@@ -172,6 +175,23 @@ class EngineMachine(RuleBasedStateMachine):
     def resume(self, data, hold_id):
         self.call(m.ResumeArgs(hold_id), self.some_client(data))
 
+    @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained)
+    @rule(data=st.data())
+    def wait_takes_over_from_keep(self, data):
+        self.call(m.PauseArgs("wait", hold_id="z"), self.some_client(data))
+        for hold in list(self.pause.holds.values()):
+            self.call(m.ResumeArgs(hold.id), self.some_client(data))
+        self.step()
+        self.step()
+
+    @precondition(lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained)
+    @rule(data=st.data(), on_timeout=st.sampled_from([None, "abort", "cancel"]), hold_id=HOLDS)
+    def a_drain_times_out(self, data, on_timeout, hold_id):
+        self.call(m.PauseArgs("wait", timeout_s=1.0, on_timeout=on_timeout, hold_id=hold_id), self.some_client(data))
+        self.step()
+        self.h.now += 1.5
+        self.step()
+
     @rule(data=st.data(), args=st.sampled_from([m.PauseStatusArgs(), m.MetricsArgs(), m.ModelInfoArgs()]))
     def ask(self, data, args):
         call_id = self.call(args, client := self.some_client(data))
@@ -209,18 +229,25 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 1.5, 6.0, 30.0]))
     def time_passes(self, seconds):
         self.h.now += seconds
+        if seconds > self.engine.config.heartbeat_s:
+            self.step()
+            self.step()
+            assert not any(r.group.client in self.witness.dropped for r in self.engine.requests), "nobody wants it"
 
     @precondition(lambda self: self.engine.scheduler.has_work(self.pause.gate))
-    @rule(sure=st.integers(0, 5))
-    def worker_dies(self, sure):
+    @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
+    def worker_dies(self, data, sure, draining):
         """Rarely. The loop answers everything that is open, once, and ends; another engine takes over."""
         self.let_staging_end()
+        if draining and not sure:
+            self.call(m.PauseArgs("wait"), self.some_client(data))
         self.step()
         if sure or not self.engine.scheduler.has_work(self.pause.gate):
             return
         self.h.runner.fail_next = True
         with pytest.raises(EngineError):
             self.engine.run()
+        event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert self.pause.unanswered == 0 and not self.engine.weights.busy
@@ -258,8 +285,10 @@ class EngineMachine(RuleBasedStateMachine):
                 if code is None:
                     assert reply.result["is_paused"] and reply.result["rejecting_new_requests"]
                     self.assert_everything_is_delivered()
+                    assert not any(s.open for s in self.doomed.get(reply.call_id, [])), "not aborted"
                 if code == "pause_timeout":
                     assert args.on_timeout == "cancel" or args.hold_id is not None
+                    assert reply.result["hold"]["id"] not in self.pause.holds, "it failed, and yet it holds"
             case m.UpdateWeightsArgs():
                 event(f"update: {code}")
                 assert code in (None, "weight_update_refused", "update_in_progress"), reply
@@ -287,7 +316,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
         assert not pause.is_paused or pause.rejecting_new_requests
         assert pause.unanswered == 0 or pause.holds
-        assert pause.mode is None or pause.mode is Mode.WAIT or not self.engine.scheduler.has_work(pause.gate)
+        may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
+        assert may_run or not self.engine.scheduler.has_work(pause.gate)
         self.engine.check_integrity()
 
     # ---------------------------------------------------------------- the end

@@ -21,7 +21,9 @@ def test_first_come_first_served_within_a_priority_and_smaller_priorities_first(
     finished = []
     for _ in range(20):
         h.turn()
-        finished += [n for n in ("now", "late", "second", "third", "urgent") if h.stream(n).finals and n not in finished]
+        finished += [
+            n for n in ("now", "late", "second", "third", "urgent") if h.stream(n).finals and n not in finished
+        ]
     assert finished == ["now", "urgent", "second", "third", "late"]
 
 
