@@ -60,7 +60,9 @@ void fd_set_bias(Weight* w, const float* bias, int64_t first, int64_t n) {
   std::memcpy(w->bias + first, bias, static_cast<size_t>(n) * 4);
 }
 
-int fd_linear(const float* x, int64_t m, const Weight* w, float* out) { return FD_MATRIX(w->bf16, linear, x, m, *w, out); }
+int fd_linear(const float* x, int64_t m, const Weight* w, float* out) {
+  return FD_MATRIX(w->bf16, linear, x, m, *w, out);
+}
 
 int fd_gated_linear(const float* x, int64_t m, const Weight* w, float* out) {
   return FD_MATRIX(w->bf16, gated_linear, x, m, *w, out);

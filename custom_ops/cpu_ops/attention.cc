@@ -1,5 +1,5 @@
-// Attention over the paged cache with vector FMA, and the preparation (norm, rotation, cache write) that the AMX version
-// shares. Compiled once per instruction set.
+// Attention over the paged cache with vector FMA, and the preparation (norm, rotation, cache write) that the AMX
+// version shares. Compiled once per instruction set.
 #include "attention.h"
 
 #include <cmath>
@@ -54,7 +54,8 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
 }
 
 // Writes one head's key and value into their slot. Keys are scattered (the slot is the fast axis, see kernels.h).
-void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key, const float* value) {
+void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
+                const float* value) {
   const int64_t dim = cache.head_dim, padded = cache.dim_padded;
   const int64_t unit = slot / 16 * 16 * padded;
   if (!cache.bf16) {

@@ -11,8 +11,8 @@
 namespace fd {
 namespace FD_ISA {
 
-// Keys are taken in blocks of 64 from position 0, whatever the query: the softmax of a row is updated in the same order in
-// a decode step and in any cut of a prefill. Blocks beyond a row's own position change nothing: they add exact zeros.
+// Keys are taken in blocks of 64 from position 0, whatever the query: the softmax of a row is updated in the same
+// order in a decode step and in any cut of a prefill. Blocks beyond a row's own position add exact zeros.
 constexpr int64_t kKeyBlock = 64;
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
 constexpr int64_t kQueryRows = 32;

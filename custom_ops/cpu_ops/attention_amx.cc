@@ -43,7 +43,8 @@ struct alignas(64) Workspace {
 };
 
 // scores[32][64] for `units` x 16 keys.
-void score_block(const uint16_t* query, int64_t padded, const uint16_t* const* keys, int64_t units, bool two, float* scores) {
+void score_block(const uint16_t* query, int64_t padded, const uint16_t* const* keys, int64_t units, bool two,
+                 float* scores) {
   for (int64_t u = 0; u < units; u += 2) {
     const bool pair = u + 1 < units;
     _tile_zero(0);
@@ -75,8 +76,8 @@ void score_block(const uint16_t* query, int64_t padded, const uint16_t* const* k
 }
 
 // product[32][Dp] = probabilities[32][32 * groups] @ values.
-void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, int64_t groups, int64_t padded, bool two,
-                  float* product) {
+void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, int64_t groups, int64_t padded,
+                  bool two, float* product) {
   for (int64_t d = 0; d < padded; d += 32) {
     _tile_zero(0);
     _tile_zero(1);
@@ -116,9 +117,10 @@ inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
   return _mm512_maskz_scalef_ps(not_tiny, p, n);
 }
 
-// Online softmax over one key block, in powers of 2. Row r sees the first start + r / group + 1 of its keys, `start` being
-// relative to the block (and so perhaps negative). `scale` includes log2(e).
-void softmax_block(Workspace& work, int rows, int64_t units, int64_t start, int64_t group, int64_t first_row, float scale) {
+// Online softmax over one key block, in powers of 2. Row r sees the first start + (first_row + r) / group + 1 of its
+// keys, `start` being relative to the block (and so perhaps negative). `scale` includes log2(e).
+void softmax_block(Workspace& work, int rows, int64_t units, int64_t start, int64_t group, int64_t first_row,
+                   float scale) {
   const __m512 factor = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-INFINITY);
   alignas(64) float best[kQueryRows] = {};
   __mmask16 seen[kQueryRows][kKeyBlock / 16];

@@ -6,8 +6,8 @@
 // into blocks stores and reloads float32 accumulators, which changes no bit.
 //
 // Throughput: one TDPBF16PS per 16 cycles, latency 52, so four accumulators keep the unit busy: a 2 x 2 block uses all
-// eight tiles (4 accumulators, 2 left, 2 right). Below some 256 rows the weights' way from memory is what takes time: they are
-// read once, in order, and prefetched to L2 by the very loop that multiplies.
+// eight tiles (4 accumulators, 2 left, 2 right). Below some 256 rows the way of the weights from memory is what takes
+// time: they are read once, in order, and prefetched to L2 by the very loop that multiplies.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -25,7 +25,8 @@ namespace {
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileFloats = 256;
 constexpr int64_t kStrip = 32;  // rows of a 2 x 2 block
-constexpr int64_t kPrefetchSteps = 8;
+// How far ahead weights are fetched when memory is the bound: 4 KiB, about what one core's memory latency is worth.
+constexpr int64_t kPrefetchSteps = 2;
 
 // Rows of x whose bfloat16 copy, cut to a block of K, shares L2 (2 MiB on every AMX core so far) with the weights that
 // stream past.
@@ -52,9 +53,9 @@ void configure_tiles(int rows) {
 // x in left-tile order, [row tile][k tile][rows][32]; rows = min(m, 16), the last row tile padded with zeros.
 struct Input {
   const char* data;
-  int64_t rows;        // of a tile
+  int64_t rows;  // of a tile
   int64_t k_tiles;
-  int64_t step;        // bytes from one k tile to the next
+  int64_t step;  // bytes from one k tile to the next
   const char* tile(int64_t row_tile, int64_t k_tile) const { return data + (row_tile * k_tiles + k_tile) * step; }
 };
 
@@ -216,7 +217,8 @@ void run_pairs(const Input& input, const Weight& w, const Pass& pass, int64_t pa
         const int64_t half = steps * 16;
         run([&](int64_t) {
           for (int64_t l = 0; l < lines; ++l, ++line) {
-            if (line < 2 * half) _mm_prefetch(line < half ? next0 + line * 64 : next1 + (line - half) * 64, _MM_HINT_T1);
+            if (line >= 2 * half) break;
+            _mm_prefetch(line < half ? next0 + line * 64 : next1 + (line - half) * 64, _MM_HINT_T1);
           }
           pending.finish_rows(rows_per_step, finish);
         });
@@ -256,8 +258,8 @@ void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Ti
   }
 }
 
-// Results too large to still be in a cache when the next op reads them are written past it: an ordinary store would first
-// read the line it overwrites. Needs rows of whole, aligned cache lines.
+// Results too large to still be in a cache when the next op reads them are written past it: an ordinary store would
+// first read the line it overwrites. Needs rows of whole, aligned cache lines.
 bool write_past_cache(const float* out, int64_t m, int64_t n) {
   constexpr int64_t kLarge = int64_t{4} << 20;
   return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;

@@ -1,8 +1,8 @@
 // Sampling and log probabilities over the vocabulary, without sorting it. Compiled once per instruction set.
 //
-// What top-k, top-p and min-p keep is always "the best tokens down to some (logit, id)", best first, lowest id first among equals.
-// So each filter moves one boundary, found by selection among a few candidates near the maximum; then one pass in id
-// order draws. Logits are compared as they are; only masses go through exp.
+// What top-k, top-p and min-p keep is always "the best tokens down to some (logit, id)", best first, and the lowest id
+// first among equals. So each filter moves one boundary, found by selection among a few candidates near the maximum;
+// then one pass in id order draws. Logits are compared as they are; only masses go through exp.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -88,7 +88,7 @@ double block_mass(const Row& row, int64_t from, Candidate boundary) {
 
 // Depths below the maximum, in units of temperature, at which the candidates of a selection may be cut.
 constexpr int kDepths = 8;
-constexpr float kDepth_[kDepths] = {1, 2, 4, 6, 9, 13, 20, 40};
+constexpr float kDepthUnits[kDepths] = {1, 2, 4, 6, 9, 13, 20, 40};
 
 struct Histogram {
   int64_t count[kDepths + 1];
@@ -98,7 +98,7 @@ struct Histogram {
 
 Histogram histogram(const Row& row) {
   Histogram h = {};
-  for (int d = 0; d < kDepths; ++d) h.floor[d] = row.best - kDepth_[d] / row.inverse_temperature;
+  for (int d = 0; d < kDepths; ++d) h.floor[d] = row.best - kDepthUnits[d] / row.inverse_temperature;
   h.floor[kDepths] = -INFINITY;
   for (int64_t from = 0; from < row.n; from += kBlock) {
     F16 sums[kDepths + 1];
@@ -262,8 +262,9 @@ void sample(const float* logits, int64_t rows, int64_t vocab, const float* tempe
       const float* x = logits + r * vocab;
       const Candidate best = argmax(x, vocab);
       out[r] = best.id;
-      if (temperature[r] <= 0.0f || !std::isfinite(best.logit)) continue;
-      const Row row = {x, vocab, best.logit, 1.0f / temperature[r]};
+      const float inverse = 1.0f / temperature[r];  // infinite for 0, and for what is as good as 0
+      if (!std::isfinite(inverse) || !std::isfinite(best.logit)) continue;
+      const Row row = {x, vocab, best.logit, inverse};
       out[r] = draw(row, find_boundary(row, top_k[r], top_p[r], min_p[r]), uniform[r], best.id);
     }
   });
@@ -283,7 +284,7 @@ void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* i
       chosen[r] = logprob(x[ids[r]]);
       if (top == 0) continue;
       // A short list, best first; a vector of logits is looked at only if one of them beats the list's last.
-      Candidate* list = static_cast<Candidate*>(scratch(kScratchTask, static_cast<size_t>(top + 1) * sizeof(Candidate)));
+      auto* list = static_cast<Candidate*>(scratch(kScratchTask, static_cast<size_t>(top) * sizeof(Candidate)));
       int64_t size = 0;
       float floor = -INFINITY;
       for (int64_t i = 0; i < vocab; i += 16) {

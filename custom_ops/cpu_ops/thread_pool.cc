@@ -92,7 +92,8 @@ class Pool {
     grain_ = static_cast<uint32_t>(grain);
     const int64_t pieces = (n + grain - 1) / grain;
     for (int64_t t = 0; t < threads; ++t) {
-      const int64_t lo = std::min(n, pieces * t / threads * grain), hi = std::min(n, pieces * (t + 1) / threads * grain);
+      const int64_t lo = std::min(n, pieces * t / threads * grain);
+      const int64_t hi = std::min(n, pieces * (t + 1) / threads * grain);
       shares_[t].bounds.store(Share::pack(lo, hi), std::memory_order_relaxed);
     }
     gate_.store(kOpen, std::memory_order_release);

@@ -185,9 +185,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
 
     @precondition(lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained)
-    @rule(data=st.data(), on_timeout=st.sampled_from([None, "abort", "cancel"]), hold_id=HOLDS)
-    def a_drain_times_out(self, data, on_timeout, hold_id):
-        self.call(m.PauseArgs("wait", timeout_s=1.0, on_timeout=on_timeout, hold_id=hold_id), self.some_client(data))
+    @rule(
+        data=st.data(), on_timeout=st.sampled_from([None, "abort", "cancel"]), hold_id=HOLDS, callers=st.integers(1, 2)
+    )
+    def a_drain_times_out(self, data, on_timeout, hold_id, callers):
+        args = m.PauseArgs("wait", timeout_s=1.0, on_timeout=on_timeout, hold_id=hold_id)
+        for _ in range(callers):
+            self.call(args, self.some_client(data))
         self.step()
         self.h.now += 1.5
         self.step()
@@ -292,6 +296,9 @@ class EngineMachine(RuleBasedStateMachine):
             case m.UpdateWeightsArgs():
                 event(f"update: {code}")
                 assert code in (None, "weight_update_refused", "update_in_progress"), reply
+            case m.ResumeArgs(hold_id):
+                released = set(reply.result["released"])
+                assert code is None and released <= {hold_id} if hold_id else not released & {"x", "y", "z"}, reply
             case _:
                 assert code is None, reply
 

@@ -7,6 +7,7 @@ the most that may be used; default: what the machine has).
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -82,7 +83,10 @@ class _AttentionArgs(ctypes.Structure):
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
     """Load the shared library and declare its functions. Raises OSError if it is not there, does not load or finds no
-    instruction set that it can use."""
+    instruction set that it can use, ValueError if FASTDEPLOY_CPU_ISA names none."""
+    wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
+    if wanted is not None and wanted not in ISA_NAMES[1:]:
+        raise ValueError(f"FASTDEPLOY_CPU_ISA: expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

@@ -116,6 +116,12 @@ def test_the_environment_caps_instruction_set_and_threads():
     assert "ops avx2 3" in out
 
 
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_CPU_ISA", "sse9")
+    with pytest.raises(ValueError, match="FASTDEPLOY_CPU_ISA.*sse9"):
+        cpu.load_library()
+
+
 def test_packing_beside_a_running_op_disturbs_neither(rng):
     """The stage of a weight update packs on a thread of its own while the loop thread computes."""
     ops = CpuOps("bfloat16")

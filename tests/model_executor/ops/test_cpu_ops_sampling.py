@@ -39,6 +39,14 @@ def test_greedy_takes_the_lowest_of_the_best(ops, rng, vocab):
     np.testing.assert_array_equal(drawn, logits.argmax(1))
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_a_tiny_temperature_is_greedy(ops, rng, temperature):
+    logits = rng.standard_normal((20, 1000)).astype(np.float32)
+    for filters in FILTERS:
+        drawn = ops.sample(paddle.to_tensor(logits), make_batch(20, temperature, *filters, rng.random(20)))
+        np.testing.assert_array_equal(drawn, logits.argmax(1))
+
+
 @pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_draws_agree_with_the_reference(ops, reference, rng, top_k, top_p, min_p, temperature):
