@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """How far the C++ CPU ops are from what this machine can do, on the shape of q05 (Qwen2.5-0.5B).
 
-    python benchmarks/ops.py [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
+    python -m benchmarks.ops [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
 
-First the roofline: the read bandwidth of all threads (a plain vector reader) and, with AMX, the tile peak. Then every
-linear of a step, for several numbers of rows, on weights of all layers (so that none stays in a cache); attention, norms
-and sampling. Repeats are interleaved with the roofline and the median is told, with the best beside it: a noisy
-neighbour shows as a large gap between the two.
+The roofline (with AMX): the read bandwidth of all threads, by a plain vector reader, and the tile peak, in registers.
+Then every linear of a step, for several numbers of rows, on the weights of all layers (so that none stays in a cache);
+attention, norms and sampling. Repeats are interleaved with the roofline's; the median is told and the best beside it: a
+noisy neighbour shows as a large gap between the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
-MAX_LEN, BLOCK = 2048, 64
+MAX_LEN, BLOCK = 2048, 16
+PEAK_ROUNDS = 2000
 
 
 class Timing(NamedTuple):
@@ -38,10 +39,10 @@ class Timing(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """bytes per second, operations per second (None without AMX)."""
+    """Bytes per second, floating-point operations per second."""
 
     read: float
-    peak: float | None
+    peak: float
 
 
 def time_once(call: Callable[[], object]) -> float:
@@ -98,21 +99,23 @@ class Model:
 
 
 def roofline_calls(ops: CpuOps, weight: PackedLinear) -> dict[str, Callable[[], object]]:
-    """What measure() needs for the roofline; a probe that this CPU lacks is left out."""
+    """What ``measure`` needs for the roofline; nothing without AMX, which the probes are written for."""
     if ops.isa != "amx":
         return {}
-    return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(2000)}
+    return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(PEAK_ROUNDS)}
+
+
+def read_roofline(ops: CpuOps, weight: PackedLinear, timings: dict[str, Timing]) -> Roofline | None:
+    if "read" not in timings:
+        return None
+    return Roofline(weight.nbytes / timings["read"].best, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].best)
 
 
 def report_linears(model: Model, rows: int, repeats: int) -> dict:
     calls = model.calls(rows)
     probes = roofline_calls(model.ops, model.head[0])
     timings = measure({**probes, **{name: call for name, (call, _) in calls.items()}}, repeats)
-    roofline = (
-        Roofline(model.head[0].nbytes / timings["read"].best, model.ops.probe_peak(2000) / timings["peak"].best)
-        if probes
-        else None
-    )
+    roofline = read_roofline(model.ops, model.head[0], timings)
     result: dict = {"rows": rows}
     total, total_bytes, operations = 0.0, 0, 0
     for name, (_, weights) in calls.items():
@@ -126,12 +129,13 @@ def report_linears(model: Model, rows: int, repeats: int) -> dict:
 
 
 def line(label: str, timing: Timing, size: int, work: int, roofline: Roofline | None) -> dict:
+    """Print one line about reading ``size`` bytes and doing ``work`` operations; returns it as a dict."""
     rate, speed = size / timing.median, work / timing.median
-    text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
+    text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})"
+    text += f"  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
     if roofline is not None:
         text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
-        if roofline.peak is not None:
-            text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
+        text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
     print(text, flush=True)
     return {
         "ms": timing.median * 1e3,

@@ -87,8 +87,8 @@ double block_mass(const Row& row, int64_t from, Candidate boundary) {
 }
 
 // Depths below the maximum, in units of temperature, at which the candidates of a selection may be cut.
-constexpr int kDepths = 8;
-constexpr float kDepthUnits[kDepths] = {1, 2, 4, 6, 9, 13, 20, 40};
+constexpr int kDepths = 12;
+constexpr float kDepthUnits[kDepths] = {0.5f, 1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 40};
 
 struct Histogram {
   int64_t count[kDepths + 1];
@@ -122,14 +122,15 @@ Histogram histogram(const Row& row) {
   return h;
 }
 
-int64_t collect(const Row& row, float floor, Candidate* out) {
+// All tokens with floor <= logit < ceiling.
+int64_t collect(const Row& row, float floor, float ceiling, Candidate* out) {
   int64_t found = 0;
   for (int64_t i = 0; i < row.n; i += 16) {
     int count;
     const F16 logits = load_logits(row.x, i, row.n, &count);
-    Mask above = greater_equal(logits, set1(floor)) & ((1u << count) - 1);
-    for (; above != 0; above &= above - 1) {
-      const int64_t id = i + __builtin_ctz(above);
+    Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits) & ((1u << count) - 1);
+    for (; inside != 0; inside &= inside - 1) {
+      const int64_t id = i + __builtin_ctz(inside);
       out[found++] = {row.x[id], static_cast<int32_t>(id)};
     }
   }
@@ -207,17 +208,23 @@ Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p)
       // A margin for the order of summation; the whole row always suffices.
       while (depth < kDepths && h.mass[depth] < top_p * h.mass[kDepths] * (1 + 1e-6)) ++depth;
     }
+    // With one filter the boundary lies between two depths; with both, top-p needs all that top-k kept.
+    const int above = use_k && use_p ? -1 : depth - 1;
+    const int64_t count_above = above < 0 ? 0 : h.count[above];
+    const double mass_above = above < 0 ? 0 : h.mass[above];
+    const float ceiling = above < 0 ? INFINITY : h.floor[above];
     auto* list = static_cast<Candidate*>(
-        scratch(kScratchTask, static_cast<size_t>(std::max<int64_t>(h.count[depth], 1)) * sizeof(Candidate)));
-    int64_t size = collect(row, h.floor[depth], list);
+        scratch(kScratchTask, static_cast<size_t>(h.count[depth] - count_above + 1) * sizeof(Candidate)));
+    int64_t size = collect(row, h.floor[depth], ceiling, list);
     double total = h.mass[kDepths];
-    if (use_k && size >= top_k) {
-      select_best(list, list + size, top_k);
-      boundary = list[top_k - 1];
-      size = top_k;
+    const int64_t rank = top_k - count_above;
+    if (use_k && size >= rank) {
+      select_best(list, list + size, rank);
+      boundary = list[rank - 1];
+      size = rank;
       total = mass_of(row, list, list + size);
     }
-    if (use_p && size > 0) boundary = reach_mass(row, list, list + size, top_p * total);
+    if (use_p && size > 0) boundary = reach_mass(row, list, list + size, top_p * total - mass_above);
   }
   if (min_p > 0.0f) {
     const Candidate floor = {row.best + std::log(min_p) / row.inverse_temperature, static_cast<int32_t>(row.n)};

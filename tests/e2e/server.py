@@ -165,6 +165,10 @@ class Server:
     def post(self, path: str, body: Any = None, timeout: float = 90.0) -> Reply:
         return self.request("POST", path, body, timeout)
 
+    def finished(self, reason: str) -> int:
+        """Sequences that ended for ``reason`` since the engine started."""
+        return int(self.metric(f'request_finished_total{{reason="{reason}"}}'))
+
     def metric(self, name: str) -> float:
         for line in self.get("/metrics").body.decode().splitlines():
             if line.startswith(f"fastdeploy:{name} "):

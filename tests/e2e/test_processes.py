@@ -94,6 +94,7 @@ def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_se
     until(lambda: victim not in server.api_pids and len(server.api_pids) == 2, 30, "a new API server")
     broken = [s for s in streams if s.ended.wait(2) and not s.finals]
     until(lambda: server.metric("num_requests_running") == 4 - len(broken), 20, "its requests are reaped")
+    assert broken and server.finished("abort") == len(broken) and server.finished("length") == 0
     server.post("/v1/abort_requests", {"abort_all": True})
     for stream in streams:
         stream.wait_end(20)
@@ -123,6 +124,7 @@ def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
     pause.wait(20)
     assert pause.reply.result["is_paused"]
     assert server.metric("num_requests_running") == 0
+    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
     server.post("/v1/resume")
 
 
@@ -139,6 +141,7 @@ def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(start_server)
     client.kill()
     client.wait()
     until(lambda: server.metric("num_requests_running") == 0, 10, "it is cancelled")
+    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
 
 
 def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(start_server):

@@ -374,8 +374,9 @@ def explore(folder, caplog, examples: int, steps: int) -> None:
     run_state_machine_as_test(lambda: EngineMachine(folder), settings=profile)
 
 
+@pytest.mark.timeout(600)
 def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=350, steps=60)
+    explore(tmp_path, caplog, examples=600, steps=60)
 
 
 @pytest.mark.slow
