@@ -10,7 +10,6 @@ import threading
 import uuid
 
 from fake_engine_server import FakeEngine, reply_with
-
 from fastdeploy.config import EngineConfig, from_json
 from fastdeploy.engine.main import REFUSED, Lifeline
 from fastdeploy.inter_communicator import ipc_dir

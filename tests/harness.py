@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from itertools import count
 
 from fake_runner import FakeRunner
-
 from fastdeploy.config import EngineConfig
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.engine.sampling_params import SamplingParams

@@ -83,8 +83,10 @@ def test_messages_import_nothing_of_ours_but_sampling_params():
 @pytest.mark.parametrize("path", sorted((PACKAGE / "entrypoints" / "openai").glob("*.py")), ids=lambda p: p.name)
 def test_the_http_side_reaches_the_engine_only_through_its_client(path):
     for target in imports_of(path):
-        assert under(target, "entrypoints") or target in ("engine.client", "engine.request_stream") or any(
-            under(target, x) for x in SHARED
+        assert (
+            under(target, "entrypoints")
+            or target in ("engine.client", "engine.request_stream")
+            or any(under(target, x) for x in SHARED)
         ), f"{path.name} imports {target}"
 
 

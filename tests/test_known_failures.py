@@ -41,11 +41,11 @@ import re
 from pathlib import Path
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
-from harness import Harness
 
+from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine.pause import FENCE_TIMEOUT_S
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fake_runner import EOS, next_token
-from harness import Harness
-
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
 
 
 @dataclass

@@ -16,8 +16,8 @@ from fastdeploy.engine.sampling_params import SamplingParams
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled by weights (version, epoch).
 
-    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or an
-    update with kv=recompute) and rebuilt under the weights of a later one.
+    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or
+    an update with kv=recompute) and rebuilt under the weights of a later one.
     """
 
     version: str

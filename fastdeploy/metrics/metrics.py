@@ -48,7 +48,9 @@ class EngineMetrics:
         self.epoch = make(Gauge, "weight_epoch", "Commits of weights since start")
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
-        self.finished = make(Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",))
+        self.finished = make(
+            Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",)
+        )
         self.ttft = make(Histogram, "time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
         self.tpot = make(Histogram, "time_per_output_token_seconds", "Gap between tokens", buckets=_SECONDS)
         self.e2e = make(Histogram, "e2e_request_latency_seconds", "Arrival to last token", buckets=_SECONDS)

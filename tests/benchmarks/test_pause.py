@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_pause_server import FakeServer
 
 from benchmarks.lib.server import free_port
+from fake_pause_server import FakeServer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = ["--streams", "7", "--running", "3", "--prompt-tokens", "8", "--wait-tokens", "60"]

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from e2e.server import Server
 
 SMALL = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048")

@@ -6,8 +6,8 @@ import concurrent.futures
 
 import openai
 import pytest
-from e2e.server import until
 
+from e2e.server import until
 from fastdeploy.embedded.arithmetic import problems
 
 
@@ -56,7 +56,9 @@ def test_completion_with_token_ids_in_and_out(client, model):
 
 def test_n_choices_differ_by_seed_and_repeat_by_seed(client, model, question):
     def ask(seed):
-        reply = client.completions.create(model=model, prompt=question.prompt, n=4, temperature=1.5, seed=seed, max_tokens=24)
+        reply = client.completions.create(
+            model=model, prompt=question.prompt, n=4, temperature=1.5, seed=seed, max_tokens=24
+        )
         assert [c.index for c in reply.choices] == [0, 1, 2, 3]
         return [c.text for c in reply.choices]
 
@@ -65,7 +67,7 @@ def test_n_choices_differ_by_seed_and_repeat_by_seed(client, model, question):
 
 
 def test_a_stop_string_cuts_text_ids_and_logprobs_at_the_same_place(client, model, question):
-    ask = dict(model=model, prompt=question.prompt, temperature=0, max_tokens=60, logprobs=0)
+    ask = {"model": model, "prompt": question.prompt, "temperature": 0, "max_tokens": 60, "logprobs": 0}
     whole = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True})
     text = whole.choices[0].text
     stop = text[5:8]
@@ -77,7 +79,7 @@ def test_a_stop_string_cuts_text_ids_and_logprobs_at_the_same_place(client, mode
 
 
 def test_a_stop_token_id_ends_the_request(client, model):
-    ask = dict(model=model, prompt=[60, 61, 62], max_tokens=20, temperature=0)
+    ask = {"model": model, "prompt": [60, 61, 62], "max_tokens": 20, "temperature": 0}
     free = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0]
     target = free.token_ids[4]
     extra = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": [target]}

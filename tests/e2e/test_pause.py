@@ -7,6 +7,7 @@ import time
 
 import httpx
 import pytest
+
 from e2e.server import LiveStream, until
 
 PROMPT = list(range(40, 60))
@@ -95,7 +96,8 @@ def test_the_state_can_be_asked_and_requests_aborted_during_a_drain(server):
     running = streams(server, 2)
     first_tokens(running, 2)
     answers = []
-    call = threading.Thread(target=lambda: answers.append(server.post("/v1/pause", {"mode": "wait", "admission": "reject"})))
+    args = {"mode": "wait", "admission": "reject"}
+    call = threading.Thread(target=lambda: answers.append(server.post("/v1/pause", args)))
     call.start()
     status = until(
         lambda: (s := server.get("/v1/is_paused").result)["rejecting_new_requests"] and s, 10, "the door closes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 
 import pytest
+
 from e2e.server import LiveStream, alive, until
 
 PROMPT = list(range(40, 60))
@@ -33,6 +35,21 @@ class PauseCall(threading.Thread):
         self.join(seconds)
         assert not self.is_alive(), "the pause call was never answered"
         return self
+
+
+CLIENT = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1], sys.argv[2].encode(), {"Content-Type": "application/json"})
+for line in urllib.request.urlopen(request):
+    print(line, flush=True)
+"""
+
+
+def start_client(server, stream):
+    """A client in a process of its own, whose request would run for seconds."""
+    body = {"prompt": PROMPT, "stream": stream, "ignore_eos": True, "max_tokens": 3900}
+    command = [sys.executable, "-c", CLIENT, server.url + "/v1/completions", json.dumps(body)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
 def draining(server):
@@ -107,16 +124,8 @@ def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_se
 def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
     """known failure 19, and 8 of the HTTP contract: a dropped connection cancels its request."""
     server = start_server()
-    code = (
-        "import sys, urllib.request, json\n"
-        "b=json.dumps({'prompt': list(range(40, 60)), 'stream': True, 'ignore_eos': True, 'max_tokens': 3900}).encode()\n"
-        "r=urllib.request.urlopen(urllib.request.Request(sys.argv[1]+'/v1/completions', b,"
-        " {'Content-Type': 'application/json'}))\n"
-        "print(r.readline(), flush=True)\n"
-        "[None for _ in r]\n"
-    )
-    client = subprocess.Popen([sys.executable, "-c", code, server.url], stdout=subprocess.PIPE)
-    assert client.stdout.readline()
+    client = start_client(server, stream=True)
+    assert client.stdout.readline(), "it streams"
     pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
     draining(server)
     client.kill()
@@ -130,13 +139,7 @@ def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
 
 def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(start_server):
     server = start_server()
-    code = (
-        "import sys, urllib.request, json\n"
-        "b=json.dumps({'prompt': [1,2,3], 'ignore_eos': True, 'max_tokens': 3900}).encode()\n"
-        "urllib.request.urlopen(urllib.request.Request(sys.argv[1]+'/v1/completions', b,"
-        " {'Content-Type': 'application/json'}))\n"
-    )
-    client = subprocess.Popen([sys.executable, "-c", code, server.url])
+    client = start_client(server, stream=False)
     until(lambda: server.metric("num_requests_running") == 1, 20, "it runs")
     client.kill()
     client.wait()

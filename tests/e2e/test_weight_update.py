@@ -7,9 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
-from e2e.server import LiveStream
 from safetensors.numpy import load_file, save_file
 
+from e2e.server import LiveStream
 from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = list(range(40, 60))

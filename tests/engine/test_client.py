@@ -10,8 +10,8 @@ import threading
 from contextlib import asynccontextmanager
 
 import pytest
-from fake_engine_server import FakeEngine, reply_with
 
+from fake_engine_server import FakeEngine, reply_with
 from fastdeploy import errors
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.engine.sampling_params import SamplingParams

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
-from harness import Harness
 
+from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine.request import TRANSITIONS, Event, Group, Request, State
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
 
 
 def test_a_request_gets_the_tokens_of_the_model_and_one_final_output():

@@ -10,17 +10,17 @@ import logging
 from itertools import count
 
 import pytest
-from fake_runner import FakeRunner
-from harness import Harness
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from witness import Expected, Witness
 
+from fake_runner import FakeRunner
 from fastdeploy.engine.pause import Mode, Phase
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+from witness import Expected, Witness
 
 PROMPTS = [
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
@@ -186,7 +186,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained)
     @rule(
-        data=st.data(), on_timeout=st.sampled_from([None, "abort", "cancel"]), hold_id=HOLDS, callers=st.integers(1, 2)
+        data=st.data(),
+        on_timeout=st.sampled_from([None, "abort", "cancel"]),
+        hold_id=HOLDS,
+        callers=st.sampled_from([1, 2, 2]),
     )
     def a_drain_times_out(self, data, on_timeout, hold_id, callers):
         args = m.PauseArgs("wait", timeout_s=1.0, on_timeout=on_timeout, hold_id=hold_id)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens, next_token
-from harness import Harness
 
+from fake_runner import FakeRunner, expected_tokens, next_token
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 import uvloop
-from fake_engine_server import FakeEngine
-from tiny_tokenizer import save_tokenizer
 
+from fake_engine_server import FakeEngine
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.entrypoints.openai.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.inter_communicator import ipc_dir
+from tiny_tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
 
+from fake_runner import FakeRunner, expected_tokens
 from fastdeploy import LLM, SamplingParams, errors
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

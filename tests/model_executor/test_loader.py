@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
 
+from checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
 from fastdeploy.errors import WeightUpdateRefused
 from fastdeploy.model_executor.loader import Checkpoint
 from fastdeploy.model_executor.model_config import load_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from checkpoints import SPECS, config_json
 
+from checkpoints import SPECS, config_json
 from fastdeploy.errors import InvalidField
 from fastdeploy.model_executor.model_config import load_config, parse_config
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fake_runner import FakeRunner, expected_tokens
-from harness import Harness
 
+from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine import common_engine, request
 from fastdeploy.inter_communicator import messages as m
+from harness import Harness
 
 
 def test_first_come_first_served_within_a_priority_and_smaller_priorities_first():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import SPECS, transformers_greedy
 
+from checkpoints import SPECS, transformers_greedy
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner

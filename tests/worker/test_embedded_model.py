@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from step_driver import Driver, Sequence
-
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.arithmetic import problems
 from fastdeploy.embedded.tokenizer import ASSISTANT_ID, END_ID, USER_ID
+from step_driver import Driver, Sequence
 
 CHILD = Path(__file__).parent.parent / "embedded" / "transformers_child.py"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoints import SPECS, prompt
-from step_driver import GREEDY, Driver, Sequence, fresh
 
+from checkpoints import SPECS, prompt
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import InvalidField
 from fastdeploy.scheduler.interface import BlockCopy, StepPlan
+from step_driver import GREEDY, Driver, Sequence, fresh
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
 BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
-from checkpoints import prompt
-from step_driver import Driver, Sequence, fresh
 
+from checkpoints import prompt
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.scheduler.interface import ScheduledChunk
 from fastdeploy.worker.sampler import apply_penalties_and_bans, sample
+from step_driver import Driver, Sequence, fresh
 
 RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import SPECS, config_json, prompt, random_tensors, write_checkpoint, write_safetensors
-from step_driver import Driver, Sequence
 
+from checkpoints import SPECS, config_json, prompt, random_tensors, write_checkpoint, write_safetensors
 from fastdeploy.errors import WeightUpdateRefused
 from fastdeploy.worker.model_runner import ModelRunner
+from step_driver import Driver, Sequence
 
 SPEC = SPECS["qwen3"]
 Q = "model.layers.1.self_attn.q_proj.weight"

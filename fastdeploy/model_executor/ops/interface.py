@@ -95,15 +95,21 @@ class Ops(Protocol):
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         """x [M, H] -> x / sqrt(mean(x^2) + eps) * weight."""
 
-    def add_rms_norm(self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+    def add_rms_norm(
+        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
+    ) -> paddle.Tensor:
         """residual += x in place, then rms_norm(residual)."""
 
-    def new_kv_cache(self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache: ...
+    def new_kv_cache(
+        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KVCache: ...
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
         """Copy whole blocks in every layer, pair by pair."""
 
-    def attention(self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec) -> paddle.Tensor:
+    def attention(
+        self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
+    ) -> paddle.Tensor:
         """qkv [T, (num_heads + 2*num_kv_heads) * head_dim] (q, then k, then v): norm q and k if the spec says so,
         rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim]."""
 
@@ -112,5 +118,7 @@ class Ops(Protocol):
         then of these the smallest set of best tokens whose mass reaches top_p (renormalised after top_k), and none
         below min_p * best; draw by inverting the cumulative sum, in token id order, at ``uniform``."""
 
-    def logprobs(self, logits: paddle.Tensor, token_ids: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs(
+        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """log softmax of raw logits: (chosen [S], top values [S, top], top ids [S, top]), best first."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_pause_server import FakeServer
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import DIALECTS
+from fake_pause_server import FakeServer
 
 
 def accept(dialect: str = "native", defect: str | None = None, **changes: int) -> Outcome:

@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from fake_engine_server import reply_with
 
+from fake_engine_server import reply_with
 from fastdeploy.inter_communicator import messages as m
 
 ERROR_CASES = [

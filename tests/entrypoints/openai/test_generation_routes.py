@@ -8,8 +8,8 @@ import threading
 import httpx
 import openai
 import pytest
-from fake_engine_server import one_output, replace, reply_with
 
+from fake_engine_server import one_output, replace, reply_with
 from fastdeploy.inter_communicator import messages as m
 
 HELLO = list(b"hey you")
