@@ -31,6 +31,7 @@ from benchmarks.lib.workload import completion
 from benchmarks.pause import allow_files
 from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
 
+SOLVED = 64
 RUNNING = 8
 VERSION = "demo-2"
 UPDATE_TOKENS, UPDATE_AFTER = 1500, 300
@@ -57,20 +58,22 @@ class Demo:
         await self._update()
 
     async def _solve(self) -> None:
-        """A few problems first, so that one sees what the model does."""
-        problems = self._problems[:8]
+        """Some problems first, so that one sees what the model does."""
+        problems = self._problems[:SOLVED]
         bodies = [
             completion(self.model, tokenizer.prompt_ids(p, chat=True), 600) | {"ignore_eos": False} for p in problems
         ]
         streams = [await self.native.client.stream("/v1/completions", body, "solve") for body in bodies]
-        rows = []
+        rows, solved = [], 0
         for problem, stream in zip(problems, streams, strict=True):
             log = await stream.wait_closed()
             right = arithmetic.is_correct(problem, log.text)
+            solved += right
             said = "".join(char if char.isprintable() else "." for char in log.text)
             said = said if len(said) < 60 else f"{said[:28]} ... {said[-28:]}"
             rows.append((problem.prompt, said, str(log.num_tokens), "right" if right else "wrong"))
-        self.printer.table("the model at work, greedy", ("problem", "answer", "tokens", ""), rows)
+        title = f"the model at work, greedy: {solved} of {len(rows)} held-out problems solved, among them"
+        self.printer.table(title, ("problem", "answer", "tokens", ""), rows[:8])
 
     async def _accept(self) -> Outcome:
         options = Options(
