@@ -214,12 +214,15 @@ class CommonEngine:
             message = f"the queue holds its maximum of {self.config.max_waiting} requests"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
+        add.sampling.check()  # a row that a step cannot compute would fail the step of everybody
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
             raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             raise InvalidField("prompt", f"expected token ids from 0 to {self.info.vocab_size - 1}")
+        if max(add.sampling.stop_token_ids, default=0) >= self.info.vocab_size:
+            raise InvalidField("stop_token_ids", f"expected token ids from 0 to {self.info.vocab_size - 1}")
         return min(add.sampling.max_tokens, limit - len(prompt))
 
     def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
@@ -271,7 +274,8 @@ class CommonEngine:
         self.scheduler.end(request, FinishReason.ABORT, message)
 
     def _model_info(self) -> dict[str, Any]:
-        return {**self.info._asdict(), "boot_id": self.boot_id, **self.weights_label()}
+        more = {"boot_id": self.boot_id, "max_waiting": self.config.max_waiting}
+        return {**self.info._asdict(), **more, **self.weights_label()}
 
     def _gauges(self) -> Gauges:
         return Gauges(

@@ -7,6 +7,7 @@ import msgspec
 from fastdeploy.errors import InvalidField
 
 MAX_LOGPROBS = 20
+MAX_INT32 = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,13 +40,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "an integer from 0 to max_tokens"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "an integer >= 0 (0 or -1 = off)"),
+            ("top_k", 0 <= self.top_k <= MAX_INT32, "an integer from 0 to 2**31 - 1 (0 or -1 = off)"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "a number from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
             ("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
-            ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids >= 0"),
+            ("stop_token_ids", all(0 <= t <= MAX_INT32 for t in self.stop_token_ids), "token ids"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
         ):
             if not ok:

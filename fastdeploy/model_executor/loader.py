@@ -83,11 +83,15 @@ class Checkpoint:
                 raise refuse_tensor(name, f"has shape {list(entry.shape)}, expected {list(expected[name])}")
 
     def read(self, name: str) -> np.ndarray:
-        """A copy of the tensor: float32, or bfloat16 as uint16 bits; float16 is widened to float32."""
+        """A copy of the tensor: float32, or bfloat16 as uint16 bits; float16 is widened to float32. One that holds a
+        NaN or an infinity is refused: a policy that diverged must not replace one that serves."""
         entry = self.entries[name]
         array = np.empty(entry.shape, _DTYPES[entry.dtype])
         _pread_into(entry, memoryview(array.reshape(-1)).cast("B"), name)
-        return array.astype(np.float32) if entry.dtype == "F16" else array
+        array = array.astype(np.float32) if entry.dtype == "F16" else array
+        if not _all_finite(array.reshape(-1)):
+            raise refuse_tensor(name, f"of {entry.file} holds values that are not finite")
+        return array
 
     def read_float32(self, name: str) -> np.ndarray:
         """A copy of the tensor as float32; for norms and biases."""
@@ -163,6 +167,15 @@ def _parse_entry(name: str, value: Any, fd: int, file: str, base: int) -> Tensor
     if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != last - first:
         raise refuse_tensor(name, f"of {file}: {last - first} bytes do not make {dtype} of shape {list(shape)}")
     return TensorEntry(fd, file, dtype, shape, base + first, last - first)
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    """values: float32, or bfloat16 as uint16 bits, whose exponent is all ones in what is not finite. In pieces, so that
+    a large tensor needs no second copy."""
+    piece = 1 << 20
+    if values.dtype == np.uint16:
+        return all((values[i : i + piece] & 0x7FFF).max() < 0x7F80 for i in range(0, values.size, piece))
+    return all(np.isfinite(values[i : i + piece]).all() for i in range(0, values.size, piece))
 
 
 def _pread_into(entry: TensorEntry, buffer: memoryview, name: str) -> None:

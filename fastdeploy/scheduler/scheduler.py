@@ -165,7 +165,8 @@ class Scheduler:
         sampling = request.sampling
         banned: tuple[int, ...] = ()
         if request.num_output_tokens < sampling.min_tokens:
-            banned = self.info.eos_token_ids + sampling.stop_token_ids
+            known = self.info.eos_token_ids + sampling.stop_token_ids
+            banned = tuple(token for token in known if token < self.info.vocab_size)
         return ScheduledChunk(
             key=request.key,
             token_ids=request.token_ids[start : start + count],

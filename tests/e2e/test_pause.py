@@ -37,6 +37,7 @@ def test_abort_returns_what_ran_at_once_whole_and_without_an_invented_end(server
     alone = server.complete([*PROMPT, 0], max_tokens=400, ignore_eos=True)["token_ids"]
     all_streams = streams(server, 10)
     first_tokens(all_streams, 4)
+    until(lambda: server.metric("num_requests_waiting") == 6, 10, "the others wait")
     report = server.post("/v1/pause", {"mode": "abort"}).result
     assert report["is_paused"] and report["rejecting_new_requests"] and report["admission"] == "reject"
     for s in all_streams:

@@ -74,6 +74,23 @@ def test_outputs_of_all_choices_arrive_in_order(endpoint):
     run(go())
 
 
+def test_what_the_wire_cannot_carry_is_raised_and_leaves_nothing_alive(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint, reply_with([5]))
+        async with connected(endpoint, engine) as client:
+            too_big = m.AddRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(), priority=2**70)
+            with pytest.raises(OverflowError):
+                await client.submit(too_big)
+            with pytest.raises(OverflowError):
+                await client.call(m.PauseArgs(timeout_s=2**70), 1.0)
+            assert not client._calls
+            with await client.submit(request()) as stream:
+                assert [o.token_ids for o in await collect(stream)] == [[5]]
+        engine.die()
+
+    run(go())
+
+
 def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoint):
     async def go():
         engine = FakeEngine(endpoint)

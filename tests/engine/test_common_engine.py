@@ -321,3 +321,22 @@ def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
         with pytest.raises(KeyError):
             request.advance(event)
     assert len(TRANSITIONS) == 5
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"top_k": 2**31}, "top_k"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"stop_token_ids": (1000,)}, "stop_token_ids"),
+        ({"stop_token_ids": (2**40,), "min_tokens": 2}, "stop_token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(sampling, field):
+    """Whatever an API server lets through: a step that fails is the end of everybody's requests."""
+    h = Harness()
+    h.add("bad", [1, 2, 3], **sampling)
+    h.turn()
+    failure = h.rejected("bad")
+    assert failure.code == "invalid_field" and failure.detail["param"] == field

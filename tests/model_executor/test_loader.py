@@ -126,3 +126,16 @@ def test_a_damaged_header_is_refused_or_harmless_but_never_anything_else(tmp_pat
         except WeightUpdateRefused:
             refused += 1
     assert refused > 250
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_a_tensor_that_is_not_finite_is_refused_by_name(kind, value, tmp_path):
+    values = np.ones((3, 700_000), np.float32)  # the last of several pieces
+    values[2, -1] = value
+    stored = bfloat16_bits(values) if kind == "bfloat16" else values.astype(kind)
+    write_safetensors(tmp_path / "model.safetensors", {"fine": stored[:2], "diverged": stored})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.read("fine").shape == (2, 700_000)
+        with pytest.raises(WeightUpdateRefused, match="diverged.* not finite"):
+            checkpoint.read("diverged")
