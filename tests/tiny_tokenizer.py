@@ -14,7 +14,7 @@ SPECIALS = ["<eos>", "<user>", "<bot>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'evil' %}{{ raise_exception('no evil') }}{% endif %}"
     "{{ '<user>' if m.role == 'user' else '<bot>' }}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
+    "{{ mood }}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
 

@@ -24,6 +24,7 @@ from fastdeploy.inter_communicator.zmq_transport import ZmqConnection
 logger = logging.getLogger(__name__)
 READ_ONLY = (m.PauseStatusArgs, m.ModelInfoArgs, m.MetricsArgs)
 MAX_REMEMBERED_CANCELS = 4096
+STALL_SLICES = 8
 
 
 class EngineClient:
@@ -44,7 +45,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._cancelled: dict[str, int] = {}
         self._next_call = 0
-        self._last_heard = 0.0
+        self._num_heard = 0
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
         self.connected = asyncio.Event()
@@ -83,7 +84,7 @@ class EngineClient:
             logger.warning("%s; reconnecting", lost)
 
     def _receive(self, message: m.ToClient) -> None:
-        self._last_heard = asyncio.get_running_loop().time()
+        self._num_heard += 1
         match message:
             case m.Outputs(outputs=outputs):
                 for output in outputs:
@@ -165,8 +166,8 @@ class EngineClient:
         if request.request_id in self._streams:
             raise errors.DuplicateRequest(f"request_id: {request.request_id!r} is alive", param="request_id")
         stream = RequestStream(request.request_id, request.n, self._cancel, self._forget, event)
+        self._send(request)  # raises for what the wire cannot carry: then nothing is alive
         self._streams[request.request_id] = stream
-        self._send(request)
         return stream
 
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
@@ -195,9 +196,8 @@ class EngineClient:
     def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._next_call += 1
-        # Registered before it is sent: the reply must find its slot.
+        self._send(m.Call(call_id=self._next_call, args=args))  # as in submit
         self._calls[self._next_call] = future
-        self._send(m.Call(call_id=self._next_call, args=args))
         return self._next_call, future
 
     async def call(self, args: m.Args, deadline_s: float) -> dict[str, Any]:
@@ -221,19 +221,21 @@ class EngineClient:
         raise errors.from_wire(failure.code, failure.message, detail)
 
     async def _answered(self, args: m.Args, future: asyncio.Future[m.Reply], deadline_s: float) -> None:
-        now = asyncio.get_running_loop().time
-        started, due = now(), now() + deadline_s
-        while True:
-            await asyncio.wait([future], timeout=max(due - now(), 0.0))
-            heard = max(self._last_heard, started)
-            if future.done():
-                return
-            if now() >= due and now() - heard >= self._stall_s:
-                self._stalled(args, now() - heard)
-            due = max(due, heard + self._stall_s)
+        """Return when ``future`` is done, or raise EngineStalled.
 
-    def _stalled(self, args: m.Args, silent_s: float) -> None:
-        message = f"the engine has not answered, nor beaten for {silent_s:.1f} s"
+        Silence is counted in slices, each of which this process was awake to listen in: if it was stopped itself, or
+        its loop was blocked, one slice runs over and the beats that have piled up are read in the next."""
+        now = asyncio.get_running_loop().time
+        due, silent_slices = now() + deadline_s, 0
+        while not future.done():
+            heard = self._num_heard
+            await asyncio.wait([future], timeout=self._stall_s / STALL_SLICES)
+            silent_slices = silent_slices + 1 if self._num_heard == heard else 0
+            if not future.done() and now() >= due and silent_slices >= STALL_SLICES:
+                self._stalled(args)
+
+    def _stalled(self, args: m.Args) -> None:
+        message = f"the engine has not answered, nor beaten for {self._stall_s:g} s"
         if not isinstance(args, READ_ONLY) and self._pidfd is not None:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             message += "; it was stopped and is being restarted"

@@ -18,7 +18,8 @@ from typing import Any
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
 from fastdeploy.engine.delivery import Delivery
-from fastdeploy.engine.pause import Admission, Counts, Mode, PauseState
+from fastdeploy.engine.holds import Admission, Mode
+from fastdeploy.engine.pause import Counts, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.weight_update import Update, WeightUpdater
 from fastdeploy.errors import (
@@ -316,7 +317,6 @@ class CommonEngine:
     def _update_report(
         self, update: Update, before: dict[str, Any], began: float, in_flight: int, to_recompute: int
     ) -> dict[str, Any]:
-        now = time.monotonic()
         return {
             "status": "committed",
             **self.weights_label(),
@@ -326,12 +326,7 @@ class CommonEngine:
             "requests_in_flight": in_flight,
             "tokens_to_recompute": to_recompute,
             "state": self.pause.phase.value,
-            "timings_ms": {
-                "stage": round((update.staged_at - update.started_at) * 1000, 3),
-                "wait_for_step": round((began - update.staged_at) * 1000, 3),
-                "commit": round((now - began) * 1000, 3),
-                "total": round((now - update.started_at) * 1000, 3),
-            },
+            "timings_ms": update.timings_ms(began, time.monotonic()),
         }
 
     # ------------------------------------------------------------------ PauseEffects

@@ -19,7 +19,7 @@ import msgspec
 
 from fastdeploy.config import EngineConfig, from_json
 from fastdeploy.engine.loading import load_runner
-from fastdeploy.errors import FastDeployError
+from fastdeploy.errors import FastDeployError, InvalidField
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
@@ -86,6 +86,13 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
         runner.close()
 
 
+def _as_flag(error: Exception) -> str:
+    """The message of ``error``, which names a setting by its flag."""
+    if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
+        return "--" + error.field.replace("_", "-") + str(error).removeprefix(error.field)
+    return str(error)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
@@ -103,7 +110,8 @@ def main() -> int:
     try:
         runner = load(config, lifeline)
     except (FastDeployError, OSError) as error:
-        logger.error("cannot serve %s: %s", config.model, error)
+        # The one line that the user gets: the supervisor adds nothing to a refusal.
+        print(f"fastdeploy: cannot serve {config.model}: {_as_flag(error)}", file=sys.stderr)
         return REFUSED
     serve(config, runner, args.socket_dir, EventPipe(args.event_fd), lifeline)
     return 0

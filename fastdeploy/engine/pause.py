@@ -16,96 +16,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any, Protocol
 
+from fastdeploy.engine.holds import (
+    CLEARS_CACHE,
+    GATES,
+    NATIVE_ADMISSION,
+    SYSTEM,
+    TRANSITIONS,
+    Admission,
+    Event,
+    Hold,
+    Mode,
+    Phase,
+)
 from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout
 from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
 FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
 MAX_HOLDS = 1024
-
-
-class Mode(IntEnum):
-    """In order of strength."""
-
-    WAIT = 1
-    KEEP = 2
-    ABORT = 3
-
-
-class Admission(IntEnum):
-    """What happens to requests that arrive while a hold stands; reject wins."""
-
-    HOLD = 1
-    REJECT = 2
-
-
-NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
-CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
-SYSTEM = "system"  # placed_by of the engine's own holds
-
-
-class Phase(Enum):
-    RUNNING = "running"
-    DRAINING = "draining"
-    PAUSED = "paused"
-
-
-class Event(Enum):
-    PLACE = "place"
-    QUIESCED = "quiesced"
-    RELEASE_LAST = "release_last"
-
-
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
-    (Phase.RUNNING, Event.PLACE): Phase.DRAINING,
-    (Phase.DRAINING, Event.PLACE): Phase.DRAINING,
-    (Phase.PAUSED, Event.PLACE): Phase.PAUSED,
-    (Phase.DRAINING, Event.QUIESCED): Phase.PAUSED,
-    (Phase.PAUSED, Event.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
-    (Phase.DRAINING, Event.RELEASE_LAST): Phase.RUNNING,
-    (Phase.PAUSED, Event.RELEASE_LAST): Phase.RUNNING,
-}
-
-# (phase, mode) -> who may be scheduled. Without a hold the gate is open.
-GATES: dict[tuple[Phase, Mode], Gate] = {
-    (Phase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
-    (Phase.DRAINING, Mode.KEEP): Gate.CLOSED,
-    (Phase.DRAINING, Mode.ABORT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.WAIT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.KEEP): Gate.CLOSED,
-    (Phase.PAUSED, Mode.ABORT): Gate.CLOSED,
-}
-
-
-@dataclass
-class Hold:
-    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name."""
-
-    id: str
-    mode: Mode
-    admission: Admission
-    clear_cache: bool
-    placed_by: str
-    named: bool
-    placed_at: float
-    expires_at: float | None = None
-
-    def describe(self, now: float) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "scope": "engine",
-            "mode": self.mode.name.lower(),
-            "admission": self.admission.name.lower(),
-            "clear_cache": self.clear_cache,
-            "placed_by": self.placed_by,
-            "named": self.named,
-            "age_s": round(now - self.placed_at, 3),
-            "ttl_left_s": None if self.expires_at is None else round(max(self.expires_at - now, 0.0), 3),
-        }
-
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 

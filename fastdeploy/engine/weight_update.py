@@ -28,6 +28,16 @@ class Update:
     staged_at: float = 0.0
     done: bool = False
 
+    def timings_ms(self, began: float, ended: float) -> dict[str, float]:
+        """Milliseconds of each part; began, ended: of the commit, on time.monotonic()."""
+        parts = {
+            "stage": self.staged_at - self.started_at,
+            "wait_for_step": began - self.staged_at,
+            "commit": ended - began,
+            "total": ended - self.started_at,
+        }
+        return {name: round(seconds * 1000, 3) for name, seconds in parts.items()}
+
 
 class WeightUpdater:
     """At most one update at a time. Until the engine commits it, nothing that serves has changed."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -53,6 +56,7 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
         (["--kv-cache-gb", "-1"], "--kv-cache-gb"),
         (["--max-nmu-seqs", "1"], "--max-nmu-seqs"),
         (["--dtype", "int3"], "--dtype"),
+        (["--max-body-mb", "0"], "--max-body-mb"),
     ],
 )
 def test_a_bad_flag_is_named(folder, capsys, flags, named):
@@ -60,3 +64,11 @@ def test_a_bad_flag_is_named(folder, capsys, flags, named):
         main(["serve", "--model", folder, *flags] if "--model" not in flags else ["serve", *flags])
     assert info.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_what_the_engine_refuses_is_one_line_that_names_the_flag():
+    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--port", "0", "--kv-cache-gb", "100000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert "cannot serve" in line and "--kv-cache-gb: a KV cache of 100000.0 GiB is more than" in line

@@ -47,6 +47,23 @@ def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):
     assert len(llm.generate([[1, 2]], GREEDY)) == 1
 
 
+@pytest.mark.parametrize("prompts", [None, 5, [None], [5], [[]], [""], [[1], [True]], [["a"]], [[-1]], [[2**40]]])
+def test_what_is_no_prompt_is_named(llm, prompts):
+    with pytest.raises(errors.InvalidField) as info:
+        llm.generate(prompts, GREEDY)
+    assert info.value.field == "prompts"
+
+
+def test_bad_sampling_parameters_are_named(llm):
+    with pytest.raises(errors.InvalidField, match="top_k"):
+        llm.generate([[1]], SamplingParams(top_k=2**31))
+    with pytest.raises(errors.InvalidField, match="sampling: 1 of them for 2 prompts"):
+        llm.generate([[1], [2]], [GREEDY])
+    for n in (0, "2", 5000):
+        with pytest.raises(errors.InvalidField, match="^n: "):
+            llm.generate([[1]], GREEDY, n=n)
+
+
 def test_another_thread_can_pause_resume_and_update(llm, tmp_path):
     (tmp_path / "w5").mkdir()
     results: list = []

@@ -139,6 +139,8 @@ def test_auto_takes_the_type_of_the_checkpoint(name, dtype, make_runner):
 def test_the_cache_is_sized_by_blocks_by_bytes_or_by_need(make_runner):
     one_block = make_runner("qwen2", num_blocks=1, max_model_len=16).cache.nbytes
     assert make_runner("qwen2", num_blocks=None, kv_cache_bytes=40 * one_block).info.num_blocks == 40
+    enough = make_runner("qwen2", num_blocks=None, kv_cache_bytes=90 * one_block, max_num_seqs=1).info
+    assert enough.num_blocks == 90, "what is asked for is taken, even beyond the need of max_num_seqs"
     by_need = make_runner("qwen2", num_blocks=None, max_num_seqs=2).info
     assert by_need.num_blocks == 2 * 512 // 16
     assert make_runner("qwen2", num_blocks=5).info.max_model_len == 80
@@ -150,6 +152,8 @@ def test_the_cache_is_sized_by_blocks_by_bytes_or_by_need(make_runner):
         ("max_model_len", {"max_model_len": 513}),
         ("max_model_len", {"max_model_len": 100, "num_blocks": 6}),
         ("max_model_len", {"num_blocks": None, "kv_cache_bytes": 1}),
+        ("kv_cache_gb", {"num_blocks": None, "kv_cache_bytes": 1 << 50}),
+        ("num_gpu_blocks_override", {"num_blocks": 1 << 40}),
         ("dtype", {"dtype": "float16"}),
         ("place", {"place": "abacus"}),
         ("block_size", {"block_size": 24}),

@@ -41,6 +41,20 @@ ERROR_CASES = [
     ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
     ({"prompt": "a", "return_routed_experts": True}, "return_routed_experts"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": "a", "top_k": 2**31}, "top_k"),
+    ({"prompt": "a", "priority": 2**31}, "priority"),
+    ({"prompt": "a", "priority": -(10**30)}, "priority"),
+    ({"prompt": "a", "stop_token_ids": [1, 10**30]}, "stop_token_ids"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 10**30}, "min_tokens"),
+    ({"prompt": "a", "seed": 10**30}, "seed"),
+    ({"prompt": "a", "logprobs": 10**30}, "logprobs"),
+    ({"prompt": "a", "n": 1025}, "n"),
+    ({"prompt": [[1]] * 5, "n": 1000}, "n"),
+    ({"prompt": [[1]] * 4097}, "prompt"),
+    ({"prompt": "a " * 5000}, "prompt"),
+    ({"prompt": ["a", "a " * 5000]}, "prompt[1]"),
 ]
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 CHAT_ERROR_CASES = [
@@ -53,6 +67,25 @@ CHAT_ERROR_CASES = [
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT | {"top_logprobs": 2}, "top_logprobs"),
     (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT | {"max_completion_tokens": 10**30}, "max_completion_tokens"),
+    (CHAT | {"logprobs": True, "top_logprobs": 10**30}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),
+    *(
+        (CHAT | {"chat_template_kwargs": {"mood": "x", key: "x"}}, f"chat_template_kwargs.{key}")
+        for key in (
+            "chat_template",
+            "documents",
+            "tools",
+            "messages",
+            "add_generation_prompt",
+            "conversation",
+            "continue_final_message",
+            "tokenize",
+            "padding",
+            "return_dict",
+            "return_whatever",
+        )
+    ),
 ]
 HARMLESS = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
 NEUTRAL = {"best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "tools": [], "stop": None, "seed": None}
@@ -91,6 +124,10 @@ def test_harmless_fields_and_neutral_values_are_accepted(module_stack):
 def test_bodies_that_are_no_json_objects_and_unknown_paths_are_json_errors(module_stack):
     assert_error(module_stack.http.post("/v1/completions", content=b"{"), 400, "invalid_field", "body")
     assert_error(module_stack.http.post("/v1/completions", content=b"[1]"), 400, "invalid_field", "body")
+    for path in ("/v1/completions", "/v1/pause"):
+        reply = module_stack.http.post(path, content=b'{"prompt": ' + b"[" * 50000 + b"]" * 50000 + b"}")
+        assert_error(reply, 400, "invalid_field", "body")
+        assert "nested" in reply.json()["error"]["message"]
     assert_error(module_stack.http.get("/nope"), 404, "not_found")
     assert_error(module_stack.http.get("/v1/pause"), 405, "method_not_allowed")
 
@@ -111,6 +148,40 @@ def test_a_folder_without_a_tokenizer_serves_token_ids_only(make_stack):
     assert_error(stack.post("/v1/completions", prompt="a"), 400, "invalid_field", "prompt")
     assert_error(stack.post("/v1/completions", prompt=[1], stop="a"), 400, "invalid_field", "stop")
     assert_error(stack.post("/v1/chat/completions", **CHAT), 400, "invalid_field", "messages")
+
+
+def test_template_variables_reach_the_template(stack, tokenizer):
+    stack.script(reply_with([97]))
+    assert stack.post("/v1/chat/completions", **CHAT, chat_template_kwargs={"mood": "!"}).status_code == 200
+    prompt = stack.engine.expect(m.AddRequest).prompt_token_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == "<user>a!<bot>"
+
+
+def test_templates_run_beside_the_event_loop_and_what_fails_in_them_is_named(module_stack, tokenizer, monkeypatch):
+    threads = []
+
+    def fail(*args, **kwargs):
+        threads.append(threading.current_thread())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tokenizer._hf, "apply_chat_template", fail)
+    assert_error(module_stack.post("/v1/chat/completions", **CHAT), 400, "invalid_field", "messages")
+    reply = module_stack.post("/v1/chat/completions", **CHAT, chat_template_kwargs={"mood": 1})
+    assert_error(reply, 400, "invalid_field", "chat_template_kwargs")
+    assert module_stack.server._thread not in threads
+
+
+def test_a_text_that_no_context_can_hold_is_not_even_tokenised(module_stack, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "encode_now", None)
+    assert_error(module_stack.post("/v1/completions", prompt="a " * 5000), 400, "invalid_field", "prompt")
+
+
+def test_more_choices_than_the_engine_ever_queues_are_a_400(stack):
+    stack.script(reply_with([97]))
+    stack.server.client.model_info["max_waiting"] = 2
+    assert_error(stack.post("/v1/completions", prompt="a", n=3), 400, "invalid_field", "n")
+    assert_error(stack.post("/v1/chat/completions", **CHAT, n=3), 400, "invalid_field", "n")
+    assert stack.post("/v1/completions", prompt="a", n=2).status_code == 200
 
 
 # ---------------------------------------------------------------------- control
@@ -135,6 +206,8 @@ def test_pause_takes_a_body_a_query_or_nothing(module_stack):
         assert reply["result"] == {"state": "paused"}
         assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs(**full)
     module_stack.http.post("/v1/pause")
+    assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs()
+    assert module_stack.post("/v1/pause", **dict.fromkeys(full)).status_code == 200
     assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs()
 
 
@@ -170,6 +243,12 @@ def test_abort_requests_needs_ids_or_all(module_stack):
     assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=["x"])
     module_stack.post("/v1/abort_requests", abort_all=True)
     assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(abort_all=True)
+    for params in ({"req_ids": ["x", "y"]}, {"req_ids": "x"}):
+        module_stack.http.post("/v1/abort_requests", params=params, json={"abort_all": None})
+        assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=list(params["req_ids"]))
+    both = module_stack.post("/v1/abort_requests", abort_all=True, req_ids=["x"])
+    assert_error(both, 400, "invalid_field", "req_ids")
+    assert "abort_all" in both.json()["error"]["message"]
 
 
 def test_update_weights_passes_folder_label_and_kv(module_stack):
@@ -179,6 +258,11 @@ def test_update_weights_passes_folder_label_and_kv(module_stack):
     assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs("/m", "7", "recompute")
     assert_error(module_stack.post("/v1/update_weights"), 400, "invalid_field", "model_path")
     assert_error(module_stack.post("/v1/update_weights", model_path="/m", kv="x"), 400, "invalid_field", "kv")
+    for version in ("", True, [1], 1.5, "x" * 257, 10**4000):
+        reply = module_stack.post("/v1/update_weights", model_path="/m", version=version)
+        assert_error(reply, 400, "invalid_field", "version")
+    module_stack.post("/v1/update_weights", model_path="/m", version=None, kv=None)
+    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs("/m")
 
 
 def test_a_pause_that_failed_answers_with_its_status_and_the_report(stack):
