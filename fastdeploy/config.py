@@ -55,7 +55,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     port 0 = any free one. keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
     shutdown_s: everything has ended by then, or is killed. stall_s: silence of the engine after which an overdue
-    control call counts it as stuck. update_s: time in which a weight update is not looked at for that.
+    control call counts it as stuck. update_s: time in which a weight update is not looked at for that. max_body_mb: a
+    request body of more MiB is refused (413).
     """
 
     model: str
@@ -68,12 +69,13 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: float = 10.0
     update_s: float = 300.0
     http_keepalive_s: int = 75
+    max_body_mb: int = 32
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        for field in ("keepalive_s", "shutdown_s", "stall_s", "update_s", "http_keepalive_s"):
+        for field in ("keepalive_s", "shutdown_s", "stall_s", "update_s", "http_keepalive_s", "max_body_mb"):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
         return self
 

@@ -5,6 +5,7 @@
     │   ├── InvalidField        400  a field is missing, malformed, or not supported
     │   ├── ModelNotFound       404  the model named is not served here
     │   ├── DuplicateRequest    409  the request id is alive
+    │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
     │   ├── QueueFull           429  the waiting queue is at its bound
     │   └── RequestsRejected    503  a pause with admission=reject stands
     ├── ControlError            a control call that did not do what it asked for
@@ -56,6 +57,10 @@ class ModelNotFound(RequestError):
 
 class DuplicateRequest(RequestError):
     code, status = "duplicate_request_id", 409
+
+
+class RequestTooLarge(RequestError):
+    code, status = "request_too_large", 413
 
 
 class QueueFull(RequestError):

@@ -31,6 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
     add("--shutdown-s", type=float, default=http.shutdown_s, help="time in which everything ends (%(default)g)")
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
+    add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
     add = serve.add_argument_group("engine").add_argument
     add("--model", help="Hugging Face folder; without it the embedded model is served")
     add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")

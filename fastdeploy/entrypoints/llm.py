@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy import errors
 from fastdeploy.config import EngineConfig
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.entrypoints.openai.choice import Choice, TextOptions
 from fastdeploy.entrypoints.tokenizer import load_tokenizer
 from fastdeploy.inter_communicator import messages as m
@@ -61,8 +61,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
         per prompt. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [sampling or SamplingParams()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if not isinstance(prompts, Sequence):
+            raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
+        if type(n) is not int or n < 1:
+            raise errors.InvalidField("n", f"expected an integer >= 1, got {n!r}")
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise errors.InvalidField("sampling", f"{len(each)} of them for {len(prompts)} prompts")
         requests = [self._request(prompt, params.check(), n) for prompt, params in zip(prompts, each, strict=True)]
         for request in requests:
             self._inboxes[request.request_id] = queue.SimpleQueue()
@@ -124,7 +130,10 @@ class LLM:
             if self.tokenizer is None:
                 raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
             prompt = self.tokenizer.encode_now(prompt)
-        return m.AddRequest(request_id=uuid.uuid4().hex, prompt_token_ids=list(prompt), sampling=sampling, n=n)
+        ids = list(prompt) if isinstance(prompt, Sequence) else []
+        if not ids or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in ids):
+            raise errors.InvalidField("prompts", "expected texts or sequences of token ids, not empty")
+        return m.AddRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling=sampling, n=n)
 
     def _collect(self, request: m.AddRequest, stop: tuple[str, ...]) -> RequestOutput:
         options = TextOptions(stops=stop, min_tokens=request.sampling.min_tokens)

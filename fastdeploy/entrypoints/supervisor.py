@@ -181,7 +181,9 @@ class Supervisor:
         self._engine = None
         if self._stopping:
             self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
-        elif status == REFUSED or not self._served:
+        elif status == REFUSED:  # it has said why
+            self._stop(FAILED)
+        elif not self._served:
             logger.error("the engine could not start (status %d)", status)
             self._stop(FAILED)
         elif self._may_restart("engine", status):

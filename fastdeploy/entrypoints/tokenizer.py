@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
+
+from jinja2 import TemplateError
 
 from fastdeploy.errors import InvalidField
 
 logger = logging.getLogger(__name__)
 # Below this many characters a hop to a thread costs more than the encoding.
 INLINE_CHARS = 2048
+# Names that a conversation's own fields have, beside the arguments of transformers' apply_chat_template.
+NOT_VARIABLES = frozenset({"messages", "functions"})
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -33,6 +38,8 @@ class Tokenizer:
         self._alphabet = _byte_alphabet() if "ByteLevel" in str(getattr(backend, "decoder", "")) else None
         # One thread: the tokenizer's own settings are not safe to share between two encodings.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
+        self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
         self.token_text = lru_cache(65536)(self._token_text)
         self.token_bytes = lru_cache(65536)(self._token_bytes)
 
@@ -48,14 +55,33 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def chat_text(self, messages: list[dict[str, Any]], **template_args: Any) -> str:
-        """The prompt of a conversation; raises InvalidField if the template is missing or refuses it."""
+    async def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """The prompt of a conversation, with ``variables`` for its template (the client's chat_template_kwargs). Raises
+        InvalidField if the template is missing, refuses it, or would be given what is no variable of its own."""
         if not self._hf.chat_template:
             raise InvalidField("messages", "this model has no chat template; use /v1/completions")
+        for name in variables:
+            if name in self._reserved or name.startswith("return_"):
+                raise InvalidField(f"chat_template_kwargs.{name}", "not a variable of the chat template")
+        render = partial(
+            self._hf.apply_chat_template,
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
         try:
-            return self._hf.apply_chat_template(messages, tokenize=False, **template_args)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, render)
         except Exception as error:  # a template is a program of the model's author: it may raise anything
-            raise InvalidField("messages", f"the chat template refused them: {error}") from error
+            field = "chat_template_kwargs" if variables and not isinstance(error, TemplateError) else "messages"
+            raise InvalidField(field, f"the chat template failed: {error}") from error
 
     def _token_text(self, token_id: int) -> str:
         return self._decode([token_id], skip_special_tokens=False)

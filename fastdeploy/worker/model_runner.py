@@ -37,10 +37,10 @@ class ModelRunner:
     """Implements ``Runner`` (scheduler/interface.py).
 
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: of weights and KV; "auto" follows the
-    checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes; without both, the KV cache holds what
-    max_num_seqs sequences of max_model_len need, within 2 GiB and a quarter of the free memory. max_model_len None:
-    the model's own, or what the KV cache can hold of one sequence if that is less. ops: by default the best that this
-    machine can run.
+    checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes, and either is refused beyond the
+    memory that is free; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, within
+    2 GiB and a quarter of the free memory. max_model_len None: the model's own, or what the KV cache can hold of one
+    sequence if that is less. ops: by default the best that this machine can run.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -66,9 +66,14 @@ class ModelRunner:
         self.ops = ops if ops is not None else get_ops(dtype, place)
         wanted_len = _wanted_len(max_model_len, self.config)
         block_bytes = self._new_cache(1, block_size).nbytes
-        if num_blocks is None:
+        if num_blocks is not None:
+            _check_fits("num_gpu_blocks_override", num_blocks * block_bytes)
+        elif kv_cache_bytes is not None:
+            _check_fits("kv_cache_gb", kv_cache_bytes)
+            num_blocks = kv_cache_bytes // block_bytes
+        else:
             full = max_num_seqs * -(-wanted_len // block_size)
-            num_blocks = min(full, (kv_cache_bytes or _default_kv_bytes()) // block_bytes)
+            num_blocks = min(full, _default_kv_bytes() // block_bytes)
         if max_model_len is None:
             wanted_len = min(wanted_len, num_blocks * block_size)
         if num_blocks < 1 or wanted_len > num_blocks * block_size:
@@ -179,6 +184,13 @@ def _wanted_len(max_model_len: int | None, config: ModelConfig) -> int:
             "max_model_len", f"expected 1 to {config.max_position_embeddings} (the model's own), got {max_model_len}"
         )
     return max_model_len
+
+
+def _check_fits(setting: str, kv_cache_bytes: int) -> None:
+    free = _free_memory()
+    if kv_cache_bytes > free:
+        asked = f"a KV cache of {kv_cache_bytes / 2**30:.1f} GiB"
+        raise InvalidField(setting, f"{asked} is more than the memory that is free, {free / 2**30:.1f} GiB")
 
 
 def _default_kv_bytes() -> int:

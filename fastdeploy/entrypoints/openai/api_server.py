@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdeploy import __version__
 from fastdeploy.config import ServeConfig, from_json
@@ -20,6 +19,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
 from fastdeploy.entrypoints.openai.health import health_router
+from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
@@ -28,18 +28,6 @@ from fastdeploy.logger import setup_logging
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
-
-
-class TrailingSlash:
-    """Serves /path/ as /path, without a redirect, which would lose the body."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1 and scope["path"].endswith("/"):
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await self._app(scope, receive, send)
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> FastAPI:
@@ -56,7 +44,10 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     for router in (completion_router, chat_router, control_router, health_router):
         app.include_router(router(context))
     add_error_handlers(app)
-    app.add_middleware(TrailingSlash)
+    # The last one is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20)
+    app.add_middleware(LastResort)
+    app.add_middleware(Routing)
     return app
 
 
@@ -79,7 +70,7 @@ def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: Serve
     uvicorn_config = uvicorn.Config(
         create_app(client, tokenizer, config),
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,

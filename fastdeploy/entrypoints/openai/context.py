@@ -12,10 +12,13 @@ from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
-from fastdeploy.entrypoints.openai.protocol import GenerationBody
+from fastdeploy.entrypoints.openai.protocol import MAX_CHOICES, GenerationBody
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.errors import EngineDead, InvalidField, ModelNotFound
 
+# No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be
+# refused.
+CHARS_PER_TOKEN = 64
 # SamplingParams takes these as they are; None means "absent", so that its default holds.
 PASSED_ON = (
     "temperature",
@@ -48,6 +51,21 @@ class ServingContext:
         if model not in (None, "", self.config.served_model_name, self.config.model):
             served = self.config.served_model_name
             raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
+
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        """Raise InvalidField if there are more choices than one HTTP request may have or the engine ever queues."""
+        if num_prompts * n > MAX_CHOICES:
+            field = "prompt" if num_prompts > MAX_CHOICES else "n"
+            raise InvalidField(field, f"{num_prompts} prompts x {n} choices; expected at most {MAX_CHOICES} in all")
+        queue = self.client.model_info.get("max_waiting", MAX_CHOICES)
+        if n > queue:
+            raise InvalidField("n", f"expected at most {queue} (the server's --max-waiting), got {n}")
+
+    def check_text(self, text: str, field: str) -> None:
+        """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
+        limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
+        if len(text) > limit:
+            raise InvalidField(field, f"{len(text)} characters do not fit a context of {self.max_model_len} tokens")
 
     def check_prompt(self, ids: list[int], field: str) -> None:
         """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""

@@ -27,6 +27,9 @@ from fastdeploy.entrypoints.openai.protocol import (
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
+# Query parameters that may be repeated.
+LISTS = frozenset({"req_ids"})
+
 
 def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
@@ -50,16 +53,15 @@ def control_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/abort_requests")
     async def abort_requests(request: Request) -> Response:
         body = await read(request, AbortBody)
-        if not body.abort_all and body.req_ids is None:
-            raise InvalidField("req_ids", "expected req_ids, or abort_all: true")
-        args = m.AbortArgs(request_ids=None if body.abort_all else body.req_ids, abort_all=body.abort_all)
+        if body.abort_all == (body.req_ids is not None):
+            raise InvalidField("req_ids", "expected either req_ids or abort_all: true")
+        args = m.AbortArgs(request_ids=body.req_ids, abort_all=body.abort_all)
         return envelope(await client.call(args, config.stall_s))
 
     @router.post("/v1/update_weights")
     async def update_weights(request: Request) -> Response:
         body = await read(request, UpdateWeightsBody)
-        version = None if body.version is None else str(body.version)
-        args = m.UpdateWeightsArgs(model_path=body.model_path, version=version, kv=body.kv)
+        args = m.UpdateWeightsArgs(model_path=body.model_path, version=body.version, kv=body.kv)
         return envelope(await client.call(args, config.update_s))
 
     return router
@@ -68,7 +70,9 @@ def control_router(context: ServingContext) -> APIRouter:
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
     """The JSON body over the query parameters. An adapter named here is refused rather than overlooked."""
     body = parse_json(await request.body())
-    return parse_body({**request.query_params, **body}, kind, CONTROL_UNSUPPORTED)
+    query: dict[str, Any] = dict(request.query_params)
+    query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}
+    return parse_body({**query, **body}, kind, CONTROL_UNSUPPORTED)
 
 
 def envelope(result: dict[str, Any]) -> Response:

@@ -48,6 +48,8 @@ def error_response(error: Exception, **extra: Any) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
+    """Answers for the exceptions that are part of the contract; middleware.LastResort has one for all others."""
+
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
@@ -59,4 +61,3 @@ def add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(errors.FastDeployError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(Exception, on_error)

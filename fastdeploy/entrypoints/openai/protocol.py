@@ -3,11 +3,12 @@ not supported are refused by name unless they hold their neutral value."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fastdeploy.engine.sampling_params import MAX_INT32
 from fastdeploy.errors import InvalidField
 
 # Bookkeeping of hosted services and hints: no effect on what is sampled.
@@ -68,7 +69,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "retain_s": (None, 0),
 }
 MAX_STOPS = 64
-MAX_CHOICES = 1024
+# Of one prompt, and of one HTTP request with all of its prompts.
+MAX_N = 1024
+MAX_CHOICES = 4096
+MAX_VERSION_CHARS = 256
+# What msgpack can carry. SamplingParams.check knows the narrower ranges of its own fields.
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Body(BaseModel):
@@ -85,19 +91,19 @@ class GenerationBody(Body):
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=512)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_N)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int64 | None = None
+    min_tokens: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT32)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
@@ -106,7 +112,7 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     cache_salt: str | None = None
 
     def stops(self) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ class CompletionBody(GenerationBody):
     """prompt: a string, token ids, or a list of either."""
 
     prompt: Any = None
-    logprobs: int | None = None
+    logprobs: Int64 | None = None
 
 
 class ChatMessage(BaseModel):
@@ -133,9 +139,9 @@ class ChatMessage(BaseModel):
 
 class ChatBody(GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int64 | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -161,9 +167,19 @@ class AbortBody(Body):
 
 
 class UpdateWeightsBody(Body):
+    """version: an integer becomes the label that it reads as."""
+
     model_path: str = Field(min_length=1)
-    version: str | int | None = None
+    version: str | None = None
     kv: Literal["keep", "recompute"] = "keep"
+
+    @field_validator("version", mode="plain")
+    @classmethod
+    def _label(cls, value: Any) -> str:
+        label = str(value) if type(value) is int else value
+        if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
+            raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
+        return label
 
 
 # Adapters and checksums come later: a control call must not act on the whole engine instead.
@@ -181,6 +197,8 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         data = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidField("body", f"expected JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidField("body", "JSON nested too deeply") from error
     if not isinstance(data, dict):
         raise InvalidField("body", "expected a JSON object")
     return data
@@ -189,18 +207,19 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 def parse_body(
     data: dict[str, Any], kind: type[BodyType], unsupported: dict[str, tuple[Any, ...]] = UNSUPPORTED
 ) -> BodyType:
-    """Check ``data`` against ``kind``; raises InvalidField naming the first field that is wrong."""
+    """Check ``data`` against ``kind``, null being "absent"; raises InvalidField naming the first wrong field."""
     known = kind.model_fields
     kept = {}
     for field, value in data.items():
         if field not in known and field in unsupported:
             if not any(value == neutral and type(value) is type(neutral) for neutral in unsupported[field]):
                 raise InvalidField(field, "not supported by this server")
-        elif field in known or field not in IGNORED:
+        elif value is not None if field in known else field not in IGNORED:
             kept[field] = value
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"] if part not in UNION_BRANCHES) or "body"
-        raise InvalidField(field, "unknown field" if first["type"] == "extra_forbidden" else first["msg"]) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidField(field, "unknown field" if first["type"] == "extra_forbidden" else message) from error

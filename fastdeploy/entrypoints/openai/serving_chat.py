@@ -33,13 +33,15 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     context.check_model(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
+    context.check_choices(1, body.n or 1)
     continue_final = bool(body.continue_final_message)
-    text = tokenizer.chat_text(
+    text = await tokenizer.chat_text(
         [_message(i, message) for i, message in enumerate(body.messages)],
         add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continue_final,
-        **(body.chat_template_kwargs or {}),
+        variables=body.chat_template_kwargs or {},
     )
+    context.check_text(text, "messages")
     ids = await tokenizer.encode(text, bool(body.add_special_tokens))
     context.check_prompt(ids, "messages")
     limit = ("max_completion_tokens", body.max_completion_tokens)

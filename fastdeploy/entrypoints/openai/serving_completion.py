@@ -15,8 +15,6 @@ from fastdeploy.entrypoints.openai.reply import ReplyView
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
 
-MAX_PROMPTS = 4096
-
 
 def completion_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
@@ -55,12 +53,12 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     prompt = body.prompt
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     prompts = prompt if several else [prompt]
-    if len(prompts) > MAX_PROMPTS:
-        raise InvalidField("prompt", f"expected at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+    context.check_choices(len(prompts), body.n or 1)
     result = []
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
         if isinstance(item, str):
+            context.check_text(item, field)
             ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
         elif isinstance(item, list) and all(type(token) is int for token in item):
             ids = item

@@ -1,0 +1,88 @@
+"""What happens to every HTTP request before and around its route."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fastdeploy.entrypoints.openai.errors import error_body, error_response
+from fastdeploy.errors import InvalidField, RequestTooLarge
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Answers bytes that are no HTTP with our JSON, and closes the connection, as uvicorn would."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = msgspec.json.encode(error_body(InvalidField("request", msg)))
+        head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+class Routing:
+    """Serves /path/ as /path, without a redirect, which would lose the body; and HEAD as GET, of which the HTTP server
+    sends no body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/") or "/"
+            scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        await self._app(scope, receive, send)
+
+
+class LastResort:
+    """Answers an exception that nobody expected, so that the HTTP server does not drop the connection for it."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            return  # nobody waits for an answer
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body of more than ``max_bytes``: at once if its length is declared, or else where it passes the limit.
+    What a client sends all the same is not kept."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        if int(declared) > self._max_bytes:
+            await error_response(self._error())(scope, receive, send)
+            return
+        size = 0
+
+        async def counted_receive() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise self._error()
+            return message
+
+        await self._app(scope, counted_receive, send)
+
+    def _error(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request body has more than {self._max_bytes} bytes (--max-body-mb)")
