@@ -107,7 +107,8 @@ class ModelRunner:
         try:
             config = load_config(model_path)
         except InvalidField as error:
-            raise WeightUpdateRefused(f"config.json: {error.message}", key=error.field) from error
+            where = "" if error.field.endswith(".json") else "config.json: "
+            raise WeightUpdateRefused(where + error.message, key=error.field) from error
         key = self.config.first_difference(config)
         if key is not None:
             old, new = getattr(self.config, key), getattr(config, key)
