@@ -39,7 +39,14 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         yield
         await client.close()
 
-    app = FastAPI(title="FastDeploy", version=__version__, lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="FastDeploy",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
     context = ServingContext(client, tokenizer, config)
     for router in (completion_router, chat_router, control_router, health_router):
         app.include_router(router(context))
