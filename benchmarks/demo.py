@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,7 +35,7 @@ from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
 SOLVED = 64
 RUNNING = 8
 VERSION = "demo-2"
-UPDATE_TOKENS, UPDATE_AFTER = 1500, 300
+STEP_S = 0.0015  # of the C++ ops; slower ops get fewer tokens, so that the demo stays within a minute or two
 PERTURBATION = 0.02
 READY_S, STOP_S = 120.0, 20.0
 
@@ -47,6 +48,7 @@ class Demo:
         self.native = Native(Client(server.url))
         self.checks: list[Check] = []
         self.model = ""
+        self.slower = 1.0  # than STEP_S, as measured
         self._problems = arithmetic.problems(seed=0, n=256)
 
     async def run(self) -> None:
@@ -64,26 +66,37 @@ class Demo:
             completion(self.model, tokenizer.prompt_ids(p, chat=True), 600) | {"ignore_eos": False} for p in problems
         ]
         streams = [await self.native.client.stream("/v1/completions", body, "solve") for body in bodies]
-        rows, solved = [], 0
+        rows, solved, steps = [], 0, []
         for problem, stream in zip(problems, streams, strict=True):
             log = await stream.wait_closed()
             right = arithmetic.is_correct(problem, log.text)
             solved += right
+            if log.num_tokens > 30:
+                steps.append((log.tokens[-1].at - log.tokens[0].at) / (log.num_tokens - 1))
             said = "".join(char if char.isprintable() else "." for char in log.text)
             said = said if len(said) < 60 else f"{said[:28]} ... {said[-28:]}"
             rows.append((problem.prompt, said, str(log.num_tokens), "right" if right else "wrong"))
+        self.slower = max(median(steps) / STEP_S, 1.0)
         title = f"the model at work, greedy: {solved} of {len(rows)} held-out problems solved, among them"
         self.printer.table(title, ("problem", "answer", "tokens", ""), rows[:8])
 
     async def _accept(self) -> Outcome:
         options = Options(
-            model=self.model, running=RUNNING, max_tokens=3500, wait_tokens=800, freeze_s=1.5, waiting=self.waiting
+            model=self.model,
+            running=RUNNING,
+            max_tokens=3500,
+            wait_tokens=self._scaled(800),
+            freeze_s=1.5,
+            waiting=self.waiting,
         )
         acceptance = Acceptance(self.native, options, self.printer.say, self.printer.checks, self._prompt)
         outcome = await acceptance.run()
         self.checks += outcome.checks
         self.printer.measurements(outcome.runs)
         return outcome
+
+    def _scaled(self, tokens: int) -> int:
+        return max(int(tokens / self.slower), 96)
 
     def _prompt(self, index: int) -> list[int]:
         return tokenizer.prompt_ids(self._problems[index % len(self._problems)], chat=True)
@@ -94,8 +107,9 @@ class Demo:
         perturbed_copy(MODEL_DIR, good, PERTURBATION)
         break_weights(shutil.copytree(MODEL_DIR, broken))
         undisturbed = await self._streams("before")
-        live = [await self._open(i, UPDATE_TOKENS, "live") for i in range(RUNNING)]
-        await asyncio.gather(*(stream.wait_tokens(UPDATE_AFTER) for stream in live))
+        count = self._scaled(1500)
+        live = [await self._open(i, count, "live") for i in range(RUNNING)]
+        await asyncio.gather(*(stream.wait_tokens(count // 5) for stream in live))
         self.printer.say("update: a broken checkpoint")
         refused = await self._bad_update(broken)
         self.printer.say(f"update: new weights as {VERSION!r}")
@@ -104,7 +118,7 @@ class Demo:
         self.printer.say(f"update: {report.get('status')}, timings in ms {report.get('timings_ms')}, folder deleted")
         after = await (await self._open(0, 32, "after")).wait_closed()
         logs = [await stream.wait_closed() for stream in live]
-        checks = [refused, *judge_update(logs, undisturbed, after, VERSION, UPDATE_TOKENS)]
+        checks = [refused, *judge_update(logs, undisturbed, after, VERSION, count)]
         self.checks += checks
         self.printer.checks(checks)
 
@@ -122,7 +136,7 @@ class Demo:
         )
 
     async def _streams(self, name: str) -> list[StreamLog]:
-        streams = [await self._open(i, UPDATE_TOKENS, name) for i in range(RUNNING)]
+        streams = [await self._open(i, self._scaled(1500), name) for i in range(RUNNING)]
         return [await stream.wait_closed() for stream in streams]
 
     async def _open(self, index: int, tokens: int, name: str):

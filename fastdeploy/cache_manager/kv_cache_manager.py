@@ -137,6 +137,8 @@ class KVCacheManager:
         request.cursor = None
         request.num_published = 0
         request.tail_published = False
+        if request.kv_mixed and request.first_epoch is not None:
+            request.kv_recomputed = True  # what spanned epochs will be rebuilt under one
         request.kv_mixed = False
 
     def _give_back(self, blocks: Iterable[int]) -> None:

@@ -24,17 +24,26 @@ class Node:
         self.children: dict[tuple[int, ...], Node] = {}
 
 
+class Root(Node):
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable):
+        super().__init__(None, (), -1)
+        self.namespace = namespace
+
+
 class PrefixIndex:
     def __init__(self, block_size: int):
         self.block_size = block_size
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, Root] = {}
         self._by_block: dict[int, list[Node]] = {}
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
     def root(self, namespace: Hashable) -> Node:
-        return self._roots.setdefault(namespace, Node(None, (), -1))
+        """The top of a namespace. It lasts as long as something hangs below it, or until the next eviction under it."""
+        return self._roots.setdefault(namespace, Root(namespace))
 
     def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
         """The longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then perhaps
@@ -62,8 +71,12 @@ class PrefixIndex:
     def evict(self, block: int) -> None:
         """Forget what ``block`` holds, and everything that can only be reached through it."""
         for node in self._by_block.get(block, [])[:]:
-            del node.parent.children[node.tokens]
+            parent = node.parent
+            del parent.children[node.tokens]
             self._detach(node)
+            if isinstance(parent, Root) and not parent.children:  # else every cache_salt ever seen would stay
+                parent.attached = False
+                del self._roots[parent.namespace]
 
     def clear(self) -> None:
         for root in self._roots.values():

@@ -1,4 +1,5 @@
-"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. Nothing ever hangs.
+"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. The death of
+the engine answers everything at once; an engine that is stuck is found by the next control call.
 
 The connection lives in one task (:meth:`EngineClient.run`): connect, Hello, Welcome, read until the engine is lost,
 answer everything that is open with EngineDead, connect again under a new identity.
@@ -57,6 +58,13 @@ class EngineClient:
     def start(self) -> None:
         """Begin to connect, and keep doing so; :attr:`connected` tells when the engine is there."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-client")
+        self._task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Without its connection this process can only say 503: better that it ends, and the supervisor replaces it."""
+        if not task.cancelled():
+            logger.error("the connection to the engine cannot be kept up", exc_info=task.exception())
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def close(self) -> None:
         """Drop the connection; what is open is answered with EngineDead."""
@@ -237,7 +245,8 @@ class EngineClient:
     def _stalled(self, args: m.Args) -> None:
         message = f"the engine has not answered, nor beaten for {self._stall_s:g} s"
         if not isinstance(args, READ_ONLY) and self._pidfd is not None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another API server was first
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             message += "; it was stopped and is being restarted"
         logger.error(message)
         raise errors.EngineStalled(message)

@@ -83,7 +83,7 @@ class PauseEffects(Protocol):
 
 
 class PauseState:
-    """All pause state of an engine. ``settle`` is called between any two steps and after every message."""
+    """All pause state of an engine. ``settle`` is called between any two steps, after the messages that came."""
 
     def __init__(self, effects: PauseEffects, clock: Callable[[], float] = time.monotonic):
         self._effects = effects

@@ -11,7 +11,7 @@ MAX_INT32 = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Validated once, by :meth:`check`, at the API server; the engine trusts it.
+    """Validated by :meth:`check`, at the API server and once more at the engine's door.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, relative to the best token.
     logprobs: None = none; 0 = only the sampled token's; k = the k best beside it (log softmax of the raw logits).

@@ -47,6 +47,7 @@ class WeightUpdater:
         self._roots = [os.path.realpath(root) for root in roots]
         self._wake = wake
         self._update: Update | None = None
+        self._closed = False
 
     @property
     def busy(self) -> bool:
@@ -80,7 +81,8 @@ class WeightUpdater:
             update.error = WeightUpdateRefused(f"{type(error).__name__}: {error}")
         update.staged_at = time.monotonic()
         update.done = True
-        self._wake()
+        if not self._closed:
+            self._wake()
 
     @property
     def staged(self) -> Update | None:
@@ -95,5 +97,6 @@ class WeightUpdater:
 
     def fail(self, error: FastDeployError) -> None:
         """The engine cannot go on: answer whoever waits."""
+        self._closed = True  # what it wakes is closed next
         if self._update is not None:
             self.finish({}, error)

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return Supervisor(engine_config, serve_config).run()
     except OSError as error:
-        print(f"fastdeploy: cannot listen on {serve_config.host}:{serve_config.port}: {error}", file=sys.stderr)
+        print(f"fastdeploy: {error}", file=sys.stderr)
         return 1
 
 

@@ -57,7 +57,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
         per prompt. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
@@ -74,7 +74,7 @@ class LLM:
             self._inboxes[request.request_id] = queue.SimpleQueue()
             self._client.send(request)
         try:
-            return [self._collect(request, tuple(stop)) for request in requests]
+            return [self._collect(request, (stop,) if isinstance(stop, str) else tuple(stop)) for request in requests]
         finally:
             for request in requests:
                 if self._inboxes.pop(request.request_id, None) is not None:

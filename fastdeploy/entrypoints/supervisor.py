@@ -252,9 +252,9 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener

@@ -203,7 +203,7 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop turned. ``rejecting`` mirrors rejecting_new_requests with admission reject, for /ready."""
+    """The loop turned. ``rejecting``: requests are refused at this moment."""
 
     boot_id: str
     rejecting: bool

@@ -11,7 +11,7 @@ class StepPacer:
     """
 
     ALIGN = 64  # rows; the kernels' tile height divides it
-    FIRST_GUESS = 256  # tokens, before anything has been measured
+    FIRST_GUESS = 64  # tokens, before anything has been measured
     SMOOTHING = 0.3  # weight of the newest measurement
 
     def __init__(self, max_tokens: int, max_step_s: float):

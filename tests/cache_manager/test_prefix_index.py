@@ -64,3 +64,15 @@ def test_clearing_forgets_everything(index):
     index.clear()
     index.check_integrity()
     assert blocks(index, [1, 2, 3, 4]) == [] and 10 not in index
+
+
+def test_a_namespace_whose_last_block_is_evicted_leaves_nothing_behind():
+    """A cache_salt of its own per request is the usual way to switch sharing off."""
+    index = PrefixIndex(2)
+    for salt in range(100):
+        index.insert(index.root((0, salt)), (1, 2), block=salt % 4)
+        index.check_integrity()
+        index.evict((salt + 1) % 4)
+    for block in range(4):
+        index.evict(block)
+    assert not index._roots and not index._by_block

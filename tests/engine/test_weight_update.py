@@ -246,3 +246,20 @@ def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(fol
     h.turn(2)
     assert h.engine.epoch == 1
     assert h.update(folders / "w2").failure is None
+
+
+def test_a_prompt_computed_over_a_commit_says_so_once_its_kv_is_rebuilt(folders):
+    """Its first token is of the new epoch already; the KV below it was not, until it was lost."""
+    h = Harness(max_num_batched_tokens=4)
+    h.add("r", list(range(1, 11)), max_tokens=12)
+    h.turn()
+    h.update(folders / "w1")
+    while not h.stream("r").tokens:
+        h.turn()
+    h.pause(mode="keep", clear_cache=True)
+    before = len(h.stream("r").tokens)
+    h.resume()
+    h.run_out()
+    spans = h.stream("r").spans
+    assert {s.epoch for s in spans} == {1}
+    assert [s.recomputed for s in spans] == [False] * before + [True] * (12 - before)

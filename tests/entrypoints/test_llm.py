@@ -39,6 +39,9 @@ def test_a_stop_string_ends_an_answer(llm):
     [output] = llm.generate("hello", GREEDY, stop=[stop])
     assert output.choices[0].finish_reason == "stop"
     assert output.choices[0].text == whole.choices[0].text.split(stop)[0]
+    pair = whole.choices[0].text[1:3]
+    [output] = llm.generate("hello", GREEDY, stop=pair)
+    assert output.choices[0].text == whole.choices[0].text.split(pair)[0], "one string, not a list of characters"
 
 
 def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):

@@ -7,7 +7,7 @@ from fastdeploy.scheduler.pacer import StepPacer
 
 def test_before_anything_is_known_a_step_is_small():
     assert StepPacer(2048, 0.25).budget() == StepPacer.FIRST_GUESS
-    assert StepPacer(100, 0.25).budget() == 100
+    assert StepPacer(20, 0.25).budget() == 20
 
 
 def test_the_budget_follows_what_prompt_tokens_cost():

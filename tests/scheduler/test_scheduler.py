@@ -80,14 +80,15 @@ def test_the_others_of_a_prompt_go_on_when_the_one_that_computes_it_is_cancelled
     assert h.stream("second").tokens == expected_tokens([7] * 20, 3)
 
 
-def test_the_step_in_flight_is_kept_short_when_prompt_tokens_are_slow():
+@pytest.mark.parametrize(("step_s", "second"), [(1.0, 64), (0.001, 1024)])
+def test_the_step_in_flight_is_kept_short_when_prompt_tokens_are_slow(step_s, second):
     """The pacer is told how long steps take; it bounds what a pause has to wait for."""
     h = Harness(FakeRunner(num_blocks=1024, max_model_len=2000), max_num_batched_tokens=1024, max_step_ms=100.0)
-    h.runner.step_s = 1.0
+    h.runner.step_s = step_s
     h.add("long", [1] * 1500, max_tokens=1)
     h.run_out()
     sizes = [plan.num_tokens for plan in h.runner.plans]
-    assert sizes[0] == 256 and sizes[1] == 64
+    assert sizes[0] == 64 and sizes[1] == second
 
 
 class CountingRequest(request.Request):

@@ -31,6 +31,9 @@ from fastdeploy.inter_communicator import messages as m
 LISTS = frozenset({"req_ids"})
 
 
+PAUSE_PATIENCE_S = 10.0  # after which an engine that is silent for stall_s counts as stuck, whatever timeout_s is
+
+
 def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
     client, config = context.client, context.config
@@ -38,7 +41,9 @@ def control_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/pause")
     async def pause(request: Request) -> Response:
         body = await read(request, PauseBody)
-        return envelope(await client.call(m.PauseArgs(**body.model_dump()), body.timeout_s + config.stall_s))
+        # An engine that drains beats all the while: silence means more than a timeout_s of an hour.
+        patience_s = min(body.timeout_s, PAUSE_PATIENCE_S) + config.stall_s
+        return envelope(await client.call(m.PauseArgs(**body.model_dump()), patience_s))
 
     @router.post("/v1/resume")
     async def resume(request: Request) -> Response:

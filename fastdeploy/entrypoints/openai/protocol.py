@@ -69,6 +69,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "retain_s": (None, 0),
 }
 MAX_STOPS = 64
+MAX_STOP_CHARS = 256
 # Of one prompt, and of one HTTP request with all of its prompts.
 MAX_N = 1024
 MAX_CHOICES = 4096
@@ -113,12 +114,12 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=256)
 
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or not all(stops):
-            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings that are not empty")
+        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
         return tuple(stops)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from fastdeploy.errors import InvalidField
 from fastdeploy.model_executor.ops.interface import Ops
 
 logger = logging.getLogger(__name__)
@@ -12,10 +13,10 @@ logger = logging.getLogger(__name__)
 def get_ops(dtype: str, place: str = "cpu") -> Ops:
     """The C++ ops where they are built and load, else the Paddle reference ops with one warning.
 
-    dtype: "float32" or "bfloat16", that of weights and KV cache. Raises ValueError for a place without ops.
+    dtype: "float32" or "bfloat16", that of weights and KV cache. Raises InvalidField for a place without ops.
     """
     if place != "cpu":
-        raise ValueError(f"no ops for place {place!r}")
+        raise InvalidField("place", f"there are no ops for {place!r} yet, only for cpu")
     from fastdeploy.model_executor.ops.cpu import CpuOps, load_library
 
     try:

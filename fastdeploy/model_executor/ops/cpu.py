@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 
+from fastdeploy.errors import InvalidField
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
@@ -83,10 +84,10 @@ class _AttentionArgs(ctypes.Structure):
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
     """Load the shared library and declare its functions. Raises OSError if it is not there, does not load or finds no
-    instruction set that it can use, ValueError if FASTDEPLOY_CPU_ISA names none."""
+    instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names none."""
     wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
     if wanted is not None and wanted not in ISA_NAMES[1:]:
-        raise ValueError(f"FASTDEPLOY_CPU_ISA: expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
+        raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)

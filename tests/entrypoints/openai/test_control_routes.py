@@ -30,6 +30,8 @@ ERROR_CASES = [
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "stop": [""]}, "stop"),
     ({"prompt": "a", "stop": 3}, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop"),
+    ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt"),
     ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
     ({"prompt": "a", "seed": -1}, "seed"),
     ({"prompt": "a", "stream_options": {"what": 1}}, "stream_options.what"),
