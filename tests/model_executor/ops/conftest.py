@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from fastdeploy.model_executor.ops.cpu import ISA_NAMES, CpuOps, load_library
+from fastdeploy.model_executor.ops.cpu import ISA_NAMES, LIBRARY, CpuOps, load_library
 from fastdeploy.model_executor.ops.reference import ReferenceOps
+
+
+# On a machine that cannot build the library there is nothing to compare. Where there is a compiler, a library that is
+# missing is a failure of these tests.
+HAVE_OPS = LIBRARY.exists() or any(map(shutil.which, ("g++", "clang++", "c++")))
+if not HAVE_OPS:
+    collect_ignore_glob = ["test_cpu_ops_*.py"]
 
 
 def available_isas() -> list[str]:
     """avx2 up to what the CPU has; all of it runs the same library."""
+    if not HAVE_OPS:
+        return []
     library = load_library()
     before = library.fd_isa()
     best = library.fd_set_isa(len(ISA_NAMES) - 1)
