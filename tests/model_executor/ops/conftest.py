@@ -11,7 +11,6 @@ import pytest
 from fastdeploy.model_executor.ops.cpu import ISA_NAMES, LIBRARY, CpuOps, load_library
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 
-
 # On a machine that cannot build the library there is nothing to compare. Where there is a compiler, a library that is
 # missing is a failure of these tests.
 HAVE_OPS = LIBRARY.exists() or any(map(shutil.which, ("g++", "clang++", "c++")))
