@@ -5,7 +5,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-OPS := $(wildcard custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h) custom_ops/build.py
 
 .PHONY: demo serve test test-slow ops lint clean
 

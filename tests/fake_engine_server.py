@@ -83,7 +83,7 @@ class FakeEngine:
                 action()
             if self.beating:
                 for client in self.clients:
-                    self._transport.send(client, m.Heartbeat(self.boot_id, False))
+                    self._transport.send(client, m.Heartbeat())
 
     def _handle(self, client: str, message: m.ToEngine) -> None:
         match message:

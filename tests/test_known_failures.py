@@ -21,7 +21,8 @@
                                           test_an_idle_loop_sleeps_until_the_next_deadline
     15 reply before its slot              test_a_reply_never_comes_before_its_call_was_read (the client's half: tests/engine/test_client.py)
     16 engine died, pause hung            tests/engine/test_common_engine.py::test_a_failing_step_answers_everything_once_and_ends_the_loop
-    17 health of a paused engine          tests/engine/test_pause.py::test_a_heartbeat_tells_ready_only_of_rejected_requests
+    17 health of a paused engine          tests/engine/test_pause.py::test_a_paused_engine_goes_on_beating
+                                          tests/entrypoints/openai/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
     18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_ttl_frees_an_engine_whose_controller_has_died
                                           tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds_standing
     19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped

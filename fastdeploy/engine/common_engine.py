@@ -41,7 +41,7 @@ from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 log = logging.getLogger("fastdeploy.engine")
 
 REPUBLISH_HOLD = "republish"
-MAX_CHOICES = 1024
+MAX_N = 1024
 RETRY_AFTER_S = 1
 
 
@@ -172,7 +172,7 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.delivery.broadcast(m.Heartbeat(self.boot_id, self.pause.admission is Admission.REJECT))
+            self.delivery.broadcast(m.Heartbeat())
 
     # ------------------------------------------------------------------ messages
 
@@ -185,7 +185,7 @@ class CommonEngine:
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.delivery.clients.add(client)
         self.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
-        self.delivery.send(client, m.Heartbeat(self.boot_id, self.pause.admission is Admission.REJECT))
+        self.delivery.send(client, m.Heartbeat())
 
     def _add_request(self, client: str, add: m.AddRequest) -> None:
         try:
@@ -209,8 +209,8 @@ class CommonEngine:
             raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=self.pause.phase.value)
         if self.requests.is_taken(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
-        if not 1 <= add.n <= MAX_CHOICES:
-            raise InvalidField("n", f"expected an integer from 1 to {MAX_CHOICES}, got {add.n}")
+        if not 1 <= add.n <= MAX_N:
+            raise InvalidField("n", f"expected an integer from 1 to {MAX_N}, got {add.n}")
         if len(self.scheduler.waiting) + add.n > self.config.max_waiting:
             message = f"the queue holds its maximum of {self.config.max_waiting} requests"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)

@@ -203,10 +203,7 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop turned. ``rejecting``: requests are refused at this moment."""
-
-    boot_id: str
-    rejecting: bool
+    """The loop turned: the engine is not stuck, whatever else it does or waits for."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
