@@ -6,8 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
+from fastdeploy.engine.sampling_params import LOGPROBS_MODES
 from fastdeploy.errors import InvalidField
 
+PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -18,7 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_model_len None = the checkpoint's own. num_gpu_blocks_override: KV blocks of ``block_size`` tokens; None = from
     ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
     (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
-    be loaded from; ("/",) is any path, () is none. lost_commit: an earlier engine of this server had newer weights.
+    be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
+    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an earlier engine of this server had newer weights.
     """
 
     model: str
@@ -36,6 +39,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     heartbeat_s: float = 1.0
     lost_commit: bool = False
     model_roots: tuple[str, ...] = ()
+    upload_dir: str = ""
+    spill_dir: str = ""
+    max_retained: int = 4096
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -56,7 +62,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     port 0 = any free one. keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
     shutdown_s: everything has ended by then, or is killed. stall_s: silence of the engine after which an overdue
     control call counts it as stuck. update_s: time in which a weight update is not looked at for that. max_body_mb: a
-    request body of more MiB is refused (413).
+    request body of more MiB is refused (413); max_upload_mb: the same of a weight upload. upload_dir: where uploads
+    are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: of requests that name none.
+    vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
     """
 
     model: str
@@ -70,13 +78,30 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     update_s: float = 300.0
     http_keepalive_s: int = 75
     max_body_mb: int = 32
+    max_upload_mb: int = 4096
+    upload_dir: str = ""
+    logprobs_mode: str = "raw"
+    vllm_pause_mode: str = "abort"
+    sglang_pause_mode: str = "abort"
+    areal_pause_mode: str = "abort"
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        for field in ("keepalive_s", "shutdown_s", "stall_s", "update_s", "http_keepalive_s", "max_body_mb"):
+        for field in (
+            "keepalive_s",
+            "shutdown_s",
+            "stall_s",
+            "update_s",
+            "http_keepalive_s",
+            "max_body_mb",
+            "max_upload_mb",
+        ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
+        for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
+            _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
         return self
 
 

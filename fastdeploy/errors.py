@@ -5,14 +5,21 @@
     │   ├── InvalidField        400  a field is missing, malformed, or not supported
     │   ├── ModelNotFound       404  the model named is not served here
     │   ├── DuplicateRequest    409  the request id is alive
+    │   ├── AttachedElsewhere   409  a later request with this id took over (retain_s)
     │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
     │   ├── QueueFull           429  the waiting queue is at its bound
     │   └── RequestsRejected    503  a pause with admission=reject stands
     ├── ControlError            a control call that did not do what it asked for
     │   ├── PauseInterrupted    409  a resume released the hold while it was draining
     │   ├── PauseTimeout        504  on_timeout=cancel: the engine runs again
+    │   ├── ResumeRefused       409  there are no whole weights to run with
     │   ├── WeightUpdateRefused 400  the old weights serve on
-    │   └── UpdateInProgress    409  another update is being staged
+    │   ├── OutOfSpace          507  no room to take an upload or sleeping weights in; nothing changed
+    │   ├── UpdateInProgress    409  another weight session is open
+    │   ├── SessionNotFound     404  no such weight session
+    │   ├── SessionExpired      409  its lease ended: the old weights serve on
+    │   ├── VersionConflict     409  the version that serves is not the expected one
+    │   └── WrongOrder          409  not in this state: asleep, not asleep, not paused
     └── EngineError             the engine process is at fault
         ├── EngineDead          503  it died; what was in flight has been answered
         └── EngineStalled       504  it stopped beating; it is being replaced
@@ -59,6 +66,10 @@ class DuplicateRequest(RequestError):
     code, status = "duplicate_request_id", 409
 
 
+class AttachedElsewhere(RequestError):
+    code, status = "attached_elsewhere", 409
+
+
 class RequestTooLarge(RequestError):
     code, status = "request_too_large", 413
 
@@ -87,8 +98,32 @@ class WeightUpdateRefused(ControlError):
     code, status = "weight_update_refused", 400
 
 
+class ResumeRefused(ControlError):
+    code, status = "resume_refused", 409
+
+
+class OutOfSpace(ControlError):
+    code, status = "out_of_space", 507
+
+
 class UpdateInProgress(ControlError):
     code, status = "update_in_progress", 409
+
+
+class SessionNotFound(ControlError):
+    code, status = "session_not_found", 404
+
+
+class SessionExpired(ControlError):
+    code, status = "session_expired", 409
+
+
+class VersionConflict(ControlError):
+    code, status = "version_conflict", 409
+
+
+class WrongOrder(ControlError):
+    code, status = "wrong_order", 409
 
 
 class EngineError(FastDeployError):

@@ -37,6 +37,17 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
     return tokens[len(prompt) :]
 
 
+class FolderStaging:
+    def __init__(self, runner):
+        self._runner = runner
+
+    def add(self, source, checksums, verify_checksum=False):
+        self._staged = self._runner.stage(source.path)
+
+    def finish(self):
+        return self._staged
+
+
 class FakeRunner:
     """``weights`` is an int. ``stage("w<k>")`` stages weights k; any other folder name is refused. After a commit of
     "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
@@ -92,6 +103,9 @@ class FakeRunner:
             return None
         token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
+
+    def begin_update(self, partial, in_place):
+        return FolderStaging(self)
 
     def stage(self, model_path: str) -> Any:
         assert self.may_stage.wait(30)

@@ -105,7 +105,7 @@ class Harness:
         raise AssertionError(f"no reply to {args} within {turns} turns")
 
     def update(self, folder: str, turns: int = 3, **args) -> m.Reply:
-        return self.ask(m.UpdateWeightsArgs(str(folder), **args), turns=turns)
+        return self.ask(m.UpdateWeightsArgs(m.FolderSource(str(folder)), **args), turns=turns)
 
     def pause(self, turns: int = 50, **args) -> m.Reply:
         return self.ask(m.PauseArgs(**args), turns=turns)

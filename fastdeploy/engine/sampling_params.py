@@ -8,13 +8,17 @@ from fastdeploy.errors import InvalidField
 
 MAX_LOGPROBS = 20
 MAX_INT32 = 2**31 - 1
+LOGPROBS_MODES = ("raw", "temperature", "processed")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Validated by :meth:`check`, at the API server and once more at the engine's door.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, relative to the best token.
-    logprobs: None = none; 0 = only the sampled token's; k = the k best beside it (log softmax of the raw logits).
+    logprobs: None = none; 0 = only the sampled token's; k = the k best beside it. prompt_logprobs: the same of the
+    prompt's tokens, always raw.
+    logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
+    processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p.
     seed: with the choice index and the absolute position it keys the random number of each token, so that a
     request which is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn.
     """
@@ -32,6 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
 
     def check(self) -> SamplingParams:
         """Return self, or raise InvalidField naming the first field that is out of range."""
@@ -48,6 +54,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
             ("stop_token_ids", all(0 <= t <= MAX_INT32 for t in self.stop_token_ids), "token ids"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
+            (
+                "prompt_logprobs",
+                0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS,
+                f"an integer from 0 to {MAX_LOGPROBS}",
+            ),
+            ("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}"),
         ):
             if not ok:
                 raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")

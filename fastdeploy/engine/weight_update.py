@@ -57,7 +57,7 @@ class WeightUpdater:
         """Begin staging. Raises InvalidField or UpdateInProgress, and does nothing, if it cannot."""
         if args.kv not in ("keep", "recompute"):
             raise InvalidField("kv", f"expected keep or recompute, got {args.kv!r}")
-        self._check_path(args.model_path)
+        self._check_path(args.source.path)
         if self._update is not None:
             raise UpdateInProgress("another weight update is being staged; try again when it has been answered")
         self._update = Update(args, answer, time.monotonic())
@@ -74,7 +74,9 @@ class WeightUpdater:
 
     def _stage(self, update: Update) -> None:
         try:
-            update.staged = self._runner.stage(update.args.model_path)
+            staging = self._runner.begin_update(partial=False, in_place=False)
+            staging.add(update.args.source, {})
+            update.staged = staging.finish()
         except FastDeployError as error:
             update.error = error
         except Exception as error:  # whatever a reader of foreign files may raise: the old weights serve on

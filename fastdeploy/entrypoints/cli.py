@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from fastdeploy import __version__
-from fastdeploy.config import DTYPES, EngineConfig, ServeConfig
+from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig
+from fastdeploy.engine.sampling_params import LOGPROBS_MODES
 from fastdeploy.errors import InvalidField
 from fastdeploy.logger import setup_logging
 
@@ -32,6 +33,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shutdown-s", type=float, default=http.shutdown_s, help="time in which everything ends (%(default)g)")
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
     add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
+    add("--max-upload-mb", type=int, default=http.max_upload_mb, help="MiB a weight upload may have (%(default)s)")
+    add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
+    add(
+        "--logprobs-mode",
+        choices=LOGPROBS_MODES,
+        default=http.logprobs_mode,
+        help="of requests that name none; routes of SGLang: temperature (%(default)s)",
+    )
+    for dialect in ("vllm", "sglang", "areal"):
+        name = f"{dialect}_pause_mode"
+        flag = "--" + name.replace("_", "-")
+        what = f"of a pause by {dialect}'s routes that names none (%(default)s)"
+        add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
     add = serve.add_argument_group("engine").add_argument
     add("--model", help="Hugging Face folder; without it the embedded model is served")
     add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")
@@ -43,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, default=engine.block_size, help="tokens per KV block (%(default)s)")
     add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
     add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
+    add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
+    add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,

@@ -92,7 +92,7 @@ class LLM:
 
     def update_weights(self, model_path: str, version: str | None = None, kv: str = "keep") -> dict[str, Any]:
         """Replace all weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on."""
-        return self.call(m.UpdateWeightsArgs(model_path=model_path, version=version, kv=kv))
+        return self.call(m.UpdateWeightsArgs(source=m.FolderSource(model_path), version=version, kv=kv))
 
     def call(self, args: m.Args) -> dict[str, Any]:
         """Any control call; raises what the engine answered."""

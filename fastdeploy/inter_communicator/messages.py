@@ -28,7 +28,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log softmax of the raw logits. ``top``: (token id, logprob), best first, as many as asked for."""
+    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as asked for."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -50,6 +50,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
     group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
     request_id itself); aborting a group aborts all of its members.
+    first_choice: number of the first choice, for the random numbers: choice k of a group that is resubmitted alone.
+    resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
+    deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
+    it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
+    retain_s: if its client goes it runs on, and is kept for so long after its end; a request with the same id and
+    ``fingerprint`` (of the body) attaches to it and gets every output from the first.
     Answered by one Output per choice that has ``finish_reason``, or by one Rejected for all.
     """
 
@@ -61,6 +67,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     cache_salt: str = ""
     arrival: float = 0.0
     group: str = ""
+    first_choice: int = 0
+    resumed_tokens: int = 0
+    deadline: float | None = None
+    max_queue_s: float | None = None
+    retain_s: float = 0.0
+    fingerprint: str = ""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -110,12 +122,128 @@ class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     abort_all: bool = False
 
 
-class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Replace all weights from a Hugging Face folder of safetensors. kv: keep|recompute for requests in flight."""
+class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
+    """A Hugging Face folder of safetensors. Read fully before the reply: the trainer may delete it at once."""
 
-    model_path: str
+    path: str
+
+
+class FileSource(msgspec.Struct, frozen=True, tag="file"):
+    """One safetensors file that the API server has written (an upload). The API server deletes it after the reply."""
+
+    path: str
+
+
+class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
+    """A POSIX shared memory segment (shm_open) in safetensors layout. Copied, then checked: the trainer may overwrite
+    it. nbytes 0 = the whole segment."""
+
+    name: str
+    nbytes: int = 0
+
+
+Source = FolderSource | FileSource | SharedMemorySource
+
+
+class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """One call: begin, one chunk, commit. kv: keep|recompute for requests in flight. See BeginUpdateArgs.
+
+    verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
+    """
+
+    source: Source
     version: str | None = None
+    expected_version: str | None = None
     kv: str = "keep"
+    partial: bool = False
+    in_place: bool = False
+    checksums: dict[str, str] = {}
+    verify_checksum: bool = False
+
+
+class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Open a weight session. Reply: {"session_id", "lease_s", version, epoch, boot_id}.
+
+    lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
+    unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
+    otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
+    """
+
+    version: str | None = None
+    expected_version: str | None = None
+    kv: str = "keep"
+    partial: bool = False
+    in_place: bool = False
+    lease_s: float = 300.0
+
+
+class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Some tensors of the new weights, checked and packed before the reply: {"session_id", "tensors", "nbytes",
+    "tensors_received", "lease_s"}. checksums: {tensor: sha256 hex of its bytes}, for any of them. A chunk that is
+    refused ends the session."""
+
+    session_id: str
+    source: Source
+    checksums: dict[str, str] = {}
+    verify_checksum: bool = False
+
+
+class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: the update report."""
+
+    session_id: str
+    version: str | None = None
+    kv: str | None = None
+
+
+class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Drop a session; the old weights serve on. None: whichever is open. Reply: {"aborted": [session ids]}."""
+
+    session_id: str | None = None
+
+
+class SetVersionArgs(msgspec.Struct, frozen=True, tag=True):
+    """Relabel the weights that serve: later tokens carry ``version``. No epoch, no KV and no request changes."""
+
+    version: str
+
+
+class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A trainer starts over: abort all requests, drop anonymous holds and the open session, clear KV. version: relabel."""
+
+    version: str | None = None
+
+
+class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Forget all cached prefixes. running: requests in flight give their KV back too and are recomputed.
+    Reply: {"success": true, "requests_to_recompute": n}. Works in every state."""
+
+    running: bool = False
+
+
+class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Give memory back to the system; answered when it is. tags: of "weight" and "kv_cache" (none = both). Implies a
+    pause of this ``mode`` by the system hold "sleep". discard: the weights are not kept for the wake-up: after it the
+    system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps already."""
+
+    tags: tuple[str, ...] = ()
+    mode: str = "keep"
+    discard: bool = False
+    timeout_s: float = 60.0
+
+
+class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Take memory again; when no tag sleeps any more the hold "sleep" is released, and no other. none = all that
+    sleep. WrongOrder for a tag that does not sleep, and for kv_cache while the weights do."""
+
+    tags: tuple[str, ...] = ()
+
+
+class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Reply: {version, epoch, boot_id, "session": {...} or null, "asleep": [tags]}, and with checksums
+    {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
+
+    checksums: bool = False
 
 
 class ModelInfoArgs(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +254,25 @@ class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
 
-Args = PauseArgs | ResumeArgs | PauseStatusArgs | AbortArgs | UpdateWeightsArgs | ModelInfoArgs | MetricsArgs
+Args = (
+    PauseArgs
+    | ResumeArgs
+    | PauseStatusArgs
+    | AbortArgs
+    | UpdateWeightsArgs
+    | BeginUpdateArgs
+    | UpdateChunkArgs
+    | CommitUpdateArgs
+    | AbortUpdateArgs
+    | SetVersionArgs
+    | ResetArgs
+    | ResetCacheArgs
+    | SleepArgs
+    | WakeArgs
+    | WeightInfoArgs
+    | ModelInfoArgs
+    | MetricsArgs
+)
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):
@@ -150,7 +296,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one choice. ``finish_reason`` (stop|length|abort|error) is set exactly once per choice, last.
 
     logprobs is empty unless asked for, else aligned with token_ids. spans label token_ids, counted from the choice's
-    first output token. stop_reason: the stop token id that ended it, None for EOS and all else.
+    first output token. stop_reason: the stop token id that ended it, "deadline" or "queue_timeout", else None.
+    prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
     cached_tokens: prompt tokens served from the prefix cache, told with the first output.
     message: why, for abort and error. An abort before the first token starts with "Abort before prefill".
     """
@@ -161,7 +308,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     logprobs: list[Logprob] = []
     spans: list[Span] = []
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[Logprob] = []
     cached_tokens: int = 0
     num_preempted: int = 0
     message: str = ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator.messages import Logprob
+from fastdeploy.inter_communicator.messages import Logprob, Source
 
 
 class ScheduledChunk(NamedTuple):
@@ -17,6 +17,7 @@ class ScheduledChunk(NamedTuple):
     ``start + len(token_ids)``, from the logits of the last row.
     all_token_ids / num_prompt_tokens: the whole sequence known so far (read-only view), for penalties.
     banned: ids that may not be drawn (EOS and stop ids while min_tokens is not reached).
+    prompt_logprobs: how many of its tokens, from the first, have a prompt token behind them whose logprob is asked for.
     request: the scheduler's own handle; a runner does not look at it.
     """
 
@@ -30,6 +31,7 @@ class ScheduledChunk(NamedTuple):
     num_prompt_tokens: int
     banned: tuple[int, ...]
     request: Any = None
+    prompt_logprobs: int = 0
 
 
 class BlockCopy(NamedTuple):
@@ -61,11 +63,20 @@ class Sampled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of it."""
+    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of it.
+    prompt_logprobs: by index of the chunk, as many as the chunk asked for."""
 
     step_id: int
     sampled: list[Sampled | None]
     elapsed_s: float
+    prompt_logprobs: dict[int, list[Logprob]] = {}
+
+
+class ChunkReceipt(NamedTuple):
+    """What one source held: how many tensors, and their bytes."""
+
+    tensors: int
+    nbytes: int
 
 
 class ModelInfo(NamedTuple):
@@ -80,21 +91,45 @@ class ModelInfo(NamedTuple):
     block_size: int
 
 
+class Staging(Protocol):
+    """New weights under construction, beside the serving ones (or, in place, instead of them). Used by one thread."""
+
+    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+        """Read all tensors of ``source``, check them (name, shape, type, finite, checksum; twice is an error) and pack
+        what is complete. Nothing of the source is needed afterwards. Raises WeightUpdateRefused, naming the file or
+        tensor."""
+
+    def finish(self) -> Any:
+        """Everything has arrived: what ``commit`` takes. Raises WeightUpdateRefused, naming what is missing."""
+
+    def abandon(self) -> None:
+        """Free what was staged."""
+
+
 class Runner(Protocol):
-    """A worker as the engine sees it. ``execute`` and ``commit`` run on the engine's loop thread; ``stage`` on a
-    thread of its own, beside steps. Only a committed stage changes what ``execute`` computes."""
+    """A worker as the engine sees it. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread;
+    a Staging and ``checksums`` on a thread of their own, beside steps. Only a commit changes what ``execute`` computes
+    (in place: nothing may execute from the first ``add`` to the commit)."""
 
     info: ModelInfo
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
-    def stage(self, model_path: str) -> Any:
-        """Read, check and pack a checkpoint folder; the folder may be deleted once this returns.
-
-        Raises WeightUpdateRefused, naming the file or tensor, and leaves the serving weights untouched.
-        """
+    def begin_update(self, partial: bool, in_place: bool) -> Staging:
+        """partial: tensors that do not arrive keep the value that serves when it is committed."""
 
     def commit(self, staged: Any) -> None:
         """Swap the staged weights in. Cannot fail half-way: it exchanges references."""
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 hex of each tensor of the checkpoint that serves, of its bytes in the serving dtype."""
+
+    def sleep(self, tags: Collection[str], discard: bool) -> None:
+        """Give the memory of "weight" and "kv_cache" back to the system. Weights are written to a file unless
+        ``discard``; raises OutOfSpace, having changed nothing, where that is not possible."""
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Take it again: the same weights bit for bit (after a discard: none, until a commit), an empty KV cache.
+        Raises OutOfSpace, having changed nothing, where memory is short."""
 
     def close(self) -> None: ...

@@ -25,6 +25,17 @@ DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
 
 
+class FolderStaging:
+    def __init__(self, runner):
+        self._runner = runner
+
+    def add(self, source, checksums, verify_checksum=False):
+        self._staged = self._runner.stage(source.path)
+
+    def finish(self):
+        return self._staged
+
+
 @dataclass(frozen=True)
 class StagedWeights:
     """A checked and packed checkpoint that waits for ``commit``."""
@@ -101,6 +112,9 @@ class ModelRunner:
                 self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
             sampled = self._compute(plan.chunks) if plan.chunks else []
         return StepResult(plan.step_id, sampled, time.perf_counter() - started)
+
+    def begin_update(self, partial, in_place):
+        return FolderStaging(self)
 
     def stage(self, model_path: str) -> StagedWeights:
         """See ``Runner.stage``. Also refused: a config that describes another model than the one that serves."""

@@ -248,7 +248,7 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
     h.turn(3)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateWeightsArgs(str(tmp_path / "w1"))), h.call(m.PauseArgs(mode="wait"), "b")]
+    calls = [h.call(m.UpdateWeightsArgs(m.FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
     h.turn()
     h.runner.fail_next = True
     with pytest.raises(EngineError, match="the worker died"):
@@ -262,7 +262,7 @@ def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
     (tmp_path / "w1").mkdir()
     h = Harness()
     h.runner.commit = None
-    call = h.call(m.UpdateWeightsArgs(str(tmp_path / "w1")))
+    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(tmp_path / "w1"))))
     h.turn()
     with pytest.raises(EngineError):
         h.engine.run()

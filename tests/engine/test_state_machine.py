@@ -214,11 +214,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.h.runner.may_stage.clear()
         folder, kv = update
         client = self.some_client(data)
-        self.call(m.UpdateWeightsArgs(str(self.folder / folder), version, kv), client)
+        self.call(m.UpdateWeightsArgs(m.FolderSource(str(self.folder / folder)), version, kv=kv), client)
         self.update = folder, version
         self.step()
         if self.engine.weights.busy and client in self.live_clients():
-            self.call(m.UpdateWeightsArgs(str(self.folder / "w1")), client)  # one at a time
+            self.call(m.UpdateWeightsArgs(m.FolderSource(str(self.folder / "w1"))), client)  # one at a time
 
     @rule()
     def staging_comes_to_its_end(self):

@@ -67,7 +67,7 @@ def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
     h.runner.may_stage.clear()
-    first = h.call(m.UpdateWeightsArgs(str(folders / "w1")))
+    first = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))
     h.turn(5)
     assert h.update(folders / "w2").failure.code == "update_in_progress"
     assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.epoch == 0
@@ -240,7 +240,7 @@ def test_publishing_weights_releases_only_the_systems_own_hold(folders):
 def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(folders):
     h = Harness()
     h.connect("b")
-    h.call(m.UpdateWeightsArgs(str(folders / "w1")), "b")
+    h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))), "b")
     h.turn()
     h.transport.gone.add("b")
     h.turn(2)

@@ -15,6 +15,10 @@ from fastapi import FastAPI
 from fastdeploy import __version__
 from fastdeploy.config import ServeConfig, from_json
 from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints.dialects.areal import areal_router
+from fastdeploy.entrypoints.dialects.sglang import sglang_router
+from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
+from fastdeploy.entrypoints.dialects.vllm import vllm_router
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
@@ -22,6 +26,7 @@ from fastdeploy.entrypoints.openai.health import health_router
 from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
+from fastdeploy.entrypoints.openai.weights import weights_router
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.logger import setup_logging
@@ -48,7 +53,9 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         redoc_url=None,
     )
     context = ServingContext(client, tokenizer, config)
-    for router in (completion_router, chat_router, control_router, health_router):
+    native = (completion_router, chat_router, control_router, weights_router, health_router)
+    dialects = (vllm_router, skyrl_router, sglang_router, areal_router)
+    for router in (*native, *dialects):
         app.include_router(router(context))
     add_error_handlers(app)
     # The last one is the outermost.

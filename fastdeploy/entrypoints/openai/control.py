@@ -66,7 +66,7 @@ def control_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/update_weights")
     async def update_weights(request: Request) -> Response:
         body = await read(request, UpdateWeightsBody)
-        args = m.UpdateWeightsArgs(model_path=body.model_path, version=body.version, kv=body.kv)
+        args = m.UpdateWeightsArgs(source=m.FolderSource(body.model_path), version=body.version, kv=body.kv)
         return envelope(await client.call(args, config.update_s))
 
     return router

@@ -257,14 +257,16 @@ def test_update_weights_passes_folder_label_and_kv(module_stack):
     answer(module_stack, m.UpdateWeightsArgs, {"version": "7", "epoch": 1})
     reply = module_stack.post("/v1/update_weights", model_path="/m", version=7, kv="recompute")
     assert reply.json()["result"]["epoch"] == 1
-    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs("/m", "7", "recompute")
+    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs(
+        m.FolderSource("/m"), "7", kv="recompute"
+    )
     assert_error(module_stack.post("/v1/update_weights"), 400, "invalid_field", "model_path")
     assert_error(module_stack.post("/v1/update_weights", model_path="/m", kv="x"), 400, "invalid_field", "kv")
     for version in ("", True, [1], 1.5, "x" * 257, 10**4000):
         reply = module_stack.post("/v1/update_weights", model_path="/m", version=version)
         assert_error(reply, 400, "invalid_field", "version")
     module_stack.post("/v1/update_weights", model_path="/m", version=None, kv=None)
-    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs("/m")
+    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs(m.FolderSource("/m"))
 
 
 def test_a_pause_that_failed_answers_with_its_status_and_the_report(stack):
