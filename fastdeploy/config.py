@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TypeVar
 
 import msgspec
@@ -11,6 +12,8 @@ from fastdeploy.errors import InvalidField
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
+UPLOAD_PREFIX = "fastdeploy-upload-"
+SHARED_MEMORY = "/dev/shm"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
@@ -63,8 +66,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     shutdown_s: everything has ended by then, or is killed. stall_s: silence of the engine after which an overdue
     control call counts it as stuck. update_s: time in which a weight update is not looked at for that. max_body_mb: a
     request body of more MiB is refused (413); max_upload_mb: the same of a weight upload. upload_dir: where uploads
-    are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: of requests that name none.
+    are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
+    names none.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
+    model_roots: as of EngineConfig, for routes that copy checkpoints.
     """
 
     model: str
@@ -84,6 +89,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vllm_pause_mode: str = "abort"
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
+    model_roots: tuple[str, ...] = ()
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -103,6 +109,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
             _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
         return self
+
+
+def upload_folders(upload_dir: str) -> tuple[str, ...]:
+    """Where an API server may spool a weight upload, first choice first; the engine reads uploads from nowhere else."""
+    return (upload_dir,) if upload_dir else (SHARED_MEMORY, tempfile.gettempdir())
 
 
 def to_json(config: msgspec.Struct) -> str:

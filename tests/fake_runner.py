@@ -4,13 +4,15 @@ the weights, so an undisturbed run can be computed from outside with :func:`expe
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import zlib
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from fastdeploy.errors import WeightUpdateRefused
-from fastdeploy.inter_communicator.messages import Logprob
-from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.errors import OutOfSpace, WeightUpdateRefused
+from fastdeploy.inter_communicator.messages import Logprob, SharedMemorySource, Source
+from fastdeploy.scheduler.interface import ChunkReceipt, ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
 
 EOS = 0
 
@@ -37,24 +39,46 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
     return tokens[len(prompt) :]
 
 
-class FolderStaging:
-    def __init__(self, runner):
-        self._runner = runner
+class FakeStaging:
+    """Chunks are folders "w<k>": the weights k, of which the last to come counts. Any other name is refused, and so is
+    one that came before. Partial: k is added to what serves. In place: there are no weights from the first chunk on."""
 
-    def add(self, source, checksums, verify_checksum=False):
-        self._staged = self._runner.stage(source.path)
+    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
+        self._runner, self._partial, self._in_place = runner, partial, in_place
+        self._names: list[str] = []
+        self.abandoned = False
 
-    def finish(self):
-        return self._staged
+    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+        assert self._runner.may_stage.wait(30)
+        name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
+        if name == "garbage":
+            raise ValueError("a reader that did not expect this")
+        if not name.startswith("w") or name in self._names:
+            raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
+        if self._in_place:
+            self._runner.has_weights = False
+        self._names.append(name)
+        return ChunkReceipt(3, 12)
+
+    def finish(self) -> tuple[int, bool]:
+        assert self._runner.may_stage.wait(30)
+        if not self._names and not self._partial:
+            raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
+        serving = self._runner.weights if self._partial else 0
+        last, _, recompute = (self._names or ["w0"])[-1][1:].partition("-")
+        return serving + int(last), recompute != "recompute"
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 class FakeRunner:
-    """``weights`` is an int. ``stage("w<k>")`` stages weights k; any other folder name is refused. After a commit of
+    """``weights`` is an int, see FakeStaging. After a commit of
     "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
 
     mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
-    may_stage: staging takes until this is set (it is, to begin with).
+    may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -67,10 +91,14 @@ class FakeRunner:
         self.computed_tokens = 0
         self.may_stage = threading.Event()
         self.may_stage.set()
+        self.has_weights, self.no_space = True, False
+        self.asleep: frozenset[str] = frozenset()
+        self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
     def execute(self, plan: StepPlan) -> StepResult:
+        assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
         if self.fail_next:
             raise RuntimeError("the worker died")
         self.plans.append(plan)
@@ -104,21 +132,37 @@ class FakeRunner:
         token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
 
-    def begin_update(self, partial, in_place):
-        return FolderStaging(self)
-
-    def stage(self, model_path: str) -> Any:
-        assert self.may_stage.wait(30)
-        name, _, recompute = model_path.rsplit("/", 1)[-1].partition("-")
-        if name == "garbage":
-            raise ValueError("a reader that did not expect this")
-        if not name.startswith("w"):
-            raise WeightUpdateRefused(f"{model_path}: not a checkpoint")
-        return int(name[1:]), recompute != "recompute"
+    def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
+        assert "weight" not in self.asleep and (self.has_weights or not partial)
+        self.stagings.append(FakeStaging(self, partial, in_place))
+        return self.stagings[-1]
 
     def commit(self, staged: Any) -> None:
+        assert "weight" not in self.asleep
         self.weights, keeps_kv = staged
+        self.has_weights = True
         self.mixed_ok = set(self._end) if keeps_kv else set()
+
+    def checksums(self) -> dict[str, str]:
+        assert self.may_stage.wait(30)
+        return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
+
+    def sleep(self, tags: Collection[str], discard: bool) -> int:
+        assert not self.asleep & set(tags)
+        if self.no_space and "weight" in tags and not discard:
+            raise OutOfSpace("no room for the weights")
+        if "weight" in tags and discard:
+            self.has_weights = False
+        if "kv_cache" in tags:
+            self.slots = [[None] * self.info.block_size for _ in self.slots]
+        self.asleep |= set(tags)
+        return 1000 * len(tags)
+
+    def wake(self, tags: Collection[str]) -> None:
+        assert set(tags) <= self.asleep
+        if self.no_space:
+            raise OutOfSpace("no memory to wake up")
+        self.asleep -= set(tags)
 
     def close(self) -> None:
         pass

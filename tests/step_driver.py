@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator.messages import Logprob
+from fastdeploy.inter_communicator.messages import FolderSource, Logprob
 from fastdeploy.scheduler.interface import BlockCopy, ScheduledChunk, StepPlan
 from fastdeploy.worker.model_runner import ModelRunner
 
@@ -96,3 +98,14 @@ def fresh(sequence: Sequence, **changes: object) -> Sequence:
     """The same request, not yet begun."""
     prompt = sequence.ids[: sequence.prompt_len]
     return replace(sequence, ids=list(prompt), computed=0, table=[], logprobs=[], prompt_len=0, **changes)
+
+
+def stage(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> Any:
+    """Stage a whole folder: what ``commit`` takes."""
+    staging = runner.begin_update(partial, in_place)
+    staging.add(FolderSource(str(folder)), {})
+    return staging.finish()
+
+
+def update(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> None:
+    runner.commit(stage(runner, folder, partial, in_place))

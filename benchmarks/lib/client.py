@@ -138,7 +138,8 @@ class Client:
         self._gate = asyncio.Semaphore(connecting)
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
-        """One request, its reply read whole. Raises WireError or OSError; TimeoutError after ``timeout`` seconds."""
+        """One request, its reply read whole. ``body``: JSON, or bytes as they are. Raises WireError or OSError;
+        TimeoutError after ``timeout`` seconds."""
         async with asyncio.timeout(timeout):
             exchange = await self._send(method, path, body)
             try:
@@ -160,10 +161,12 @@ class Client:
         return Stream(request_id, await self._send("POST", path, body), sent_at)
 
     async def _send(self, method: str, path: str, body: Any) -> _Exchange:
-        payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        raw = isinstance(body, bytes)
+        payload = body if raw else b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        kind = "application/octet-stream" if raw else "application/json"
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nConnection: close\r\n"
-            f"Accept: */*\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+            f"Accept: */*\r\nContent-Type: {kind}\r\nContent-Length: {len(payload)}\r\n\r\n"
         )
         async with self._gate:
             loop = asyncio.get_running_loop()

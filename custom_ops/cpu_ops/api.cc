@@ -60,6 +60,10 @@ void fd_set_bias(Weight* w, const float* bias, int64_t first, int64_t n) {
   std::memcpy(w->bias + first, bias, static_cast<size_t>(n) * 4);
 }
 
+void fd_unpack_rows(const Weight* w, void* target, int64_t first, int64_t n) { unpack_rows(*w, target, first, n); }
+
+void fd_get_bias(const Weight* w, float* bias) { std::memcpy(bias, w->bias, static_cast<size_t>(w->n) * 4); }
+
 int fd_linear(const float* x, int64_t m, const Weight* w, float* out) {
   return FD_MATRIX(w->bf16, linear, x, m, *w, out);
 }

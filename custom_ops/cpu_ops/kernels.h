@@ -88,5 +88,7 @@ int64_t probe_peak(int64_t rounds);                  // multiplies tiles in regi
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias);
 void free_weight(Weight* w);
 void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, int64_t n);
+// Columns [first, first + n) of the weight become `target` [n, k], in the weight's own type: the bits that were packed.
+void unpack_rows(const Weight& w, void* target, int64_t first, int64_t n);
 
 }  // namespace fd

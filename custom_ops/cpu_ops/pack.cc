@@ -1,4 +1,4 @@
-// Packing: once per weight, on the thread that loads a checkpoint, beside serving; so it never touches the pool.
+// Packing, and its inverse: on the thread that loads a checkpoint, beside serving; so neither touches the pool.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -120,6 +120,21 @@ void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, i
           out[k / 2 * 32 + lane * 2 + k % 2] = load_at<uint16_t>(row + lane * row_bytes, k);
     }
     i += kColumns;
+  }
+}
+
+void unpack_rows(const Weight& w, void* target, int64_t first, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t tile = (first + i) / kColumns, lane = (first + i) % kColumns;
+    if (w.bf16) {
+      const uint16_t* from = static_cast<const uint16_t*>(w.data) + tile * w.tile_elements() + lane * 2;
+      uint16_t* to = static_cast<uint16_t*>(target) + i * w.k;
+      for (int64_t k = 0; k < w.k; ++k) to[k] = from[k / 2 * 32 + k % 2];
+    } else {
+      const uint32_t* from = static_cast<const uint32_t*>(w.data) + tile * w.tile_elements() + lane;
+      uint32_t* to = static_cast<uint32_t*>(target) + i * w.k;
+      for (int64_t k = 0; k < w.k; ++k) to[k] = from[k * kColumns];
+    }
   }
 }
 

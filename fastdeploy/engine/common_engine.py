@@ -21,7 +21,10 @@ from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import Counts, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.engine.weight_update import Update, WeightUpdater
+from fastdeploy.engine.sleep import Sleeper
+from fastdeploy.engine.weight_session import check_label
+from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.engine.weights import NO_WEIGHTS, REPUBLISH_HOLD, WeightSessions
 from fastdeploy.errors import (
     DuplicateRequest,
     EngineDead,
@@ -40,7 +43,6 @@ from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
-REPUBLISH_HOLD = "republish"
 MAX_N = 1024
 RETRY_AFTER_S = 1
 
@@ -80,7 +82,9 @@ class CommonEngine:
         self.metrics = EngineMetrics()
         self.delivery = Delivery(transport, self._reap)
         self.pause = PauseState(self, clock)
-        self.weights = WeightUpdater(runner, config.model_roots, transport.wake)
+        policy = SourcePolicy(config.model_roots, config.upload_dir)
+        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock)
+        self.sleeper = Sleeper(runner, self, self.pause)
         self._arrivals = 0
         self._aborted = self._finished = self._aborted_tokens = 0
         self._next_heartbeat = 0.0
@@ -98,7 +102,17 @@ class CommonEngine:
             m.ResumeArgs: lambda args, answer: self.pause.resume(args),
             m.PauseStatusArgs: lambda args, answer: self.pause.status(),
             m.AbortArgs: lambda args, answer: self._abort(args),
-            m.UpdateWeightsArgs: self.weights.start,
+            m.UpdateWeightsArgs: self.weights.update,
+            m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
+            m.UpdateChunkArgs: self.weights.chunk,
+            m.CommitUpdateArgs: self.weights.commit,
+            m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
+            m.WeightInfoArgs: self.weights.info,
+            m.SetVersionArgs: lambda args, answer: self._set_version(args.version),
+            m.ResetArgs: lambda args, answer: self._reset(args),
+            m.ResetCacheArgs: lambda args, answer: self._reset_cache(args),
+            m.SleepArgs: self.sleeper.sleep,
+            m.WakeArgs: lambda args, answer: self.sleeper.wake(args),
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render(self._gauges())},
         }
@@ -127,7 +141,7 @@ class CommonEngine:
         for client, message in self._transport.recv(self._patience() if block else 0.0):
             self._handle(client, message)
         self._beat()
-        self._commit_staged()
+        self.weights.poll()
         self._hand_over([])
         self.pause.settle()
         plan = self.scheduler.plan(self.pause.gate, self.epoch, self.version)
@@ -144,7 +158,8 @@ class CommonEngine:
             self._was_busy = False
             self.check_integrity()
         now = self._clock()
-        due = [d for d in (self.pause.next_deadline(), self._next_heartbeat) if d is not None]
+        deadlines = (self.pause.next_deadline(), self.weights.next_deadline(), self._next_heartbeat)
+        due = [d for d in deadlines if d is not None]
         return max(min(due) - now, 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
@@ -247,7 +262,10 @@ class CommonEngine:
             self.delivery.send(client, m.Reply(call.call_id, result, failure))
 
         try:
-            result = self._on_call[type(call.args)](call.args, answer)
+            handler = self._on_call.get(type(call.args))
+            if handler is None:
+                raise InvalidField("args", f"this engine knows no call {type(call.args).__name__}")
+            result = handler(call.args, answer)
         except FastDeployError as error:
             answer({}, error)
         else:
@@ -294,40 +312,64 @@ class CommonEngine:
 
     # ------------------------------------------------------------------ weights
 
-    def _commit_staged(self) -> None:
-        """Between two steps: weights, epoch, label and KV namespace change in one motion, or nothing does."""
-        update = self.weights.staged
-        if update is None:
-            return
-        if update.error is not None:
-            self.weights.finish(self.weights_label(), update.error)
-            return
-        before, began = self.weights_label(), time.monotonic()
+    def swap(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
+        """Between two steps: weights, epoch, label and KV namespace change in one motion. Returns the report."""
+        before = self.weights_label()
         in_flight = [r for r in self.requests if r.num_computed]
-        recompute = update.args.kv == "recompute"
+        recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
-        self._runner.commit(update.staged)
+        self._runner.commit(staged)
         self.epoch += 1
-        self.version = update.args.version if update.args.version is not None else str(self.epoch)
+        self.version = version if version is not None else str(self.epoch)
         self.scheduler.start_epoch(self.epoch, recompute)
         self._on_commit(self.epoch)
-        self.pause.release_system_hold(REPUBLISH_HOLD)
-        self.weights.finish(self._update_report(update, before, began, len(in_flight), to_recompute), None)
-
-    def _update_report(
-        self, update: Update, before: dict[str, Any], began: float, in_flight: int, to_recompute: int
-    ) -> dict[str, Any]:
         return {
             "status": "committed",
             **self.weights_label(),
             "previous_version": before["version"],
             "previous_epoch": before["epoch"],
-            "kv": update.args.kv,
-            "requests_in_flight": in_flight,
+            "kv": kv,
+            "requests_in_flight": len(in_flight),
             "tokens_to_recompute": to_recompute,
-            "state": self.pause.phase.value,
-            "timings_ms": update.timings_ms(began, time.monotonic()),
         }
+
+    def _set_version(self, version: str) -> dict[str, Any]:
+        """Only the label of tokens to come changes: no past span, no KV, no request."""
+        check_label("version", version)
+        self.version = version
+        return self.weights_label()
+
+    def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
+        """A trainer starts over."""
+        check_label("version", args.version)
+        aborted = self.abort_all("the trainer starts over (reset)")
+        self._hand_over([])  # the final outputs go before the reply
+        sessions = self.weights.drop_session("dropped by a reset")
+        released = self.pause.resume(m.ResumeArgs())["released"]
+        self.scheduler.drop_kv()
+        self.version = args.version if args.version is not None else self.version
+        return {
+            "aborted": len(aborted),
+            "released": released,
+            "sessions_aborted": sessions,
+            "still_held_by": list(self.pause.holds),
+            **self.weights_label(),
+        }
+
+    def _reset_cache(self, args: m.ResetCacheArgs) -> dict[str, Any]:
+        """In every state, frozen requests or not; they keep their tokens, and their KV unless it is asked for too."""
+        computed = [r for r in self.requests if r.live and r.num_computed]
+        if args.running:
+            self.scheduler.drop_kv()
+        else:
+            self.kv.forget_prefixes()
+        return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
+
+    def weights_in_use(self) -> bool:
+        return self.weights.session is not None or self.weights.staging_busy
+
+    def hold_for_republish(self) -> None:
+        self.pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
 
     # ------------------------------------------------------------------ PauseEffects
 

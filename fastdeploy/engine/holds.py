@@ -27,6 +27,7 @@ class Admission(IntEnum):
 NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
 CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
 SYSTEM = "system"  # placed_by of the engine's own holds
+SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which no caller may give to its own
 
 
 class Phase(Enum):
@@ -64,7 +65,8 @@ GATES: dict[tuple[Phase, Mode], Gate] = {
 
 @dataclass
 class Hold:
-    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name."""
+    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name, and
+    one that is ``locked`` (it says why) only by what placed it."""
 
     id: str
     mode: Mode
@@ -74,6 +76,7 @@ class Hold:
     named: bool
     placed_at: float
     expires_at: float | None = None
+    locked: str = ""
 
     def describe(self, now: float) -> dict[str, Any]:
         return {

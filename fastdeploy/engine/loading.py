@@ -21,4 +21,5 @@ def load_runner(config: EngineConfig) -> Runner:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         place=envs.place(),
+        spill_dir=config.spill_dir,
     )

@@ -24,6 +24,7 @@ from fastdeploy.engine.holds import (
     GATES,
     NATIVE_ADMISSION,
     SYSTEM,
+    SYSTEM_HOLDS,
     TRANSITIONS,
     Admission,
     Event,
@@ -31,7 +32,7 @@ from fastdeploy.engine.holds import (
     Mode,
     Phase,
 )
-from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout
+from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout, ResumeRefused
 from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
@@ -136,7 +137,28 @@ class PauseState:
         """Place or renew a hold. ``answer(report, error)`` is called once, when quiesced or failed. Raises
         InvalidField, and changes nothing, if an argument is out of range."""
         standing = self.mode
-        call = self._new_call(args, answer)
+        self._place(self._new_call(args, answer), standing)
+
+    def pause_for_system(
+        self, hold_id: str, mode: str, clear_cache: bool, timeout_s: float, locked: str, answer: Answer
+    ) -> None:
+        """As ``pause``, by a system hold, which is released if the drain does not end in time. ``locked``: why a resume
+        by its name is refused."""
+        args = PauseArgs(
+            mode=mode,
+            clear_cache=clear_cache,
+            admission="hold",
+            timeout_s=timeout_s,
+            on_timeout="cancel",
+            placed_by=SYSTEM,
+        )
+        standing = self.mode
+        call = self._new_call(args, answer, system_hold=hold_id)
+        call.hold.locked = locked
+        self._place(call, standing)
+
+    def _place(self, call: PauseCall, standing: Mode | None) -> None:
+        """``standing``: the mode in force before the call's hold."""
         self.holds[call.hold.id] = call.hold
         if standing is not None and call.hold.mode > standing:
             self._escalate_others(call)
@@ -144,15 +166,18 @@ class PauseState:
         self._advance(Event.PLACE)
         self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
-    def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission) -> None:
-        """A hold that nobody placed over a route: it goes only by its name."""
+    def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
+        """A hold that nobody placed over a route: it goes only by its name, or if ``locked`` not even so."""
         now = self._clock()
-        self.holds[hold_id] = Hold(hold_id, mode, admission, False, SYSTEM, True, now)
+        self.holds[hold_id] = Hold(hold_id, mode, admission, False, SYSTEM, True, now, locked=locked)
         self._advance(Event.PLACE)
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
-        """Release one hold by name, or all anonymous ones. Unknown names are reported, not an error."""
+        """Release one hold by name, or all anonymous ones. Unknown names are reported, not an error. Raises
+        ResumeRefused for a hold that only what placed it can release."""
+        if args.hold_id in self.holds and (why := self.holds[args.hold_id].locked):
+            raise ResumeRefused(f"hold_id: {args.hold_id!r} cannot be released: {why}", param="hold_id")
         if args.hold_id is None:
             released = [h.id for h in self.holds.values() if not h.named]
         else:
@@ -277,7 +302,7 @@ class PauseState:
 
     # ------------------------------------------------------------------ calls in, reports out
 
-    def _new_call(self, args: PauseArgs, answer: Answer) -> PauseCall:
+    def _new_call(self, args: PauseArgs, answer: Answer, system_hold: str | None = None) -> PauseCall:
         mode = _choice(Mode, "mode", args.mode)
         admission = NATIVE_ADMISSION[mode]
         if args.admission is not None:
@@ -291,29 +316,31 @@ class PauseState:
             raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {args.ttl_s!r}")
         if args.hold_id is not None and not 0 < len(args.hold_id) <= 256:
             raise InvalidField("hold_id", "expected 1 to 256 characters")
+        if args.hold_id in SYSTEM_HOLDS:
+            raise InvalidField("hold_id", f"{args.hold_id!r} is the name of a hold of the system's own")
         now = self._clock()
         clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
-        hold = self._hold_for(args, mode, admission, clear_cache, now)
+        hold = self._hold_for(args, system_hold or args.hold_id, mode, admission, clear_cache, now)
         hold.expires_at = None if args.ttl_s is None else now + args.ttl_s
         return PauseCall(hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer)
 
-    def _hold_for(self, args: PauseArgs, mode: Mode, admission: Admission, clear_cache: bool, now: float) -> Hold:
+    def _hold_for(
+        self, args: PauseArgs, name: str | None, mode: Mode, admission: Admission, clear_cache: bool, now: float
+    ) -> Hold:
         """A new hold, or the standing one of that name made at least as strong."""
-        standing = self.holds.get(args.hold_id) if args.hold_id is not None else None
+        standing = self.holds.get(name) if name is not None else None
         if standing is not None:
-            if standing.placed_by == SYSTEM:
-                raise InvalidField("hold_id", f"{args.hold_id!r} is a hold of the system's own")
             standing.mode = max(standing.mode, mode)
             standing.admission = max(standing.admission, admission)
             standing.named = True  # who took an anonymous hold's name owns it now
             return standing
         if len(self.holds) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")
-        name = args.hold_id
-        while name is None or (args.hold_id is None and name in self.holds):
+        named = name is not None
+        while name is None or (not named and name in self.holds):
             self._num_anonymous += 1
             name = f"anonymous-{self._num_anonymous}"
-        return Hold(name, mode, admission, clear_cache, args.placed_by, args.hold_id is not None, now)
+        return Hold(name, mode, admission, clear_cache, args.placed_by, named, now)
 
     def _report(self, call: PauseCall, status: str) -> dict[str, Any]:
         now, counts, before = self._clock(), self._effects.counts(), call.baseline

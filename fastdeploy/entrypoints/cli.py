@@ -85,15 +85,19 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         roots = ["/"] if args.host in LOOPBACK else []
     given = vars(args)
     engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
-    http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name"}
+    http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
+    model_roots = tuple(os.path.abspath(root) for root in roots)
     engine = EngineConfig(
         model=model,
         served_model_name=name,
-        model_roots=tuple(os.path.abspath(root) for root in roots),
+        model_roots=model_roots,
         **{field: given[field] for field in engine_fields & given.keys()},
     )
     http = ServeConfig(
-        model=model, served_model_name=name, **{field: given[field] for field in http_fields & given.keys()}
+        model=model,
+        served_model_name=name,
+        model_roots=model_roots,
+        **{field: given[field] for field in http_fields & given.keys()},
     )
     return engine.check(), http.check()
 

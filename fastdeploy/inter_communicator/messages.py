@@ -167,6 +167,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
     otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
+    placed_by: told by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
     """
 
     version: str | None = None
@@ -175,15 +176,17 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     partial: bool = False
     in_place: bool = False
     lease_s: float = 300.0
+    placed_by: str = "native"
 
 
 class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Some tensors of the new weights, checked and packed before the reply: {"session_id", "tensors", "nbytes",
     "tensors_received", "lease_s"}. checksums: {tensor: sha256 hex of its bytes}, for any of them. A chunk that is
-    refused ends the session."""
+    refused ends the session. version: label of the commit, over what begin said."""
 
     session_id: str
     source: Source
+    version: str | None = None
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
 

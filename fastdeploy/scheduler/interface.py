@@ -97,39 +97,50 @@ class Staging(Protocol):
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         """Read all tensors of ``source``, check them (name, shape, type, finite, checksum; twice is an error) and pack
         what is complete. Nothing of the source is needed afterwards. Raises WeightUpdateRefused, naming the file or
-        tensor."""
+        tensor, or OutOfSpace; after either only ``abandon`` is left."""
 
     def finish(self) -> Any:
         """Everything has arrived: what ``commit`` takes. Raises WeightUpdateRefused, naming what is missing."""
 
     def abandon(self) -> None:
-        """Free what was staged."""
+        """Free what was staged (in place: and what was left of the old weights)."""
 
 
 class Runner(Protocol):
     """A worker as the engine sees it. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread;
     a Staging and ``checksums`` on a thread of their own, beside steps. Only a commit changes what ``execute`` computes
-    (in place: nothing may execute from the first ``add`` to the commit)."""
+    (in place: nothing may execute from the first ``add`` to the commit).
+
+    has_weights: there are whole weights to execute with. False while they sleep, after a sleep that discarded them, and
+    from the first tensor of an in-place update on; a commit makes it True.
+    asleep: the tags that sleep.
+    """
 
     info: ModelInfo
+    has_weights: bool
+    asleep: frozenset[str]
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def begin_update(self, partial: bool, in_place: bool) -> Staging:
-        """partial: tensors that do not arrive keep the value that serves when it is committed."""
+        """partial: tensors that do not arrive keep the value that serves when it is committed. Raises WrongOrder while
+        "weight" sleeps, and for a partial update of weights that are not whole."""
 
     def commit(self, staged: Any) -> None:
         """Swap the staged weights in. Cannot fail half-way: it exchanges references."""
 
     def checksums(self) -> dict[str, str]:
-        """sha256 hex of each tensor of the checkpoint that serves, of its bytes in the serving dtype."""
+        """sha256 hex of each tensor of the checkpoint that serves, of its bytes in the serving dtype. Raises WrongOrder
+        without whole weights."""
 
-    def sleep(self, tags: Collection[str], discard: bool) -> None:
-        """Give the memory of "weight" and "kv_cache" back to the system. Weights are written to a file unless
-        ``discard``; raises OutOfSpace, having changed nothing, where that is not possible."""
+    def sleep(self, tags: Collection[str], discard: bool) -> int:
+        """Give the memory of "weight" and "kv_cache" back to the system; returns its bytes. Weights are written to a
+        file unless ``discard``; raises OutOfSpace, having changed nothing, where that is not possible, and WrongOrder
+        for a tag that sleeps."""
 
     def wake(self, tags: Collection[str]) -> None:
         """Take it again: the same weights bit for bit (after a discard: none, until a commit), an empty KV cache.
-        Raises OutOfSpace, having changed nothing, where memory is short."""
+        Raises OutOfSpace, having changed nothing, where memory is short, and WrongOrder for a tag that does not
+        sleep."""
 
     def close(self) -> None: ...

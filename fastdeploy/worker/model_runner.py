@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 import paddle
 
-from fastdeploy.errors import InvalidField, WeightUpdateRefused
-from fastdeploy.model_executor.loader import Checkpoint
+from fastdeploy.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.inter_communicator.messages import FolderSource
 from fastdeploy.model_executor.model_config import ModelConfig, load_config
 from fastdeploy.model_executor.models import MODELS
 from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
+from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import sample
+from fastdeploy.worker.spill import Spill, spill
+from fastdeploy.worker.staging import WeightStaging
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
-
-
-class FolderStaging:
-    def __init__(self, runner):
-        self._runner = runner
-
-    def add(self, source, checksums, verify_checksum=False):
-        self._staged = self._runner.stage(source.path)
-
-    def finish(self):
-        return self._staged
-
-
-@dataclass(frozen=True)
-class StagedWeights:
-    """A checked and packed checkpoint that waits for ``commit``."""
-
-    weights: QwenWeights
-    model_path: str
+WEIGHT, KV_CACHE = "weight", "kv_cache"  # the tags of sleep and wake
 
 
 class ModelRunner:
@@ -51,7 +37,8 @@ class ModelRunner:
     checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes, and either is refused beyond the
     memory that is free; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, within
     2 GiB and a quarter of the free memory. max_model_len None: the model's own, or what the KV cache can hold of one
-    sequence if that is less. ops: by default the best that this machine can run.
+    sequence if that is less. ops: by default the best that this machine can run. spill_dir: where sleeping weights are
+    written ("" = the temporary folder).
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -68,6 +55,7 @@ class ModelRunner:
         max_num_batched_tokens: int = 512,
         place: str = "cpu",
         ops: Ops | None = None,
+        spill_dir: str = "",
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -92,8 +80,14 @@ class ModelRunner:
                 "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
             )
         self.model = MODELS[self.config.architecture](self.config, self.ops, wanted_len)
-        self.weights = self._read_weights(model_path)
-        self.cache = self._new_cache(num_blocks, block_size)
+        self.asleep: frozenset[str] = frozenset()
+        self._spill_dir, self._spill = spill_dir, None
+        self.weights: QwenWeights | None = None
+        staging = WeightStaging(self.model, partial=False, serving=self._values)
+        staging.add(FolderSource(model_path), {})
+        self.commit(staging.finish())
+        self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
+        self._cache_bytes = self.cache.nbytes
         self.info = ModelInfo(
             name=Path(model_path).resolve().name,
             dtype=dtype,
@@ -105,7 +99,10 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, compute every chunk, draw for those that sample. Blocks until the results are on the host."""
+        """Copy blocks, compute every chunk, draw for those that sample. Blocks until the results are on the host.
+        Raises WrongOrder without whole weights or a KV cache."""
+        if self.weights is None or self.cache is None:
+            raise WrongOrder("there are no whole weights to execute with" if self.weights is None else "no KV cache")
         started = time.perf_counter()
         with paddle.no_grad():
             if plan.copies:
@@ -113,34 +110,88 @@ class ModelRunner:
             sampled = self._compute(plan.chunks) if plan.chunks else []
         return StepResult(plan.step_id, sampled, time.perf_counter() - started)
 
-    def begin_update(self, partial, in_place):
-        return FolderStaging(self)
+    @property
+    def has_weights(self) -> bool:
+        return self.weights is not None
 
-    def stage(self, model_path: str) -> StagedWeights:
-        """See ``Runner.stage``. Also refused: a config that describes another model than the one that serves."""
-        try:
-            config = load_config(model_path)
-        except InvalidField as error:
-            where = "" if error.field.endswith(".json") else "config.json: "
-            raise WeightUpdateRefused(where + error.message, key=error.field) from error
-        key = self.config.first_difference(config)
-        if key is not None:
-            old, new = getattr(self.config, key), getattr(config, key)
-            raise WeightUpdateRefused(f"config.json: {key} is {new!r}, the serving model has {old!r}", key=key)
-        with paddle.no_grad():
-            return StagedWeights(self._read_weights(model_path), model_path)
+    def begin_update(self, partial: bool, in_place: bool) -> WeightStaging:
+        """See ``Runner.begin_update``. A folder is also refused for a config that describes another model than the one
+        that serves."""
+        if WEIGHT in self.asleep:
+            raise WrongOrder("the weights are asleep: wake them up before an update")
+        if partial and self.weights is None:
+            raise WrongOrder("there are no whole weights that a partial update could complete: send all of them")
+        return WeightStaging(self.model, partial, self._values, self._give_up_weights if in_place else None)
 
-    def commit(self, staged: StagedWeights) -> None:
+    def commit(self, staged: QwenWeights) -> None:
         """Exchange the weights. The old ones are freed with the last reference to them: this one."""
-        self.weights = staged.weights
+        assert WEIGHT not in self.asleep
+        self.weights = staged
+
+    def checksums(self) -> dict[str, str]:
+        """See ``Runner.checksums``."""
+        with paddle.no_grad():
+            return checksums(self.ops, self.model.parameters, self._values())
+
+    def sleep(self, tags: Collection[str], discard: bool) -> int:
+        """See ``Runner.sleep``. What it returns was measured: resident memory before and after."""
+        for tag in tags:
+            if tag not in (WEIGHT, KV_CACHE):
+                raise InvalidField("tags", f"expected {WEIGHT} or {KV_CACHE}, got {tag!r}")
+            if tag in self.asleep:
+                raise WrongOrder(f"{tag} sleeps already")
+        before = resident_memory()
+        if WEIGHT in tags:
+            if self.weights is not None and not discard:
+                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir)
+            self.weights = None
+        if KV_CACHE in tags:
+            self.cache = None
+        self.asleep |= frozenset(tags)
+        give_back_freed_memory()
+        return max(before - resident_memory(), 0)
+
+    def wake(self, tags: Collection[str]) -> None:
+        """See ``Runner.wake``."""
+        for tag in tags:
+            if tag not in self.asleep:
+                raise WrongOrder(f"{tag} does not sleep")
+        sleeping = self._spill if WEIGHT in tags else None
+        needed = (sleeping.nbytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
+        if needed > (free := free_memory()):
+            raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
+        try:
+            weights = self._read_spill(sleeping) if sleeping else None
+            cache = self._new_cache(self.info.num_blocks, self.info.block_size) if KV_CACHE in tags else None
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory to wake up: {error}") from error
+        self.weights, self.cache = weights or self.weights, cache or self.cache
+        if sleeping is not None:
+            sleeping.close()
+            self._spill = None
+        self.asleep -= frozenset(tags)
+        give_back_freed_memory()
 
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
+        if self._spill is not None:
+            self._spill.close()
         del self.weights, self.cache, self.model, self.ops
 
-    def _read_weights(self, model_path: str) -> QwenWeights:
-        with Checkpoint(model_path) as checkpoint:
-            return self.model.load(checkpoint)
+    def _values(self) -> Mapping[str, Value]:
+        weights = self.weights
+        if weights is None:
+            raise WrongOrder("there are no whole weights")
+        return weights.values
+
+    def _give_up_weights(self) -> Mapping[str, Value]:
+        """For an update in place. Nothing can execute from here to its commit."""
+        weights, self.weights = self.weights, None
+        return {} if weights is None else weights.values
+
+    def _read_spill(self, sleeping: Spill) -> QwenWeights:
+        with paddle.no_grad():
+            return self.model.assemble(sleeping.read(self.ops))
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         c = self.config
@@ -202,22 +253,11 @@ def _wanted_len(max_model_len: int | None, config: ModelConfig) -> int:
 
 
 def _check_fits(setting: str, kv_cache_bytes: int) -> None:
-    free = _free_memory()
+    free = free_memory()
     if kv_cache_bytes > free:
         asked = f"a KV cache of {kv_cache_bytes / 2**30:.1f} GiB"
         raise InvalidField(setting, f"{asked} is more than the memory that is free, {free / 2**30:.1f} GiB")
 
 
 def _default_kv_bytes() -> int:
-    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * _free_memory()))
-
-
-def _free_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its cgroup if that has a limit."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    if text != "max":
-        free = min(free, int(text) - int(limit.with_name("memory.current").read_text()))
-    return max(free, 0)
+    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory()))

@@ -217,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.call(m.UpdateWeightsArgs(m.FolderSource(str(self.folder / folder)), version, kv=kv), client)
         self.update = folder, version
         self.step()
-        if self.engine.weights.busy and client in self.live_clients():
+        if self.engine.weights_in_use() and client in self.live_clients():
             self.call(m.UpdateWeightsArgs(m.FolderSource(str(self.folder / "w1"))), client)  # one at a time
 
     @rule()
@@ -259,7 +259,7 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert self.pause.unanswered == 0 and not self.engine.weights.busy
+        assert self.pause.unanswered == 0 and not self.engine.weights_in_use()
         self.start_engine()
 
     def step(self) -> None:
@@ -274,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
-        if not self.engine.weights.busy:
+        if not self.engine.weights_in_use():
             self.update = None
 
     def committed(self, epoch: int) -> None:
@@ -320,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
         other = [a for a in self.witness.calls.values() if not isinstance(a, m.PauseArgs | m.UpdateWeightsArgs)]
         assert not other, f"not answered at once: {other}"
         if any(isinstance(a, m.UpdateWeightsArgs) for a in self.witness.calls.values()):
-            assert self.engine.weights.busy, "an update call was forgotten"
+            assert self.engine.weights_in_use(), "an update call was forgotten"
 
     @invariant()
     def flags_are_legal(self):

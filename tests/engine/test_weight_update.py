@@ -231,10 +231,17 @@ def test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again(
 
 
 def test_publishing_weights_releases_only_the_systems_own_hold(folders):
-    h = Harness()
-    h.pause(mode="keep", hold_id="republish")
+    h = Harness(lost_commit=True)
+    h.pause(mode="keep", hold_id="mine")
     h.update(folders / "w1")
-    assert h.status()["is_paused"]
+    assert h.status()["is_paused"] and [hold["id"] for hold in h.status()["holds"]] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["republish", "sleep", "in_place"])
+def test_nobody_may_give_its_hold_the_name_of_one_of_the_systems(name):
+    h = Harness()
+    assert h.pause(mode="keep", hold_id=name).failure.detail["param"] == "hold_id"
+    assert not h.status()["rejecting_new_requests"]
 
 
 def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(folders):

@@ -9,7 +9,7 @@ from checkpoints import SPECS, prompt
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import InvalidField
 from fastdeploy.scheduler.interface import BlockCopy, StepPlan
-from step_driver import GREEDY, Driver, Sequence, fresh
+from step_driver import GREEDY, Driver, Sequence, fresh, update
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
 BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]
@@ -37,7 +37,7 @@ def test_greedy_ids_and_logprobs_are_those_of_transformers(name, make_runner, ex
 def test_a_folder_saved_by_transformers_itself_is_the_same_model(name, make_runner, checkpoints, expected):
     runner = make_runner(name)
     before = Driver(runner).generate([_sequence(17)], 8)[0].trace
-    runner.commit(runner.stage(f"{checkpoints[name]}-saved"))
+    update(runner, f"{checkpoints[name]}-saved")
     assert Driver(runner).generate([_sequence(17)], 8)[0].trace == before
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from checkpoints import SPECS, config_json, prompt, random_tensors, write_checkpoint, write_safetensors
 from fastdeploy.errors import WeightUpdateRefused
+from fastdeploy.model_executor.safetensors_source import SafetensorsReader
 from fastdeploy.worker.model_runner import ModelRunner
-from step_driver import Driver, Sequence
+from step_driver import Driver, Sequence, stage, update
 
 SPEC = SPECS["qwen3"]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -153,7 +154,7 @@ def _tensor_in_two_shards(folder: Path) -> str:
 
 
 def _no_folder(folder: Path) -> str:
-    return "config.json"
+    return f"{folder}: is not a folder"
 
 
 def _no_config(folder: Path) -> str:
@@ -216,7 +217,7 @@ def test_every_kind_of_damage_is_refused_by_name_and_changes_nothing(make_runner
         folder = tmp_path / damage.__name__
         named = damage(folder)
         with pytest.raises(WeightUpdateRefused) as error:
-            runner.stage(str(folder))
+            stage(runner, folder)
         assert named in error.value.message, damage.__name__
         assert runner.weights is weights, damage.__name__
     assert _outputs(runner) == before
@@ -226,23 +227,23 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(make_runner, tmp_path, 
     runner = make_runner("qwen3")
     before = _outputs(runner)
     folder = _write(tmp_path / "shrinks")
-    read_part = runner.model._load_layer
+    read = SafetensorsReader.read
 
-    def shrink_then_read(checkpoint, layer):
+    def shrink_then_read(reader, name, checksum=None):
         with open(_single(folder), "r+b") as file:
             file.truncate(2000)
-        return read_part(checkpoint, layer)
+        return read(reader, name, checksum)
 
-    monkeypatch.setattr(runner.model, "_load_layer", shrink_then_read)
+    monkeypatch.setattr(SafetensorsReader, "read", shrink_then_read)
     with pytest.raises(WeightUpdateRefused, match="cut short"):
-        runner.stage(str(folder))
+        stage(runner, folder)
     assert _outputs(runner) == before
 
 
 def test_staging_alone_changes_nothing_and_commit_equals_a_start_on_the_new_folder(make_runner, tmp_path):
     runner, folder = make_runner("qwen3"), _write(tmp_path / "new")
     before, fresh = _outputs(runner), _outputs(make_runner(folder))
-    staged = runner.stage(str(folder))
+    staged = stage(runner, folder)
     assert _outputs(runner) == before != fresh
     runner.commit(staged)
     assert _outputs(runner) == fresh
@@ -251,7 +252,7 @@ def test_staging_alone_changes_nothing_and_commit_equals_a_start_on_the_new_fold
 def test_the_folder_may_be_deleted_as_soon_as_stage_returns(make_runner, tmp_path):
     runner, folder = make_runner("qwen3"), _write(tmp_path / "new")
     fresh = _outputs(make_runner(folder))
-    staged = runner.stage(str(folder))
+    staged = stage(runner, folder)
     for file in folder.iterdir():
         file.write_bytes(b"\0" * file.stat().st_size)  # a lazy mapping would now read zeros
     shutil.rmtree(folder)
@@ -262,7 +263,7 @@ def test_the_folder_may_be_deleted_as_soon_as_stage_returns(make_runner, tmp_pat
 def test_stage_runs_beside_steps(make_runner, tmp_path):
     runner, folder = make_runner("qwen3"), _write(tmp_path / "new")
     before, fresh, staged = _outputs(runner), _outputs(make_runner(folder)), []
-    thread = threading.Thread(target=lambda: staged.append(runner.stage(str(folder))))
+    thread = threading.Thread(target=lambda: staged.append(stage(runner, folder)))
     thread.start()
     during = [_outputs(runner)]
     while thread.is_alive():
@@ -275,10 +276,10 @@ def test_stage_runs_beside_steps(make_runner, tmp_path):
 
 def test_keys_and_values_of_broken_weights_do_not_outlive_them(make_runner, tmp_path):
     runner = make_runner("qwen3")
-    before, good = _outputs(runner), runner.stage(str(write_checkpoint(tmp_path / "good", SPEC)))
+    before, good = _outputs(runner), stage(runner, write_checkpoint(tmp_path / "good", SPEC))
     name = "model.layers.0.self_attn.v_proj.weight"  # finite, as it must be, but its sums are not
     broken = _write(tmp_path / "huge", lambda t: t.update({name: np.sign(t[name]) * np.float32(3e38)}))
-    runner.commit(runner.stage(str(broken)))
+    update(runner, broken)
     _outputs(runner)  # fills the blocks with infinities
     runner.commit(good)
     assert _outputs(runner) == before

@@ -59,7 +59,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         app.include_router(router(context))
     add_error_handlers(app)
     # The last one is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)
     app.add_middleware(LastResort)
     app.add_middleware(Routing)
     return app

@@ -74,6 +74,10 @@ class ServingContext:
         limit = self.max_model_len
         if len(ids) >= limit:
             raise InvalidField(field, f"{len(ids)} tokens leave no room for output in a context of {limit} tokens")
+        self.check_vocabulary(ids, field)
+
+    def check_vocabulary(self, ids: list[int], field: str) -> None:
+        """Raise InvalidField for an id that is no token; ``ids`` is not empty."""
         vocab_size = self.client.model_info.get("vocab_size", 2**31)
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(t for t in ids if not 0 <= t < vocab_size)

@@ -1,4 +1,4 @@
-"""Native control routes: /v1/pause, /v1/resume, /v1/is_paused, /v1/abort_requests, /v1/update_weights.
+"""Native control routes: /v1/pause, /v1/resume, /v1/is_paused, /v1/abort_requests.
 
 Each takes a JSON body, query parameters, both, or nothing, and answers when it is done, in FastDeploy's envelope.
 """
@@ -20,10 +20,10 @@ from fastdeploy.entrypoints.openai.protocol import (
     BodyType,
     PauseBody,
     ResumeBody,
-    UpdateWeightsBody,
     parse_body,
     parse_json,
 )
+from fastdeploy.entrypoints.upload import is_upload
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
@@ -63,18 +63,12 @@ def control_router(context: ServingContext) -> APIRouter:
         args = m.AbortArgs(request_ids=body.req_ids, abort_all=body.abort_all)
         return envelope(await client.call(args, config.stall_s))
 
-    @router.post("/v1/update_weights")
-    async def update_weights(request: Request) -> Response:
-        body = await read(request, UpdateWeightsBody)
-        args = m.UpdateWeightsArgs(source=m.FolderSource(body.model_path), version=body.version, kv=body.kv)
-        return envelope(await client.call(args, config.update_s))
-
     return router
 
 
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
     """The JSON body over the query parameters. An adapter named here is refused rather than overlooked."""
-    body = parse_json(await request.body())
+    body = {} if is_upload(request) else parse_json(await request.body())
     query: dict[str, Any] = dict(request.query_params)
     query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}
     return parse_body({**query, **body}, kind, CONTROL_UNSUPPORTED)

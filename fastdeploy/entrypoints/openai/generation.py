@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastdeploy.engine.client import EngineClient
@@ -16,7 +17,10 @@ from fastdeploy.inter_communicator.messages import AddRequest, Output
 
 
 class GenerationRequest(NamedTuple):
-    """A checked request. One engine request per prompt; ``sampling`` holds one set of parameters per prompt."""
+    """A checked request. One engine request per prompt; ``sampling`` holds one set of parameters per prompt.
+
+    ids: of the prompts, where they are not to be made from the request_id. texts: ``text`` of each, where they differ.
+    """
 
     request_id: str
     prompts: list[list[int]]
@@ -25,6 +29,8 @@ class GenerationRequest(NamedTuple):
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
+    ids: Sequence[str] = ()
+    texts: Sequence[TextOptions] = ()
 
 
 class Generation:
@@ -35,7 +41,9 @@ class Generation:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest):
         self.request = request
-        self.choices = [Choice(tokenizer, p, request.text) for p in request.prompts for _ in range(request.n)]
+        texts = request.texts or [request.text] * len(request.prompts)
+        pairs = zip(request.prompts, texts, strict=True)
+        self.choices = [Choice(tokenizer, p, text) for p, text in pairs for _ in range(request.n)]
         self.created = int(time.time())
         self._cached_tokens = [0] * len(request.prompts)
         self.gone = False
@@ -61,10 +69,10 @@ class Generation:
 
     def _engine_request(self, i: int) -> AddRequest:
         r = self.request
-        alone = len(r.prompts) == 1
+        own_id = r.ids[i] if r.ids else r.request_id if len(r.prompts) == 1 else f"{r.request_id}-{i}"
         return AddRequest(
-            request_id=r.request_id if alone else f"{r.request_id}-{i}",
-            group="" if alone else r.request_id,
+            request_id=own_id,
+            group="" if own_id == r.request_id else r.request_id,
             prompt_token_ids=r.prompts[i],
             sampling=r.sampling[i],
             n=r.n,
@@ -84,6 +92,9 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         return sum(self._cached_tokens)
+
+    def cached_tokens_of(self, prompt: int) -> int:
+        return self._cached_tokens[prompt]
 
     def nudge(self) -> None:
         """Make :meth:`step` return."""

@@ -59,18 +59,29 @@ class LastResort:
             await error_response(error)(scope, receive, send)
 
 
-class BodyLimit:
-    """Refuses a body of more than ``max_bytes``: at once if its length is declared, or else where it passes the limit.
-    What a client sends all the same is not kept."""
+# Weights come by these: as the body itself, or (SGLang's) as base64 in JSON.
+UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
+JSON_UPLOAD_PATHS = frozenset({"/update_weights_from_tensor"})
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
+
+class BodyLimit:
+    """Refuses a body of more than ``max_bytes`` (``max_upload_bytes`` where it is weights): at once if its length is
+    declared, or else where it passes the limit. What a client sends all the same is not kept."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_upload_bytes: int):
         self._app = app
         self._max_bytes = max_bytes
+        self._max_upload_bytes = max_upload_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = dict(scope.get("headers", ())).get(b"content-length", b"0")
-        if int(declared) > self._max_bytes:
-            await error_response(self._error())(scope, receive, send)
+        headers = dict(scope.get("headers", ()))
+        upload = _is_upload(scope.get("path", ""), headers.get(b"content-type", b""))
+        limit = self._max_upload_bytes if upload else self._max_bytes
+        error = RequestTooLarge(
+            f"the request body has more than {limit} bytes ({'--max-upload-mb' if upload else '--max-body-mb'})"
+        )
+        if int(headers.get(b"content-length", b"0")) > limit:
+            await error_response(error)(scope, receive, send)
             return
         size = 0
 
@@ -78,11 +89,13 @@ class BodyLimit:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_bytes:
-                raise self._error()
+            if size > limit:
+                raise error
             return message
 
         await self._app(scope, counted_receive, send)
 
-    def _error(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request body has more than {self._max_bytes} bytes (--max-body-mb)")
+
+def _is_upload(path: str, content_type: bytes) -> bool:
+    raw = content_type.lower().startswith(b"application/octet-stream")
+    return path in JSON_UPLOAD_PATHS or (raw and path in UPLOAD_PATHS)

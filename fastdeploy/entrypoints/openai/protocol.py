@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from fastdeploy.engine.sampling_params import MAX_INT32
 from fastdeploy.errors import InvalidField
@@ -167,24 +167,101 @@ class AbortBody(Body):
     req_ids: list[str] | None = None
 
 
-class UpdateWeightsBody(Body):
-    """version: an integer becomes the label that it reads as."""
-
-    model_path: str = Field(min_length=1)
-    version: str | None = None
-    kv: Literal["keep", "recompute"] = "keep"
-
-    @field_validator("version", mode="plain")
-    @classmethod
-    def _label(cls, value: Any) -> str:
-        label = str(value) if type(value) is int else value
-        if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
-            raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
-        return label
+def _label(value: Any) -> str:
+    """An integer becomes the label that it reads as."""
+    label = str(value) if type(value) is int else value
+    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
+        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
+    return label
 
 
-# Adapters and checksums come later: a control call must not act on the whole engine instead.
-CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,), "verify_checksum": (None, False)}
+def _from_query(value: Any) -> Any:
+    """A checksum table in a query is JSON."""
+    return parse_json(value.encode()) if isinstance(value, str) else value
+
+
+def _tag_list(value: Any) -> Any:
+    """Tags come as a list, repeated in the query, or separated by commas."""
+    parts = [value] if isinstance(value, str) else value
+    return [tag for part in parts for tag in part.split(",") if tag] if isinstance(parts, list) else parts
+
+
+Version = Annotated[str, PlainValidator(_label)]
+Checksums = Annotated[dict[str, str], BeforeValidator(_from_query)]
+Tags = Annotated[list[Literal["weight", "kv_cache"]], BeforeValidator(_tag_list)]
+Kv = Literal["keep", "recompute"]
+
+
+class SourceBody(Body):
+    """Where tensors are: exactly one of the two, or the HTTP body itself."""
+
+    model_path: str | None = Field(None, min_length=1)
+    shared_memory: str | None = Field(None, min_length=1)
+    nbytes: int = Field(0, ge=0)
+    checksums: Checksums = {}
+    verify_checksum: bool = False
+
+    @property
+    def names_no_source(self) -> bool:
+        return self.model_path is None and self.shared_memory is None
+
+    def rest(self) -> dict[str, Any]:
+        """All fields but those of the source."""
+        return self.model_dump(exclude={"model_path", "shared_memory", "nbytes"})
+
+
+class UpdateWeightsBody(SourceBody):
+    version: Version | None = None
+    expected_version: Version | None = None
+    kv: Kv = "keep"
+    partial: bool = False
+    in_place: bool = False
+
+
+class BeginBody(Body):
+    version: Version | None = None
+    expected_version: Version | None = None
+    kv: Kv = "keep"
+    partial: bool = False
+    in_place: bool = False
+    lease_s: float = Field(300.0, gt=0, le=86400)
+
+
+class ChunkBody(SourceBody):
+    session_id: str = Field(min_length=1)
+
+
+class CommitBody(Body):
+    session_id: str = Field(min_length=1)
+    version: Version | None = None
+    kv: Kv | None = None
+
+
+class AbortUpdateBody(Body):
+    session_id: str | None = Field(None, min_length=1)
+
+
+class WeightInfoBody(Body):
+    checksums: bool = False
+
+
+class SleepBody(Body):
+    tags: Tags = []
+    mode: Literal["abort", "wait", "keep"] = "keep"
+    discard: bool = False
+    timeout_s: float = Field(60.0, ge=0, le=86400)
+
+
+class WakeBody(Body):
+    tags: Tags = []
+
+
+class ResetBody(Body):
+    version: Version | None = None
+
+
+# Adapters come later: a control call must not act on the whole engine instead.
+CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 # Pydantic puts the branch of a union into the location of an error.
 UNION_BRANCHES = frozenset({"str", "int", "list[str]"})
 BodyType = TypeVar("BodyType", bound=BaseModel)

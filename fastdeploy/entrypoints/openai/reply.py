@@ -114,5 +114,5 @@ class ReplyView:
     def token_text(self, token_id: int) -> str:
         tokenizer = self._context.tokenizer
         if tokenizer is None or self._body.return_tokens_as_token_ids:
-            return f"token:{token_id}"
+            return f"token_id:{token_id}"
         return tokenizer.token_text(token_id)

@@ -1,11 +1,113 @@
-"""Native weight routes: /v1/update_weights, /v1/weights/{begin,chunk,commit,abort}, /v1/sleep, /v1/wakeup."""
+"""Native weight routes: /v1/update_weights, /v1/weights (info) and /v1/weights/{begin,chunk,commit,abort}, /v1/sleep,
+/v1/wakeup, /v1/reset.
+
+Tensors come from a folder (model_path), from shared memory, or as the body itself: application/octet-stream, one
+safetensors file, with all other fields in the query.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.control import envelope, read
+from fastdeploy.entrypoints.openai.protocol import (
+    AbortUpdateBody,
+    BeginBody,
+    ChunkBody,
+    CommitBody,
+    ResetBody,
+    SleepBody,
+    SourceBody,
+    UpdateWeightsBody,
+    WakeBody,
+    WeightInfoBody,
+)
+from fastdeploy.entrypoints.upload import is_upload, spooled_upload
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator import messages as m
 
 
 def weights_router(context: ServingContext) -> APIRouter:
-    return APIRouter()
+    router = APIRouter()
+    client, config = context.client, context.config
+
+    async def call(args: m.Args) -> Response:
+        return envelope(await client.call(args, config.update_s))
+
+    @router.post("/v1/update_weights")
+    async def update_weights(request: Request) -> Response:
+        """With a version and no tensors, only the label changes."""
+        body = await read(request, UpdateWeightsBody)
+        if body.names_no_source and not is_upload(request):
+            return await call(_relabel(body))
+        async with _source(request, context, body) as source:
+            return await call(m.UpdateWeightsArgs(source, **body.rest()))
+
+    @router.get("/v1/weights")
+    async def weight_info(request: Request) -> Response:
+        body = await read(request, WeightInfoBody)
+        return await call(m.WeightInfoArgs(checksums=body.checksums))
+
+    @router.post("/v1/weights/begin")
+    async def begin(request: Request) -> Response:
+        return await call(m.BeginUpdateArgs(**(await read(request, BeginBody)).model_dump()))
+
+    @router.post("/v1/weights/chunk")
+    async def chunk(request: Request) -> Response:
+        body = await read(request, ChunkBody)
+        async with _source(request, context, body) as source:
+            return await call(m.UpdateChunkArgs(source=source, **body.rest()))
+
+    @router.post("/v1/weights/commit")
+    async def commit(request: Request) -> Response:
+        return await call(m.CommitUpdateArgs(**(await read(request, CommitBody)).model_dump()))
+
+    @router.post("/v1/weights/abort")
+    async def abort(request: Request) -> Response:
+        return await call(m.AbortUpdateArgs(**(await read(request, AbortUpdateBody)).model_dump()))
+
+    @router.post("/v1/sleep")
+    async def sleep(request: Request) -> Response:
+        body = await read(request, SleepBody)
+        args = m.SleepArgs(tuple(body.tags), mode=body.mode, discard=body.discard, timeout_s=body.timeout_s)
+        return await call(args)
+
+    @router.post("/v1/wakeup")
+    async def wakeup(request: Request) -> Response:
+        return await call(m.WakeArgs(tuple((await read(request, WakeBody)).tags)))
+
+    @router.post("/v1/reset")
+    async def reset(request: Request) -> Response:
+        return await call(m.ResetArgs(version=(await read(request, ResetBody)).version))
+
+    return router
+
+
+@contextlib.asynccontextmanager
+async def _source(request: Request, context: ServingContext, body: SourceBody) -> AsyncIterator[m.Source]:
+    """What the call names, or its own body, which is in a file for as long as the block lasts."""
+    if is_upload(request):
+        if not body.names_no_source:
+            raise InvalidField("model_path", "the body of this call is an upload: name no other source")
+        async with spooled_upload(request, context) as source:
+            yield source
+    elif body.model_path is not None and body.shared_memory is None:
+        yield m.FolderSource(body.model_path)
+    elif body.shared_memory is not None and body.model_path is None:
+        yield m.SharedMemorySource(body.shared_memory, body.nbytes)
+    else:
+        raise InvalidField("model_path", "expected one of model_path, shared_memory, or an octet-stream body")
+
+
+def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
+    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum"):
+        if getattr(body, field):
+            raise InvalidField(field, "is about new weights: expected model_path, shared_memory or an upload with it")
+    if body.version is None:
+        raise InvalidField("model_path", "expected model_path, shared_memory, an octet-stream body, or a version")
+    return m.SetVersionArgs(body.version)

@@ -6,14 +6,15 @@ Weights are immutable: an update makes a second ``QwenWeights`` beside the first
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.loader import Checkpoint, refuse_tensor
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache, Ops, PackedLinear
+from fastdeploy.model_executor.parameters import Parameter, Value
 
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -33,33 +34,34 @@ class QwenLayer:
 
 @dataclass(frozen=True)
 class QwenWeights:
-    """``lm_head`` is ``embedding`` itself where they are tied."""
+    """``lm_head`` is ``embedding`` itself where they are tied. ``values``: all, by the key of their parameter."""
 
     embedding: PackedLinear
     layers: tuple[QwenLayer, ...]
     norm: paddle.Tensor
     lm_head: PackedLinear
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed linears (norms are thousands of times smaller)."""
-        linears = {id(w): w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)}
-        linears |= {id(w): w for w in (self.embedding, self.lm_head)}
-        return sum(w.nbytes for w in linears.values())
+    values: Mapping[str, Value]
 
 
 class Qwen:
-    """The computation, without weights: ``load`` makes those, ``forward`` takes them."""
+    """The computation, without weights: ``assemble`` makes those of their parts, ``forward`` takes them.
+
+    parameters: what the weights are made of. aliases: tensors that a checkpoint may carry though another one serves in
+    their place; they must have the same values (transformers ignores lm_head.weight where embeddings are tied, but no
+    trainer means to have a tensor ignored).
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops, max_model_len: int):
         self.config, self.ops = config, ops
+        self.parameters = self._parameters()
+        self.aliases = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
         half = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
         frequencies = (1.0 / np.float32(config.rope_theta) ** half).astype(np.float32)
         angles = np.arange(max_model_len, dtype=np.float32)[:, None] * frequencies
         self.rope_cos, self.rope_sin = paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that a checkpoint must have, in the order they are read."""
+        """Name and shape of every tensor that a checkpoint must have."""
         c = self.config
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         hidden, inner = c.hidden_size, c.intermediate_size
@@ -84,26 +86,39 @@ class Qwen:
             shapes[LM_HEAD] = (c.vocab_size, hidden)
         return shapes
 
-    def load(self, checkpoint: Checkpoint) -> QwenWeights:
-        """Check all names, shapes and types, then read and pack linear by linear: beside the packed copy only the
-        tensors of one linear are held. Raises WeightUpdateRefused.
+    def _parameters(self) -> tuple[Parameter, ...]:
+        c = self.config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        linears = [
+            ("qkv", "self_attn.", ("q_proj", "k_proj", "v_proj"), (q, kv, kv), c.qkv_bias),
+            ("o", "self_attn.", ("o_proj",), (c.hidden_size,), c.o_bias),
+            ("gate_up", "mlp.", ("gate_proj", "up_proj"), (c.intermediate_size,) * 2, False),
+            ("down", "mlp.", ("down_proj",), (c.hidden_size,), False),
+        ]
+        vectors = [("input_norm", "input_layernorm"), ("post_norm", "post_attention_layernorm")]
+        if c.qk_norm:
+            vectors += [("q_norm", "self_attn.q_norm"), ("k_norm", "self_attn.k_norm")]
+        found = [Parameter("embedding", (EMBEDDING,), (c.vocab_size,))]
+        for layer in range(c.num_hidden_layers):
+            key, prefix = f"layers.{layer}.", f"model.layers.{layer}."
+            found += [Parameter(key + short, (f"{prefix}{name}.weight",)) for short, name in vectors]
+            for short, where, names, rows, biased in linears:
+                weights = tuple(f"{prefix}{where}{name}.weight" for name in names)
+                biases = tuple(f"{prefix}{where}{name}.bias" for name in names) if biased else ()
+                found.append(Parameter(key + short, weights, rows, biases))
+        found.append(Parameter("norm", (NORM,)))
+        if not c.tie_word_embeddings:
+            found.append(Parameter("lm_head", (LM_HEAD,), (c.vocab_size,)))
+        return tuple(found)
 
-        A checkpoint of a tied model may carry lm_head.weight too, if its bits are those of the embedding: another
-        one would be ignored by a tied model, which no trainer means.
-        """
-        tied = self.config.tie_word_embeddings
-        checkpoint.check(self.tensor_shapes(), frozenset({LM_HEAD}) if tied else frozenset())
-        table = checkpoint.read(EMBEDDING)
-        if tied and LM_HEAD in checkpoint.entries and not _same_bits(table, checkpoint.read(LM_HEAD)):
-            raise refuse_tensor(LM_HEAD, f"differs from {EMBEDDING}, but tie_word_embeddings is true")
-        embedding = self.ops.pack_linear([table])
-        del table
-        layers = tuple(self._load_layer(checkpoint, layer) for layer in range(self.config.num_hidden_layers))
-        lm_head = embedding if tied else self._pack(checkpoint, [LM_HEAD.removesuffix(".weight")])
-        return QwenWeights(embedding, layers, _vector(checkpoint, NORM), lm_head)
+    def assemble(self, values: Mapping[str, Value]) -> QwenWeights:
+        """values: what each of ``parameters`` was packed to, by key."""
+        layers = tuple(self._layer(values, layer) for layer in range(self.config.num_hidden_layers))
+        embedding = values["embedding"]
+        return QwenWeights(embedding, layers, values["norm"], values.get("lm_head", embedding), values)
 
-    def _load_layer(self, checkpoint: Checkpoint, layer: int) -> QwenLayer:
-        c, prefix = self.config, f"model.layers.{layer}."
+    def _layer(self, values: Mapping[str, Value], layer: int) -> QwenLayer:
+        c, key = self.config, f"layers.{layer}."
         attention = AttentionSpec(
             layer=layer,
             num_heads=c.num_attention_heads,
@@ -112,24 +127,19 @@ class Qwen:
             scale=c.head_dim**-0.5,
             rope_cos=self.rope_cos,
             rope_sin=self.rope_sin,
-            q_norm=_vector(checkpoint, prefix + "self_attn.q_norm.weight") if c.qk_norm else None,
-            k_norm=_vector(checkpoint, prefix + "self_attn.k_norm.weight") if c.qk_norm else None,
+            q_norm=values.get(key + "q_norm"),
+            k_norm=values.get(key + "k_norm"),
             norm_eps=c.rms_norm_eps,
         )
         return QwenLayer(
-            input_norm=_vector(checkpoint, prefix + "input_layernorm.weight"),
-            qkv=self._pack(checkpoint, [f"{prefix}self_attn.{name}_proj" for name in "qkv"], c.qkv_bias),
+            input_norm=values[key + "input_norm"],
+            qkv=values[key + "qkv"],
             attention=attention,
-            o=self._pack(checkpoint, [prefix + "self_attn.o_proj"], c.o_bias),
-            post_norm=_vector(checkpoint, prefix + "post_attention_layernorm.weight"),
-            gate_up=self._pack(checkpoint, [prefix + "mlp.gate_proj", prefix + "mlp.up_proj"]),
-            down=self._pack(checkpoint, [prefix + "mlp.down_proj"]),
+            o=values[key + "o"],
+            post_norm=values[key + "post_norm"],
+            gate_up=values[key + "gate_up"],
+            down=values[key + "down"],
         )
-
-    def _pack(self, checkpoint: Checkpoint, names: list[str], bias: bool = False) -> PackedLinear:
-        parts = checkpoint.read_parts([f"{name}.weight" for name in names])
-        biases = [checkpoint.read_float32(f"{name}.bias") for name in names] if bias else None
-        return self.ops.pack_linear(parts, biases)
 
     def forward(
         self, weights: QwenWeights, token_ids: np.ndarray, cache: KVCache, batch: AttentionBatch, rows: np.ndarray
@@ -153,11 +163,3 @@ class Qwen:
             norm = weights.norm if index == last else weights.layers[index + 1].input_norm
             hidden = ops.add_rms_norm(hidden, residual, norm, eps)
         return ops.linear(hidden, weights.lm_head)
-
-
-def _vector(checkpoint: Checkpoint, name: str) -> paddle.Tensor:
-    return paddle.to_tensor(checkpoint.read_float32(name))
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool((a.view(np.uint8) == b.view(np.uint8)).all())

@@ -32,6 +32,8 @@ _SIGNATURES = {
     "fd_weight_bytes": (c_int64, [c_void_p]),
     "fd_pack_rows": (None, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "fd_get_bias": (None, [c_void_p, c_void_p]),
     "fd_linear": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
     "fd_gated_linear": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
@@ -110,6 +112,7 @@ class CpuLinear:
             raise MemoryError(f"no memory for a packed weight of {out_features} x {in_features}")
         self.out_features = out_features
         self.in_features = in_features
+        self.with_bias = with_bias
         self.nbytes = library.fd_weight_bytes(self.handle)
         weakref.finalize(self, library.fd_free_weight, self.handle)
 
@@ -135,7 +138,8 @@ class CpuKVCache:
 
 
 class CpuOps:
-    """Implements ``interface.Ops``. One thread calls at a time, except pack_linear, which may run beside the others."""
+    """Implements ``interface.Ops``. One thread calls at a time, except packing and unpacking, which may run beside
+    the others."""
 
     name = "cpu"
 
@@ -145,7 +149,8 @@ class CpuOps:
         self._bf16 = dtype == "bfloat16"
         self._lib = library if library is not None else load_library()
         # Per layer, the arguments of the spec last seen: all but qkv, out and the batch stay from step to step.
-        self._specs: dict[int, tuple[AttentionSpec, CpuKVCache, _AttentionArgs, int]] = {}
+        # The cache is only watched: it is freed when its owner lets go of it.
+        self._specs: dict[int, tuple[AttentionSpec, weakref.ref[CpuKVCache], _AttentionArgs, int]] = {}
         # The batch last seen and its addresses: it stays the same for all layers of a step.
         self._batch: AttentionBatch | None = None
         self._batch_addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -192,6 +197,20 @@ class CpuOps:
                 self._lib.fd_set_bias(weight.handle, _address(values), row, part.shape[0])
             row += part.shape[0]
         return weight
+
+    def unpack_linear(self, weight: CpuLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+        last = weight.out_features if last is None else last
+        assert 0 <= first <= last <= weight.out_features
+        rows = np.empty((last - first, weight.in_features), np.uint16 if self._bf16 else np.float32)
+        self._lib.fd_unpack_rows(weight.handle, _address(rows), first, last - first)
+        return rows
+
+    def unpack_bias(self, weight: CpuLinear) -> np.ndarray | None:
+        if not weight.with_bias:
+            return None
+        bias = np.empty(weight.out_features, np.float32)
+        self._lib.fd_get_bias(weight.handle, _address(bias))
+        return bias
 
     def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
@@ -247,7 +266,7 @@ class CpuOps:
 
     def _args(self, cache: CpuKVCache, spec: AttentionSpec) -> tuple[_AttentionArgs, int]:
         entry = self._specs.get(spec.layer)
-        if entry is not None and entry[0] is spec and entry[1] is cache:
+        if entry is not None and entry[0] is spec and entry[1]() is cache:
             return entry[2], entry[3]
         assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
         assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
@@ -264,7 +283,7 @@ class CpuOps:
             eps=spec.norm_eps,
         )
         address = ctypes.addressof(args)
-        self._specs[spec.layer] = (spec, cache, args, address)
+        self._specs[spec.layer] = (spec, weakref.ref(cache), args, address)
         return args, address
 
     def _check_batch(self, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec) -> None:

@@ -81,7 +81,15 @@ class Ops(Protocol):
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> PackedLinear:
         """Pack weights [n_i, K] stacked along the output: float32, or bfloat16 as uint16 bits (safetensors' own
         layout). parts of one call have one dtype, which need not be ``self.dtype``: they are converted (round to
-        nearest even). The arrays may be freed afterwards. bias: float32 [n_i] each. Releases the GIL."""
+        nearest even). The arrays may be freed afterwards. bias: float32 [n_i] each. Releases the GIL, and may run
+        beside all other ops."""
+
+    def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+        """A copy of rows [first, last) of a packed weight, in ``self.dtype`` (bfloat16 as uint16 bits): packing them
+        again gives the same bits. May run beside all other ops."""
+
+    def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
+        """A copy of its bias, float32 [out_features], or None if it has none."""
 
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
         """x [M, K] -> [M, N] = x @ W.T + bias, float32."""

@@ -74,6 +74,13 @@ class ReferenceOps:
         out_features, in_features = stacked.shape
         return ReferenceLinear(paddle.to_tensor(stacked), packed_bias, out_features, in_features, stacked.nbytes)
 
+    def unpack_linear(self, weight: ReferenceLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+        rows = np.array(weight.weight[first:last].numpy())
+        return (rows.view(np.uint32) >> 16).astype(np.uint16) if self.dtype == "bfloat16" else rows
+
+    def unpack_bias(self, weight: ReferenceLinear) -> np.ndarray | None:
+        return None if weight.bias is None else np.array(weight.bias.numpy())
+
     def linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
         return _linear_in_tiles(x, weight)[: x.shape[0]]
 

@@ -146,7 +146,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids_only(make_stack):
     stack.script(reply_with([5, 6]))
     reply = stack.post("/v1/completions", prompt=[1], return_token_ids=True, logprobs=0).json()
     assert reply["choices"][0]["token_ids"] == [5, 6] and reply["choices"][0]["text"] == ""
-    assert reply["choices"][0]["logprobs"]["tokens"] == ["token:5", "token:6"]
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:6"]
     assert_error(stack.post("/v1/completions", prompt="a"), 400, "invalid_field", "prompt")
     assert_error(stack.post("/v1/completions", prompt=[1], stop="a"), 400, "invalid_field", "stop")
     assert_error(stack.post("/v1/chat/completions", **CHAT), 400, "invalid_field", "messages")

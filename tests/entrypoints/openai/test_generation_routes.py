@@ -150,7 +150,7 @@ def test_requests_without_a_seed_draw_differently(stack):
 def test_tokens_can_be_named_by_id_in_logprobs(stack):
     stack.script(reply_with([97]))
     reply = stack.post("/v1/completions", prompt="a", logprobs=0, return_tokens_as_token_ids=True).json()
-    assert reply["choices"][0]["logprobs"]["tokens"] == ["token:97"]
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:97"]
 
 
 # ---------------------------------------------------------------------- stop strings

@@ -136,3 +136,37 @@ def test_packed_weights_take_the_bytes_of_the_checkpoint(ops, rng):
     size = 2 if ops.dtype == "bfloat16" else 4
     assert ops.pack_linear([random(rng, 160, 96)]).nbytes == 160 * 96 * size
     assert ops.pack_linear([random(rng, 160, 96)], [random(rng, 160)]).nbytes == 160 * 96 * size + 160 * 4
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [64, 70, 33])
+@pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (50,)])
+def test_unpacking_gives_back_the_bits_that_were_packed(ops, reference, rng, source, k, sizes):
+    parts, bias = [random(rng, n, k) for n in sizes], [random(rng, n) for n in sizes]
+    if source == "bfloat16":
+        parts = [as_bfloat16_bits(part) for part in parts]
+    packed, by_reference = ops.pack_linear(parts, bias), reference.pack_linear(parts, bias)
+    rows = ops.unpack_linear(packed)
+    assert rows.dtype == (np.uint16 if ops.dtype == "bfloat16" else np.float32) and rows.shape == (sum(sizes), k)
+    if source == ops.dtype:
+        np.testing.assert_array_equal(rows, np.concatenate(parts))
+    np.testing.assert_array_equal(rows, reference.unpack_linear(by_reference))
+    for unpacked in (ops.unpack_bias(packed), reference.unpack_bias(by_reference)):
+        np.testing.assert_array_equal(unpacked, np.concatenate(bias))
+    again = ops.pack_linear([rows], [ops.unpack_bias(packed)])
+    np.testing.assert_array_equal(ops.unpack_linear(again), rows)
+    x = paddle.to_tensor(random(rng, 3, k))
+    np.testing.assert_array_equal(ops.linear(x, again).numpy(), ops.linear(x, packed).numpy())
+
+
+def test_any_range_of_rows_can_be_unpacked_and_belongs_to_the_caller(ops, reference, rng):
+    weight = random(rng, 50, 40)
+    for either in (ops, reference):
+        packed = either.pack_linear([weight])
+        whole = either.unpack_linear(packed)
+        assert either.unpack_bias(packed) is None
+        for first, last in ((0, 1), (15, 17), (16, 32), (49, 50), (3, 50), (7, 7)):
+            piece = either.unpack_linear(packed, first, last)
+            np.testing.assert_array_equal(piece, whole[first:last])
+            piece[:] = 0
+        np.testing.assert_array_equal(either.unpack_linear(packed), whole)

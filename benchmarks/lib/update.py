@@ -1,0 +1,164 @@
+"""Weight updates as a trainer makes them, each part timed: one class per source, and vLLM's reload of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.client import Client
+from benchmarks.lib.dialect import Dialect, ServerError
+
+WEIGHTS = "model.safetensors"
+SHM = Path("/dev/shm")
+PIECE_BYTES = 128 << 20  # of one upload
+
+
+@dataclass
+class UpdateTimes:
+    """Seconds. transfer: from the trainer's bytes to the server's, where the source has such a part. stage: checking and
+    packing at the server, beside the steps. commit: the swap. total: of the calls, pause and resume not included."""
+
+    transfer: float = 0.0
+    stage: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Source:
+    """How the new weights reach the server. ``folder`` holds one model.safetensors."""
+
+    name: str
+
+    def __init__(self, client: Client, folder: Path):
+        self._client = client
+        self._folder = folder
+
+    async def send(self, session_id: str) -> list[dict[str, Any]]:
+        """Make the chunk calls of an open session; their results."""
+        raise NotImplementedError
+
+    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+        """begin, chunks, commit. Raises ServerError with what the server answered."""
+        times, began = UpdateTimes(), time.perf_counter()
+        begin = await self.call("begin", {"version": version, "kv": kv, "in_place": in_place})
+        sending = time.perf_counter()
+        replies = await self.send(begin["session_id"])
+        sent = time.perf_counter() - sending
+        times.report = await self.call("commit", {"session_id": begin["session_id"]})
+        timings = times.report["timings_ms"]
+        chunks = sum(reply["stage_ms"] for reply in replies) / 1000
+        times.transfer = max(sent - chunks, 0.0)
+        times.stage, times.commit = timings["stage"] / 1000, timings["commit"] / 1000
+        times.total = time.perf_counter() - began
+        return times
+
+    async def call(self, action: str, body: Any, query: str = "") -> dict[str, Any]:
+        reply = await self._client.call("POST", f"/v1/weights/{action}{query}", body, timeout=600)
+        if reply.status != 200:
+            raise ServerError(f"/v1/weights/{action}: HTTP {reply.status}: {str(reply.body)[:300]}")
+        return reply.body["result"]
+
+
+class Folder(Source):
+    """The server reads the folder itself: what it costs is in ``stage``."""
+
+    name = "folder"
+
+    async def send(self, session_id: str) -> list[dict[str, Any]]:
+        return [await self.call("chunk", {"session_id": session_id, "model_path": str(self._folder)})]
+
+
+class Upload(Source):
+    """The trainer holds safetensors pieces in memory and sends them over HTTP."""
+
+    name = "upload"
+
+    def __init__(self, client: Client, folder: Path):
+        super().__init__(client, folder)
+        self._pieces = split_safetensors((folder / WEIGHTS).read_bytes(), PIECE_BYTES)
+
+    async def send(self, session_id: str) -> list[dict[str, Any]]:
+        return [await self.call("chunk", piece, f"?session_id={session_id}") for piece in self._pieces]
+
+
+class SharedMemory(Source):
+    """The trainer writes a segment, which is part of the transfer, and names it."""
+
+    name = "shared memory"
+
+    def __init__(self, client: Client, folder: Path):
+        super().__init__(client, folder)
+        self._data = (folder / WEIGHTS).read_bytes()
+
+    async def send(self, session_id: str) -> list[dict[str, Any]]:
+        segment = SHM / f"weight-update-{uuid.uuid4().hex}"
+        try:
+            fd = os.open(segment, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with os.fdopen(fd, "wb", buffering=0) as file:
+                view = memoryview(self._data)
+                while view:
+                    view = view[file.write(view) :]
+            return [await self.call("chunk", {"session_id": session_id, "shared_memory": segment.name})]
+        finally:
+            segment.unlink(missing_ok=True)
+
+
+SOURCES: dict[str, type[Source]] = {kind.name: kind for kind in (Folder, Upload, SharedMemory)}
+
+
+class VllmReload:
+    """vLLM (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then its prefix cache is reset. Only while it is
+    paused: it loads into the very tensors that serve."""
+
+    name = "folder"
+
+    def __init__(self, dialect: Dialect, folder: Path):
+        self._dialect = dialect
+        self._folder = folder
+
+    async def update(self, version: str, kv: str, in_place: bool = True) -> UpdateTimes:
+        began = time.perf_counter()
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}, "timeout": 600}
+        for path, content in (("/collective_rpc", body), ("/reset_prefix_cache", None)):
+            reply = await self._dialect.client.call("POST", path, content, timeout=600)
+            if reply.status != 200:
+                raise ServerError(f"{path}: HTTP {reply.status}: {str(reply.body)[:300]}")
+        total = time.perf_counter() - began
+        return UpdateTimes(stage=total, total=total)
+
+
+def split_safetensors(data: bytes, limit: int) -> list[bytes]:
+    """Whole safetensors files of at most about ``limit`` bytes that together hold the tensors of ``data``."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    pieces: list[bytes] = []
+    part: dict[str, Any] = {}
+    for name, entry in header.items():
+        if part and _nbytes(part) + _nbytes({name: entry}) > limit:
+            pieces.append(_join(part, data, 8 + size))
+            part = {}
+        part[name] = entry
+    return [*pieces, _join(part, data, 8 + size)] if part else pieces
+
+
+def _nbytes(entries: dict[str, Any]) -> int:
+    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
+
+
+def _join(entries: dict[str, Any], data: bytes, base: int) -> bytes:
+    header, blobs, at = {}, [], 0
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        header[name] = {**entry, "data_offsets": [at, at + end - start]}
+        blobs.append(data[base + start : base + end])
+        at += end - start
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return b"".join([len(head).to_bytes(8, "little"), head, *blobs])

@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""What a weight update costs live generations: stacked time per source, paused and not, and the tokens lost to it.
+
+    python benchmarks/weight_update.py --url http://127.0.0.1:8180 --folder ~/.cache/fastdeploy-peers/q05
+    python benchmarks/weight_update.py --url http://127.0.0.1:8001 --folder ... --dialect vllm
+
+``--streams`` generations run; each update publishes a slightly changed copy of --folder (made once, in --scratch) and
+the next one the folder itself. Exits 1 if a stream ended or a token carries the wrong version, 2 if the server cannot
+be driven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.client import Client, Stream
+from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
+from benchmarks.lib.perturb import perturbed_copy
+from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.update import SOURCES, VllmReload
+from benchmarks.lib.wire import WireError
+from benchmarks.lib.workload import completion, prompt_ids
+
+BEFORE, AFTER = 16, 8  # tokens that every stream shows before the update, and under the new weights
+
+
+@dataclass
+class Row:
+    """One update, seconds. quiesce: until the pause had its answer. first_token: from the end of the last call to the
+    first token of the new weights, the recomputing of KV included. silent: the longest time without a token of any
+    stream. step: between two tokens of one stream, before. stopped: from the first to the last call, were no token made
+    (what a trainer pays that waits)."""
+
+    source: str
+    paused: bool
+    kv: str
+    in_place: bool
+    quiesce: float = 0.0
+    transfer: float = 0.0
+    stage: float = 0.0
+    commit: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+    silent: float = 0.0
+    step: float = 0.0
+    tokens_meanwhile: int = 0
+    recomputed: int | None = None
+    wrong: list[str] = field(default_factory=list)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8180")
+    add("--dialect", choices=DIALECTS, default="native")
+    add("--folder", type=Path, required=True, help="the checkpoint that is served, one model.safetensors")
+    add("--scratch", type=Path, help="where the changed copy goes (a temporary folder)")
+    add("--model", help="default: the first one that the server lists")
+    add("--streams", type=int, default=8)
+    add("--prompt-tokens", type=int, default=512)
+    add("--repeats", type=int, default=3)
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write everything seen; - for stdout")
+    return parser.parse_args(argv)
+
+
+def ways(dialect: str) -> list[tuple[str, bool, str, bool]]:
+    """(source, paused, kv, in_place) of every update that is measured."""
+    if dialect == "vllm":
+        return [("folder", True, "keep", True)]
+    live = [(source, paused, "keep", False) for source in SOURCES for paused in (False, True)]
+    return [*live, ("folder", False, "recompute", False), ("folder", True, "keep", True)]
+
+
+class Bench:
+    """Updates one server again and again. ``folders``: the next one is published each time."""
+
+    def __init__(self, dialect: Dialect, model: str, args: argparse.Namespace, folders: list[Path]):
+        self._dialect = dialect
+        self._model = model
+        self._args = args
+        self._folders = folders
+        self._updates = 0
+
+    async def measure(self, source: str, paused: bool, kv: str, in_place: bool) -> Row:
+        row = Row(source, paused, kv, in_place)
+        self._updates += 1
+        folder = self._folders[self._updates % len(self._folders)]
+        native = self._dialect.name == "native"
+        way = SOURCES[source](self._dialect.client, folder) if native else VllmReload(self._dialect, folder)
+        streams = await self._start()
+        try:
+            began = time.perf_counter()
+            if paused:
+                await self._dialect.pause("keep", clear_cache=False, timeout_s=60)
+                row.quiesce = time.perf_counter() - began
+            version = f"update-{self._updates}"
+            times = await way.update(version, kv, in_place)
+            if paused:
+                await self._dialect.resume()
+            ended = time.perf_counter()
+            await asyncio.gather(*(s.wait_tokens(s.log.num_tokens + AFTER) for s in streams))
+            self._fill(row, streams, began, ended, version if native else None)
+        finally:
+            for stream in streams:
+                stream.cancel()
+        row.transfer, row.stage, row.commit, row.total = times.transfer, times.stage, times.commit, ended - began
+        row.recomputed = times.report.get("tokens_to_recompute")
+        return row
+
+    async def _start(self) -> list[Stream]:
+        args, streams = self._args, []
+        for i in range(args.streams):
+            prompt = prompt_ids(args.seed, self._updates * args.streams + i, args.prompt_tokens)
+            body = completion(self._model, prompt, 2000, f"update-{args.seed}-{self._updates}-{i}")
+            if self._dialect.name == "vllm":
+                body.pop("request_id")
+            streams.append(await self._dialect.client.stream("/v1/completions", body, f"s{i}"))
+        await asyncio.gather(*(stream.wait_tokens(BEFORE) for stream in streams))
+        return streams
+
+    def _fill(self, row: Row, streams: list[Stream], began: float, ended: float, version: str | None) -> None:
+        logs = [stream.log for stream in streams]
+        arrivals = sorted(event.at for log in logs for event in log.tokens)
+        around = [at for at in arrivals if at >= began - 1.0]
+        row.silent = max((b - a for a, b in zip(around, around[1:], strict=False)), default=0.0)
+        row.step = (
+            median((log.tokens[-1].at - log.tokens[0].at) / len(log.tokens) for log in logs) if not row.paused else 0
+        )
+        row.tokens_meanwhile = sum(began < at < ended for at in arrivals)
+        firsts = []
+        for log in logs:
+            if log.error or log.finals:
+                row.wrong.append(f"{log.request_id} ended: {log.error or log.reason}")
+            new = [e for e in log.tokens if version is None and e.at > ended or _labelled(e.weight_versions, version)]
+            if not new:
+                row.wrong.append(f"{log.request_id} has no token of {version}")
+            else:
+                firsts.append(new[0].at)
+                if version is not None and any(
+                    not _labelled(e.weight_versions, version) for e in _from(log.tokens, new[0])
+                ):
+                    row.wrong.append(f"{log.request_id}: an old label after {version}")
+        row.first_token = max(min(firsts, default=ended) - ended, 0.0)
+
+
+def _labelled(versions: list[dict[str, Any]], version: str | None) -> bool:
+    return bool(versions) and versions[-1]["version"] == version
+
+
+def _from(events: list[Any], first: Any) -> list[Any]:
+    return events[events.index(first) :]
+
+
+def medians(rows: list[Row]) -> Row:
+    """One row of the medians of the repeats of one way."""
+    first = rows[0]
+    numbers = ("quiesce", "transfer", "stage", "commit", "first_token", "total", "silent", "step")
+    more = {name: median(getattr(row, name) for row in rows) for name in numbers}
+    recomputed = first.recomputed if first.recomputed is None else int(median(r.recomputed or 0 for r in rows))
+    meanwhile = int(median(row.tokens_meanwhile for row in rows))
+    wrong = [line for row in rows for line in row.wrong]
+    return Row(first.source, first.paused, first.kv, first.in_place, **more, tokens_meanwhile=meanwhile,
+               recomputed=recomputed, wrong=wrong)  # fmt: skip
+
+
+def show(printer: Printer, rows: list[Row]) -> None:
+    header = ("source", "paused", "kv", "quiesce ms", "transfer ms", "check+pack ms", "commit ms", "first token ms",
+              "total ms", "no token for ms", "tokens meanwhile", "recomputed")  # fmt: skip
+    table = []
+    for row in rows:
+        times = (row.quiesce, row.transfer, row.stage, row.commit, row.first_token, row.total, row.silent)
+        kv = row.kv + (", in place" if row.in_place else "")
+        more = [str(row.tokens_meanwhile), "-" if row.recomputed is None else str(row.recomputed)]
+        table.append([row.source, "yes" if row.paused else "no", kv, *(f"{1000 * t:.1f}" for t in times), *more])
+    printer.table("weight updates (medians)", header, table)
+
+
+async def run(args: argparse.Namespace, printer: Printer) -> int:
+    dialect = DIALECTS[args.dialect](Client(args.url))
+    model, _ = await dialect.model(args.model)
+    with tempfile.TemporaryDirectory() as temporary:
+        changed = (args.scratch or Path(temporary)) / "changed"
+        if not changed.exists():
+            printer.say(f"making a changed copy of {args.folder}")
+            perturbed_copy(args.folder, changed, scale=0.01, seed=args.seed)
+        bench = Bench(dialect, model, args, [args.folder.resolve(), changed.resolve()])
+        rows = []
+        for way in ways(args.dialect):
+            each = [await bench.measure(*way) for _ in range(args.repeats)]
+            rows.append(medians(each))
+            printer.say(f"{way}: {rows[-1].total:.2f} s, no token for {rows[-1].silent:.3f} s")
+    show(printer, rows)
+    if args.json:
+        write_json(args.json, {"url": args.url, "machine": machine(), "rows": [asdict(row) for row in rows]})
+    wrong = [line for row in rows for line in row.wrong]
+    for line in wrong:
+        printer.say(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, printer = parse(argv), Printer()
+    try:
+        return asyncio.run(run(args, printer))
+    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+        printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Work on weights beside the steps: jobs run one after another on a thread, and the loop takes their results in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy.errors import FastDeployError, OutOfSpace, WeightUpdateRefused
+
+THREAD_NAME = "stage-weights"
+
+
+@dataclass
+class Job:
+    """``work`` runs on the thread; ``done(result, error)`` is called exactly once on the loop's, by ``poll`` or
+    ``drop``. owner: whose jobs ``drop`` drops."""
+
+    owner: object
+    work: Callable[[], Any]
+    done: Callable[[Any, FastDeployError | None], None]
+    result: Any = None
+    error: FastDeployError | None = None
+    seconds: float = 0.0
+    finished: bool = False
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            self.result = self.work()
+        except FastDeployError as error:
+            self.error = error
+        except MemoryError as error:
+            self.error = OutOfSpace(f"no memory for the new weights: {error}")
+        except Exception as error:  # whatever a reader of foreign files may raise: the old weights serve on
+            self.error = WeightUpdateRefused(f"{type(error).__name__}: {error}")
+        self.seconds = time.monotonic() - began
+        self.finished = True
+
+
+class StagingThread:
+    """A queue of jobs. All methods are the loop thread's; ``wake`` is called from the other when a job has finished."""
+
+    def __init__(self, wake: Callable[[], None]):
+        self._wake = wake
+        self._queue: deque[Job] = deque()
+        self._running: Job | None = None
+        self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None or bool(self._queue)
+
+    def submit(self, job: Job) -> None:
+        self._queue.append(job)
+        self._start_next()
+
+    def drop(self, owner: object, error: FastDeployError) -> None:
+        """Jobs of ``owner`` that have not begun are done, with ``error``; one that runs will be, when it ends."""
+        dropped = [job for job in self._queue if job.owner is owner]
+        self._queue = deque(job for job in self._queue if job.owner is not owner)
+        for job in dropped:
+            job.done(None, error)
+
+    def poll(self) -> None:
+        """Call ``done`` of what has finished, and start what comes next."""
+        while self._running is not None and self._running.finished:
+            job, self._running = self._running, None
+            self._start_next()
+            job.done(job.result, job.error)
+
+    def close(self, error: FastDeployError) -> None:
+        """The engine ends: every job is done now, with ``error``, one that runs included."""
+        self._closed = True  # what it would wake is closed next
+        jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()
+        self._running = None
+        for job in jobs:
+            job.done(None, error)
+
+    def _start_next(self) -> None:
+        if self._running is None and self._queue and not self._closed:
+            self._running = self._queue.popleft()
+            threading.Thread(target=self._run, args=(self._running,), name=THREAD_NAME, daemon=True).start()
+
+    def _run(self, job: Job) -> None:
+        job.run()
+        if not self._closed:
+            self._wake()

@@ -1,0 +1,105 @@
+"""One weight session: its states as a table, and what it holds. ``weights.py`` drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fastdeploy.errors import FastDeployError, InvalidField
+from fastdeploy.scheduler.interface import Staging
+
+MAX_VERSION_CHARS = 256
+MAX_LEASE_S = 86400.0
+
+Answer = Callable[[dict[str, Any], FastDeployError | None], None]
+
+
+class State(Enum):
+    OPEN = "open"  # takes chunks
+    COMMITTING = "committing"  # takes nothing more; completeness is being checked
+    READY = "ready"  # waits for the end of the step in flight
+    ENDED = "ended"
+
+
+class Event(Enum):
+    CHUNK = "chunk"
+    COMMIT = "commit"
+    CHECKED = "checked"
+    SWAP = "swap"
+    END = "end"  # aborted, refused, or its lease ended: the old weights serve on
+
+
+# An event that is not listed is our own mistake and raises KeyError.
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.OPEN, Event.CHUNK): State.OPEN,
+    (State.OPEN, Event.COMMIT): State.COMMITTING,
+    (State.COMMITTING, Event.CHECKED): State.READY,
+    (State.READY, Event.SWAP): State.ENDED,
+    (State.OPEN, Event.END): State.ENDED,
+    (State.COMMITTING, Event.END): State.ENDED,
+    (State.READY, Event.END): State.ENDED,
+}
+
+
+@dataclass
+class Session:
+    """See messages.BeginUpdateArgs for what the caller asked for.
+
+    pending: chunks that have not been answered; while there are any the lease does not run. staging: made by the first
+    job. tensors, nbytes: received so far. stage_s: seconds of work of the staging thread. Times on the loop's clock.
+    """
+
+    id: str
+    version: str | None
+    expected_version: str | None
+    kv: str
+    partial: bool
+    in_place: bool
+    lease_s: float
+    placed_by: str
+    started_at: float
+    expires_at: float
+    state: State = State.OPEN
+    pending: int = 0
+    staging: Staging | None = None
+    tensors: int = 0
+    nbytes: int = 0
+    stage_s: float = 0.0
+    ready_at: float = 0.0
+    staged: Any = None
+    answer: Answer | None = None  # of its commit
+
+    def advance(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+    def describe(self, now: float) -> dict[str, Any]:
+        return {
+            "session_id": self.id,
+            "state": self.state.value,
+            "placed_by": self.placed_by,
+            "version": self.version,
+            "partial": self.partial,
+            "in_place": self.in_place,
+            "tensors_received": self.tensors,
+            "nbytes_received": self.nbytes,
+            "age_s": round(now - self.started_at, 3),
+            "lease_left_s": round(max(self.expires_at - now, 0.0), 3),
+        }
+
+
+def check_label(field: str, version: str | None) -> None:
+    """Raise InvalidField unless ``version`` can be a label of weights, or is absent."""
+    if version is not None and not 1 <= len(version) <= MAX_VERSION_CHARS:
+        raise InvalidField(field, f"expected 1 to {MAX_VERSION_CHARS} characters, got {len(version)}")
+
+
+def check_kv(kv: str | None) -> None:
+    if kv not in (None, "keep", "recompute"):
+        raise InvalidField("kv", f"expected keep or recompute, got {kv!r}")
+
+
+def check_lease(lease_s: float) -> None:
+    if not 0.0 < lease_s <= MAX_LEASE_S:
+        raise InvalidField("lease_s", f"expected seconds above 0 and at most {MAX_LEASE_S:g}, got {lease_s!r}")

@@ -1,0 +1,364 @@
+"""New weights, from the first byte to the commit: one session at a time, staged beside the serving weights.
+
+    begin -> chunk ... -> commit      a one-call update is the same in one job
+          \\-> abort, a refused chunk, the end of the lease: the old weights serve on, bit for bit
+
+Everything here runs on the loop's thread but the jobs of the staging thread. ``poll`` is called between two steps: a
+session whose tensors are complete is swapped in there, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fastdeploy.engine.holds import Admission, Mode
+from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.staging_thread import Job, StagingThread
+from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_lease
+from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.errors import (
+    FastDeployError,
+    SessionExpired,
+    SessionNotFound,
+    UpdateInProgress,
+    VersionConflict,
+    WeightUpdateRefused,
+    WrongOrder,
+)
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.scheduler.interface import ChunkReceipt, Runner
+
+log = logging.getLogger("fastdeploy.engine")
+
+IN_PLACE_HOLD, REPUBLISH_HOLD = "in_place", "republish"
+NO_WEIGHTS = "there are no whole weights to run with until an update is committed"
+MAX_REMEMBERED = 64
+
+
+class WeightEffects(Protocol):
+    """What a commit does to the engine."""
+
+    version: str
+
+    def swap(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]: ...
+    def weights_label(self) -> dict[str, Any]: ...
+
+
+class WeightSessions:
+    """``staging_busy`` and ``session`` are for reading only."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        effects: WeightEffects,
+        pause: PauseState,
+        policy: SourcePolicy,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ):
+        self._runner = runner
+        self._effects = effects
+        self._pause = pause
+        self._policy = policy
+        self._clock = clock
+        self._thread = StagingThread(wake)
+        self.session: Session | None = None
+        self._ended: OrderedDict[str, FastDeployError] = OrderedDict()  # why a session that is no more is no more
+
+    @property
+    def staging_busy(self) -> bool:
+        return self._thread.busy
+
+    # ------------------------------------------------------------------ calls
+
+    def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
+        """See the message. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
+        session = self._open(args)
+        return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
+
+    def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
+        session = self._find(args.session_id)
+        self._policy.check(args.source)
+        check_label("version", args.version)
+        if session.state is not State.OPEN:
+            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
+        session.advance(Event.CHUNK)
+        session.version = args.version or session.version
+        self._submit_chunk(session, args, answer)
+
+    def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
+        session = self._find(args.session_id)
+        check_label("version", args.version)
+        check_kv(args.kv)
+        if session.state is not State.OPEN:
+            raise WrongOrder(f"weight session {session.id} is being committed already")
+        self._check_expected(session.expected_version)
+        session.version = args.version or session.version
+        session.kv = args.kv or session.kv
+        self._submit_finish(session, lambda: self._staging(session).finish(), answer)
+
+    def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
+        """Begin, one chunk and commit in one call."""
+        self._policy.check(args.source)
+        begin = m.BeginUpdateArgs(
+            version=args.version,
+            expected_version=args.expected_version,
+            kv=args.kv,
+            partial=args.partial,
+            in_place=args.in_place,
+        )
+        session = self._open(begin)
+
+        def work() -> Any:
+            staging = self._staging(session)
+            self._add(session, args)
+            return staging.finish()
+
+        self._submit_finish(session, work, answer)
+
+    def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
+        """End the session named, or whichever is open. What has ended already is no error: it is not there."""
+        session = self.session
+        if args.session_id is not None and (session is None or session.id != args.session_id):
+            if args.session_id in self._ended:
+                return {"aborted": []}
+            raise self._unknown(args.session_id)
+        if session is None:
+            return {"aborted": []}
+        self._end(session, SessionNotFound(f"weight session {session.id} was aborted"))
+        return {"aborted": [session.id]}
+
+    def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
+        """Answered at once, or with checksums when they have been computed beside the steps."""
+        label = self._effects.weights_label()
+        told = self.session.describe(self._clock()) if self.session is not None else None
+        result = {**label, "session": told, "asleep": sorted(self._runner.asleep)}
+        if not args.checksums:
+            answer(result, None)
+            return
+        if not self._runner.has_weights:
+            raise WrongOrder("there are no checksums: the weights sleep, or there are none")
+
+        def done(checksums: dict[str, str] | None, error: FastDeployError | None) -> None:
+            if error is None and self._effects.weights_label() != label:
+                error = WrongOrder("other weights were committed while these were read: ask again")
+            answer({} if error else {**result, "checksums": checksums}, error)
+
+        self._thread.submit(Job(None, self._runner.checksums, done))
+
+    # ------------------------------------------------------------------ between two steps
+
+    def poll(self) -> None:
+        """Take in what the staging thread has done, and drop a session whose lease has ended."""
+        self._thread.poll()
+        session = self.session
+        if session is not None and self._lease_runs(session) and session.expires_at <= self._clock():
+            why = f"the lease of weight session {session.id} ended: nothing came for {session.lease_s:g} s"
+            log.warning("%s", why)
+            self._end(session, SessionExpired(f"{why}; the old weights serve on"))
+
+    def next_deadline(self) -> float | None:
+        session = self.session
+        return session.expires_at if session is not None and self._lease_runs(session) else None
+
+    def drop_session(self, why: str) -> list[str]:
+        """End whichever session is open; its id, if there was one."""
+        session = self.session
+        if session is None:
+            return []
+        self._end(session, SessionNotFound(f"weight session {session.id}: {why}"))
+        return [session.id]
+
+    def fail(self, error: FastDeployError) -> None:
+        """The engine cannot go on: answer whoever waits."""
+        session, self.session = self.session, None
+        if session is not None and session.state is not State.ENDED:
+            session.advance(Event.END)
+            self._answer_commit(session, {}, error)
+        self._thread.close(error)
+
+    # ------------------------------------------------------------------ inside
+
+    def _open(self, args: m.BeginUpdateArgs) -> Session:
+        check_label("version", args.version)
+        check_kv(args.kv)
+        check_lease(args.lease_s)
+        if self.session is not None:
+            who, age = self.session.placed_by, self._clock() - self.session.started_at
+            raise UpdateInProgress(f"a weight session of {who} is open for {age:.1f} s; try again when it has ended")
+        self._check_expected(args.expected_version)
+        if "weight" in self._runner.asleep:
+            raise WrongOrder("the weights are asleep: wake them up (tag weight) before an update")
+        if args.partial and not self._runner.has_weights:
+            raise WrongOrder("a partial update needs whole weights to complete: send all tensors")
+        if args.in_place:
+            if not self._pause.is_paused:
+                raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
+            self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
+        now = self._clock()
+        self.session = Session(
+            id=f"weights-{uuid.uuid4().hex[:12]}",
+            version=args.version,
+            expected_version=args.expected_version,
+            kv=args.kv,
+            partial=args.partial,
+            in_place=args.in_place,
+            lease_s=args.lease_s,
+            placed_by=args.placed_by,
+            started_at=now,
+            expires_at=now + args.lease_s,
+        )
+        return self.session
+
+    def _find(self, session_id: str) -> Session:
+        if self.session is None or self.session.id != session_id:
+            raise self._unknown(session_id)
+        return self.session
+
+    def _unknown(self, session_id: str) -> FastDeployError:
+        return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
+
+    def _check_expected(self, expected: str | None) -> None:
+        if expected is not None and expected != self._effects.version:
+            raise VersionConflict(
+                f"expected_version: {expected!r} was expected, {self._effects.version!r} serves",
+                version=self._effects.version,
+            )
+
+    @staticmethod
+    def _lease_runs(session: Session) -> bool:
+        return session.state is State.OPEN and session.pending == 0
+
+    def _staging(self, session: Session) -> Any:
+        """On the staging thread."""
+        if session.staging is None:
+            session.staging = self._runner.begin_update(session.partial, session.in_place)
+        return session.staging
+
+    def _add(self, session: Session, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> ChunkReceipt:
+        """On the staging thread."""
+        receipt = self._staging(session).add(args.source, args.checksums, args.verify_checksum)
+        session.tensors += receipt.tensors
+        session.nbytes += receipt.nbytes
+        return receipt
+
+    def _submit_chunk(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
+        session.pending += 1
+
+        def done(receipt: ChunkReceipt | None, error: FastDeployError | None) -> None:
+            session.pending -= 1
+            session.stage_s += job.seconds
+            session.expires_at = self._clock() + session.lease_s
+            if session.state is State.ENDED:
+                error = error or self._unknown(session.id)
+            elif error is not None:
+                self._end(session, _and_ended(error, session))
+            if error is not None or receipt is None:
+                answer(self._effects.weights_label(), error)
+                return
+            answer(
+                {
+                    "session_id": session.id,
+                    "tensors": receipt.tensors,
+                    "nbytes": receipt.nbytes,
+                    "tensors_received": session.tensors,
+                    "lease_s": session.lease_s,
+                    "stage_ms": round(job.seconds * 1000, 3),
+                },
+                None,
+            )
+
+        job = Job(session, lambda: self._add(session, args), done)
+        self._thread.submit(job)
+
+    def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer) -> None:
+        session.advance(Event.COMMIT)
+        session.answer = answer
+
+        def done(staged: Any, error: FastDeployError | None) -> None:
+            session.stage_s += job.seconds
+            if session.state is State.ENDED:
+                return
+            if error is not None:
+                self._end(session, error)
+                return
+            session.advance(Event.CHECKED)
+            session.staged, session.ready_at = staged, self._clock()
+            self._swap(session)
+
+        job = Job(session, work, done)
+        self._thread.submit(job)
+
+    def _swap(self, session: Session) -> None:
+        """Weights, epoch, label and KV namespace change in one motion, or nothing does."""
+        try:
+            self._check_expected(session.expected_version)
+        except VersionConflict as error:
+            self._end(session, error)
+            return
+        began = self._clock()
+        report = self._effects.swap(session.staged, session.version, session.kv)
+        session.advance(Event.SWAP)
+        self.session = None
+        self._remember(session, SessionNotFound(f"weight session {session.id} was committed already"))
+        for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
+            self._pause.release_system_hold(hold)
+        ended = self._clock()
+        timings = {
+            "stage": session.stage_s,
+            "wait_for_step": began - session.ready_at,
+            "commit": ended - began,
+            "total": ended - session.started_at,
+        }
+        report |= {
+            "session_id": session.id,
+            "tensors": session.tensors,
+            "nbytes": session.nbytes,
+            "state": self._pause.phase.value,
+            "timings_ms": {name: round(seconds * 1000, 3) for name, seconds in timings.items()},
+        }
+        self._answer_commit(session, report, None)
+
+    def _end(self, session: Session, why: FastDeployError) -> None:
+        """The session is no more, and the old weights serve on; in place, a good update must come before anything runs
+        again, unless nothing had been touched yet."""
+        session.advance(Event.END)
+        self.session = None
+        self._remember(session, why)
+        self._thread.drop(session, why)
+        self._answer_commit(session, self._effects.weights_label(), why)
+
+        def abandon() -> None:
+            if session.staging is not None:
+                session.staging.abandon()
+            session.staging = session.staged = None
+
+        def done(_: None, error: FastDeployError | None) -> None:
+            if error is not None:
+                log.error("staged weights could not be freed: %s", error)
+            if session.in_place and self._runner.has_weights:
+                self._pause.release_system_hold(IN_PLACE_HOLD)
+
+        self._thread.submit(Job(session, abandon, done))
+
+    def _remember(self, session: Session, why: FastDeployError) -> None:
+        self._ended[session.id] = why
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    @staticmethod
+    def _answer_commit(session: Session, result: dict[str, Any], error: FastDeployError | None) -> None:
+        answer, session.answer = session.answer, None
+        if answer is not None:
+            answer(result, error)
+
+
+def _and_ended(error: FastDeployError, session: Session) -> FastDeployError:
+    """What a later call of the session is told."""
+    if isinstance(error, WeightUpdateRefused):
+        return SessionNotFound(f"weight session {session.id} ended when a chunk was refused: {error.message}")
+    return error

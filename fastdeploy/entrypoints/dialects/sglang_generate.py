@@ -1,0 +1,172 @@
+"""POST /generate: SGLang's own shape, whole or as a stream in which every chunk holds everything so far."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints.dialects.sglang_protocol import GenerateBody, Prompts, parse_generate, read_prompts
+from fastdeploy.entrypoints.openai.choice import Choice, Delta
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
+from fastdeploy.entrypoints.openai.protocol import parse_json
+from fastdeploy.entrypoints.openai.reply import weight_versions
+from fastdeploy.entrypoints.openai.streaming import EventStream, JsonResponse
+from fastdeploy.entrypoints.tokenizer import Tokenizer
+from fastdeploy.errors import FastDeployError
+from fastdeploy.inter_communicator import messages as m
+
+# AReaL takes an abort that starts so for one without tokens.
+BEFORE_PREFILL = "Abort before prefill"
+
+
+def add_generate_route(router: APIRouter, context: ServingContext) -> None:
+    @router.api_route("/generate", methods=["POST", "PUT"])
+    async def generate(request: Request) -> Response:
+        body = parse_generate(parse_json(await request.body()))
+        context.check_model(body.model)
+        await context.client.require_engine()
+        prompts = await read_prompts(context, body, request.headers.get("x-request-id"))
+        generation = LabelledGeneration(context.client, context.tokenizer, to_request(prompts, body))
+        view = GenerateView(context, generation, body, prompts)
+        if body.stream:
+            return EventStream(generation, view.chunks, list, context.config.keepalive_s)
+        return JsonResponse(generation, view.body, view.outputs)
+
+
+def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
+    every = prompts.prompts
+    return GenerationRequest(
+        request_id=prompts.group if prompts.batch else every[0].rid,
+        prompts=[p.ids for p in every],
+        sampling=[p.sampling for p in every],
+        text=every[0].text,
+        n=prompts.n,
+        priority=body.priority,
+        cache_salt=body.cache_salt or body.extra_key or "",
+        texts=[p.text for p in every],
+        ids=[p.rid for p in every] if prompts.batch else [],
+    )
+
+
+class LabelledGeneration(Generation):
+    """Knows, when a choice has ended without a token, which weights serve: ``label``. Nothing else says so."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest):
+        super().__init__(client, tokenizer, request)
+        self.label: str | None = None
+
+    async def step(self) -> list[tuple[int, Delta]]:
+        deltas = await super().step()
+        if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
+            try:
+                self.label = (await self._client.call(m.PauseStatusArgs(), 1.0)).get("version")
+            except FastDeployError:  # the engine has died since: the request has ended all the same
+                self.label = ""
+        return deltas
+
+
+class GenerateView:
+    """The JSON of one generation in SGLang's shape."""
+
+    def __init__(self, context: ServingContext, generation: LabelledGeneration, body: GenerateBody, prompts: Prompts):
+        self.generation = generation
+        self._context = context
+        self._prompts = prompts
+        self._with_text = body.return_text_in_logprobs
+        self._with_prompt = body.return_prompt_token_ids
+        self._shown = [""] * len(generation.choices)
+        self._began = time.monotonic()
+
+    @property
+    def _several(self) -> bool:
+        return self._prompts.batch or self._prompts.n > 1
+
+    def body(self) -> Any:
+        outputs = self.outputs()
+        return outputs if self._several else outputs[0]
+
+    def outputs(self) -> list[dict[str, Any]]:
+        return [self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        self._shown[index] += delta.text
+        chunk = self._output(index, self._shown[index])
+        return [chunk | {"index": index} if self._several else chunk]
+
+    def _output(self, index: int, text: str) -> dict[str, Any]:
+        prompt = self._prompts.prompts[index // self._prompts.n]
+        choice = self.generation.choices[index]
+        kept = 0 if prompt.scoring else len(choice.token_ids)
+        meta: dict[str, Any] = {
+            "id": prompt.rid,
+            "finish_reason": finish_reason(choice, kept),
+            "prompt_tokens": len(prompt.ids),
+            "completion_tokens": kept,
+            "cached_tokens": self.generation.cached_tokens_of(index // self._prompts.n),
+            **self._versions(choice, kept),
+        }
+        if prompt.logprobs.wanted:
+            meta |= self._logprobs(index, kept)
+        if choice.finish_reason is not None:
+            meta["e2e_latency"] = time.monotonic() - self._began
+        output = {"text": "" if prompt.scoring else text, "output_ids": choice.token_ids[:kept], "meta_info": meta}
+        return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
+
+    def _versions(self, choice: Choice, kept: int) -> dict[str, Any]:
+        """weight_version is the label of the last token, or of the weights that served when there was none."""
+        spans = choice.spans if kept else []
+        label = choice.spans[-1].version if choice.spans else self.generation.label
+        return {"weight_version": label, "weight_versions": weight_versions(spans)}
+
+    def _logprobs(self, index: int, kept: int) -> dict[str, Any]:
+        """Triples [logprob, id, text or null]; the prompt's from logprob_start_len on. Its first token has none."""
+        choice = self.generation.choices[index]
+        prompt = self._prompts.prompts[index // self._prompts.n]
+        start, top = prompt.logprobs.start, prompt.logprobs.top
+        ids, entries = choice.token_ids[:kept], choice.logprobs[:kept]
+        pairs = zip(ids, entries, strict=True)
+        fields: dict[str, Any] = {
+            "input_token_logprobs": [],
+            "output_token_logprobs": [self._triple(e.logprob, t) for t, e in pairs],
+            "output_token_logprobs_length": kept,
+        }
+        given: list[m.Logprob | None] = []
+        if start >= 0:
+            first = self.generation.choices[index - index % self._prompts.n]
+            given = [None, *first.prompt_logprobs][start:]
+            known = prompt.ids[start : start + len(given)]
+            fields["input_token_logprobs"] = [
+                self._triple(e.logprob if e else None, t) for t, e in zip(known, given, strict=True)
+            ]
+        if top:
+            fields["input_top_logprobs"] = [self._top(e) for e in given]
+            fields["output_top_logprobs"] = [self._top(e) for e in entries]
+        return fields
+
+    def _triple(self, logprob: float | None, token: int) -> list[Any]:
+        tokenizer = self._context.tokenizer
+        return [logprob, token, tokenizer.token_text(token) if self._with_text and tokenizer else None]
+
+    def _top(self, entry: m.Logprob | None) -> list[list[Any]] | None:
+        return None if entry is None else [self._triple(logprob, token) for token, logprob in entry.top]
+
+
+def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
+    """None until the choice has ended."""
+    match choice.finish_reason:
+        case None:
+            return None
+        case "stop":
+            matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
+            return {"type": "length", "length": 0} if not kept else {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": kept}
+    message = choice.message or "Aborted"
+    if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
+        message = f"{BEFORE_PREFILL}: {message}"
+    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -1,0 +1,95 @@
+"""The body of /update_weights_from_tensor: safetensors bytes in base64. A pickle is refused by its first bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.protocol import MAX_VERSION_CHARS
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator import messages as m
+
+# How SGLang's loaders read an upload; all of these mean whole tensors under their own names.
+TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")
+
+
+class TensorBody(msgspec.Struct):
+    """Base64 strings become bytes as they are parsed; nothing of them is executed, here or later."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+    flush_cache: bool | None = True
+    abort_all_requests: bool | None = False
+    weight_version: str | int | None = None
+    selector: str | None = None
+
+
+def version_label(value: Any) -> str:
+    label = str(value) if type(value) is int else value
+    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
+        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
+    return label
+
+
+def require_format(given: str | None, known: tuple[str | None, ...]) -> None:
+    if given not in known:
+        raise InvalidField("load_format", f"expected one of {', '.join(filter(None, known))}, got {given!r}")
+
+
+def require_target(selector: str | None) -> None:
+    if selector not in (None, "all", "target"):
+        raise InvalidField("selector", f"there is no draft model here; expected all or target, got {selector!r}")
+
+
+def parse_tensors(raw: bytes) -> TensorBody:
+    """Raises InvalidField. Runs on a thread: the body may have gigabytes."""
+    try:
+        body = msgspec.json.decode(raw, type=TensorBody)
+        if body.weight_version is not None:
+            version_label(body.weight_version)
+    except msgspec.DecodeError as error:
+        raise InvalidField("body", f"expected base64 strings in serialized_named_tensors: {error}") from error
+    except ValueError as error:
+        raise InvalidField("weight_version", str(error)) from error
+    require_format(body.load_format, TENSOR_FORMATS)
+    require_target(body.selector)
+    if not body.serialized_named_tensors:
+        raise InvalidField("serialized_named_tensors", "expected at least one entry")
+    for i, data in enumerate(body.serialized_named_tensors):
+        require_safetensors(data, f"serialized_named_tensors[{i}]")
+    return body
+
+
+def require_safetensors(data: bytes, field: str) -> None:
+    """Look at the first bytes, and at nothing else: a pickle is code, and is never loaded."""
+    size = int.from_bytes(data[:8], "little")
+    if 2 <= size <= len(data) - 8 and data[8:9] == b"{":
+        return
+    if data[:1] == b"\x80" or data[:4] == b"PK\x03\x04":
+        raise InvalidField(field, "this is a pickle, which is code and never loaded here; send safetensors bytes")
+    raise InvalidField(field, "expected the bytes of a safetensors file")
+
+
+@contextlib.asynccontextmanager
+async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m.FileSource]:
+    folder = context.config.upload_dir or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    path = os.path.join(folder, f"fastdeploy-upload-{uuid.uuid4().hex}.safetensors")
+    try:
+        await asyncio.to_thread(Path(path).write_bytes, data)
+        yield m.FileSource(path)
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def distinct(body: TensorBody) -> list[bytes]:
+    """One entry per tensor-parallel rank is SGLang's habit, and they are equal where each rank takes its own part."""
+    return list(dict.fromkeys(body.serialized_named_tensors))

@@ -1,0 +1,94 @@
+"""Weight sessions by SGLang's calls, which name none."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+from fastdeploy.entrypoints.dialects.sglang_control import PAUSE_TIMEOUT_S
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.control import PAUSE_PATIENCE_S
+from fastdeploy.errors import FastDeployError
+from fastdeploy.inter_communicator import messages as m
+
+PLACED_BY = "sglang"
+
+
+class Update(NamedTuple):
+    """abort_all: requests in flight end with what they have and none begins until the new weights serve; not before
+    these are checked and ready. partial: tensors that do not arrive keep their value."""
+
+    sources: list[m.Source]
+    version: str | None
+    abort_all: bool
+    flush: bool
+    partial: bool
+
+
+class SGLangWeights:
+    """Its calls name no session, and come by any API server: which one is open, the engine says."""
+
+    def __init__(self, context: ServingContext):
+        self._context = context
+
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        return await self._context.client.call(args, self._context.config.update_s)
+
+    async def flush(self) -> None:
+        """Blocks of older weights are never matched again; this gives them back at once. No request is disturbed."""
+        await self._context.client.call(m.ResetCacheArgs(), self._context.config.stall_s)
+
+    async def open_session(self) -> str | None:
+        """The open session of SGLang's routes, if there is one; not that of another trainer."""
+        session = (await self.call(m.WeightInfoArgs())).get("session") or {}
+        return session["session_id"] if session.get("placed_by") == PLACED_BY else None
+
+    async def add(self, update: Update) -> dict[str, Any]:
+        """Put the sources into the open session, to be committed with it; or make an update of them at once."""
+        session_id = await self.open_session()
+        if session_id is None:
+            report = await self._publish(update)
+            if update.flush:
+                await self.flush()
+            return report
+        receipts = [await self.call(m.UpdateChunkArgs(session_id, s, update.version)) for s in update.sources]
+        if update.abort_all:
+            await self.call(m.AbortArgs(abort_all=True))
+        return receipts[-1]
+
+    async def _publish(self, update: Update) -> dict[str, Any]:
+        version, partial = update.version, update.partial
+        if len(update.sources) == 1 and not update.abort_all:
+            return await self.call(m.UpdateWeightsArgs(update.sources[0], version=version, partial=partial))
+        args = m.BeginUpdateArgs(version=version, partial=partial, placed_by=f"{PLACED_BY} (one call)")
+        begun = await self.call(args)
+        session_id = begun["session_id"]
+        try:
+            for source in update.sources:
+                await self.call(m.UpdateChunkArgs(session_id, source))
+            return await (self._commit_alone(session_id) if update.abort_all else self._commit(session_id))
+        except BaseException:
+            with contextlib.suppress(FastDeployError):
+                await self.call(m.AbortUpdateArgs(session_id))
+            raise
+
+    async def _commit(self, session_id: str) -> dict[str, Any]:
+        return await self.call(m.CommitUpdateArgs(session_id))
+
+    async def _commit_alone(self, session_id: str) -> dict[str, Any]:
+        """Commit with nothing in flight. The hold is this call's own: whoever paused the engine finds it paused."""
+        config, hold_id = self._context.config, f"update-{session_id}"
+        pause = m.PauseArgs(
+            mode="abort",
+            admission="hold",
+            timeout_s=PAUSE_TIMEOUT_S,
+            on_timeout="keep",
+            ttl_s=config.update_s,
+            hold_id=hold_id,
+            placed_by=PLACED_BY,
+        )
+        try:
+            await self._context.client.call(pause, PAUSE_PATIENCE_S + config.stall_s)
+            return await self._commit(session_id)
+        finally:
+            await self._context.client.call(m.ResumeArgs(hold_id=hold_id), config.stall_s)

@@ -1,0 +1,111 @@
+"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The request is a completion in other
+words, and is checked and run as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from fastdeploy.entrypoints.openai.choice import Choice, Delta
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.generation import Generation
+from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openai.serving_completion import prepare
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator.messages import Logprob
+
+# Beside token_ids and sampling_params: they are named alike in a completion.
+PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", "priority", "cache_salt", "retain_s",
+                       "deadline_s", "max_queue_s", "resumed_tokens", "first_choice"})  # fmt: skip
+NOT_SAMPLING = frozenset({"prompt", "token_ids"}) | PASSED_ON
+# Of vLLM's SamplingParams: how its engine hands outputs over, and where it looks for cached prefixes. No token changes.
+HARMLESS_SAMPLING = frozenset({"output_kind", "detokenize", "flat_logprobs", "skip_reading_prefix_cache"})
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "features": (None, {}),
+    "kv_transfer_params": (None, {}),
+    "lora_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+}
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "extra_args": (None, {}),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+}
+
+
+class GenerateBody(Body):
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: dict[str, Any] = {}
+
+
+def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
+        body = parse_generate(parse_json(await request.body()))
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        return GenerateView(context, generation, body).response()
+
+
+def parse_generate(data: dict[str, Any]) -> CompletionBody:
+    """The completion that ``data`` asks for. Raises InvalidField by name for what this server cannot honour."""
+    passed = {field: data[field] for field in PASSED_ON & data.keys()}
+    own = {field: value for field, value in data.items() if field not in PASSED_ON}
+    body = parse_body(own, GenerateBody, UNSUPPORTED | NEUTRAL)
+    sampling = {k: v for k, v in body.sampling_params.items() if v is not None and k not in HARMLESS_SAMPLING}
+    for field in sampling.keys() & NOT_SAMPLING:
+        raise InvalidField(f"sampling_params.{field}", "is no sampling parameter")
+    asked = passed | sampling | {"prompt": body.token_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return parse_body(asked, CompletionBody, UNSUPPORTED | NEUTRAL_SAMPLING)
+
+
+class GenerateView(ReplyView):
+    """vLLM's shape. It has no text, and the prompt is not sent back."""
+
+    kind = chunk_kind = "generate"
+
+    def body(self) -> dict[str, Any]:
+        choices = self.choices()
+        prompt_logprobs = [choice.pop("prompt_logprobs", None) for choice in choices][0]
+        return {
+            "request_id": self.generation.request.request_id,
+            "choices": choices,
+            "prompt_logprobs": prompt_logprobs,
+            "kv_transfer_params": None,
+            "usage": self.usage(),
+        }
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [_without_prompt(choice) for choice in super().choices()]
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {"index": index, "logprobs": self._logprobs(choice.token_ids, choice.logprobs)}
+
+    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        chunk = self._chunk(index, delta, {"index": index, "logprobs": logprobs})
+        chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
+        return [chunk | {"request_id": self.generation.request.request_id}]
+
+    def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+        """One entry per token, none for no tokens; null only where none were asked for."""
+        if self._body.logprobs is None:
+            return None
+        content = [
+            {**_entry(token, entry.logprob), "top_logprobs": [_entry(*best) for best in entry.top]}
+            for token, entry in zip(ids, logprobs, strict=True)
+        ]
+        return {"content": content}
+
+
+def _entry(token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+
+
+def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:
+    choice.pop("prompt_token_ids", None)
+    return choice

@@ -1,0 +1,87 @@
+"""vLLM's text routes that generate nothing: /tokenize, /detokenize, /v1/chat/completions/render."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.entrypoints.dialects.common import LaxBody, read_control
+from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.errors import json_response
+from fastdeploy.entrypoints.openai.protocol import ChatBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.serving_chat import prepare
+from fastdeploy.errors import InvalidField
+
+
+class TokenizeBody(LaxBody):
+    """A conversation is rendered, and tokenised as /v1/chat/completions would."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(LaxBody):
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+# Of a chat body: what makes its tokens.
+RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+                      "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
+# What a generate body would say of sampling.
+SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+                      "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                      "ignore_eos"})  # fmt: skip
+
+
+def add_token_routes(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await read_control(request, TokenizeBody)
+        context.check_model(body.model)
+        if body.messages is not None:
+            data = parse_json(await request.body())
+            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED}, request)
+        elif body.prompt is not None:
+            context.check_text(body.prompt, "prompt")
+            ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
+        else:
+            raise InvalidField("prompt", "expected a prompt or messages")
+        spelled = [context.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+        limit = context.max_model_len
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": spelled})
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        """No tokens are the empty text: those of a request that was aborted at once."""
+        body = await read_control(request, DetokenizeBody)
+        context.check_model(body.model)
+        tokenizer = context.require_tokenizer("tokens")
+        if body.tokens:
+            context.check_vocabulary(body.tokens, "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+    @router.post("/v1/chat/completions/render")
+    async def render(request: Request) -> Response:
+        """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
+        data = parse_json(await request.body())
+        ids = await rendered(context, data, request)
+        return json_response(
+            {
+                "request_id": data.get("request_id"),
+                "model": context.config.served_model_name,
+                "token_ids": ids,
+                "features": None,
+                "sampling_params": {k: data[k] for k in SAMPLING & data.keys()},
+            }
+        )
+
+
+async def rendered(context: ServingContext, data: dict[str, Any], request: Request) -> list[int]:
+    return (await prepare(context, parse_body(data, ChatBody), request)).prompts[0]

@@ -1,0 +1,70 @@
+"""What the trainer's side adds to the error tree of fastdeploy.errors.
+
+FastDeployError
+└── RolloutError
+    ├── Unreachable       a replica could not be talked to, or the connection broke
+    ├── RolloutFailed     a generation was given up (failures, or time was over); ``partial`` has its tokens
+    ├── TooStale          a token is older than the bound allows; ``rollouts`` are the results
+    ├── MalformedReply    the server broke its contract (logprobs of another length, too many tokens)
+    └── FleetError        a call over all replicas failed on some; ``reports`` has one entry per replica
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy.errors import FastDeployError
+
+if TYPE_CHECKING:
+    from fastdeploy.rl.rollout import Rollout
+
+
+class RolloutError(FastDeployError):
+    code = "rollout_error"
+
+
+class Unreachable(RolloutError):
+    code, status = "unreachable", 503
+
+
+class RolloutFailed(RolloutError):
+    code, status = "rollout_failed", 503
+
+    def __init__(self, message: str, partial: list[Rollout]):
+        super().__init__(message)
+        self.partial = partial
+
+
+class TooStale(RolloutError):
+    code = "too_stale"
+
+    def __init__(self, message: str, rollouts: list[Rollout]):
+        super().__init__(message)
+        self.rollouts = rollouts
+
+
+class MalformedReply(RolloutError):
+    code = "malformed_reply"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one replica answered: ``result``, or ``error``."""
+
+    replica: str
+    result: dict[str, Any] | None = None
+    error: FastDeployError | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class FleetError(RolloutError):
+    code = "fleet_error"
+
+    def __init__(self, message: str, reports: list[Report]):
+        failed = "; ".join(f"{r.replica}: {r.error.message}" for r in reports if r.error is not None)
+        super().__init__(f"{message}: {failed}")
+        self.reports = reports

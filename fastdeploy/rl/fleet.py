@@ -1,0 +1,71 @@
+"""One call to every replica, within a deadline, with a report for each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fastdeploy.errors import FastDeployError
+from fastdeploy.rl.errors import FleetError, Report, Unreachable
+from fastdeploy.rl.replica import Replica
+
+RETRY_S, MAX_RETRY_S = 0.1, 2.0
+T = TypeVar("T")
+
+
+async def fan_out(
+    replicas: Sequence[Replica],
+    call: Callable[[Replica], Awaitable[dict[str, Any]]],
+    timeout_s: float,
+    retry: bool = False,
+) -> list[Report]:
+    """``call`` on all replicas at once; what each answered, in their order. Raises nothing that a replica does.
+
+    retry: the call is idempotent, so a replica that cannot be reached, or has no engine just now, is asked again until
+    ``timeout_s`` is over.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    return list(await asyncio.gather(*(_report(r, call, deadline, timeout_s, retry) for r in replicas)))
+
+
+async def _report(
+    replica: Replica,
+    call: Callable[[Replica], Awaitable[dict[str, Any]]],
+    deadline: float,
+    timeout_s: float,
+    retry: bool,
+) -> Report:
+    last: FastDeployError = Unreachable(f"no answer within {timeout_s} s")
+    wait = RETRY_S
+    try:
+        async with asyncio.timeout_at(deadline):
+            while True:
+                try:
+                    return Report(replica.url, await call(replica))
+                except FastDeployError as error:
+                    last = error
+                    if not (retry and (isinstance(error, Unreachable) or error.code == "engine_dead")):
+                        return Report(replica.url, error=error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, MAX_RETRY_S)
+    except TimeoutError:
+        return Report(replica.url, error=last)
+
+
+def require_all(what: str, reports: list[Report]) -> list[Report]:
+    """``reports`` if all are good; otherwise raises FleetError."""
+    if not all(report.ok for report in reports):
+        raise FleetError(what, reports)
+    return reports
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` even if the caller is cancelled meanwhile; the cancellation is raised afterwards. For what must not
+    be left half done."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -1,0 +1,136 @@
+"""RolloutClient for code without an event loop: the same methods, run on a loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, Unpack
+
+from fastdeploy.rl.client import GenerateOptions, RolloutClient
+from fastdeploy.rl.errors import Report
+from fastdeploy.rl.rollout import Rollout
+from fastdeploy.rl.weights import Publication
+
+T = TypeVar("T")
+
+
+class SyncRolloutClient:
+    """Takes what RolloutClient takes. Its methods may be called from many threads at once; one that is interrupted
+    (Ctrl-C) cancels what it began."""
+
+    def __init__(self, urls: str | Sequence[str], **options: Any):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._run(_made(urls, options))
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> SyncRolloutClient:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections and end the thread. Closing twice is fine."""
+        if not self._loop.is_closed():
+            self._run(self._client.close())
+            self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int] | None = None,
+        params: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Rollout:
+        return self._run(self._client.generate(prompt_ids, params, **options))
+
+    def generate_group(
+        self,
+        prompt_ids: Sequence[int] | None = None,
+        params: Mapping[str, Any] | None = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Rollout]:
+        return self._run(self._client.generate_group(prompt_ids, params, n=n, **options))
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Rollout]:
+        """One answer to each prompt, all at once, in their order."""
+
+        async def many() -> list[Rollout]:
+            return list(await asyncio.gather(*(self._client.generate(p, params, **options) for p in prompts)))
+
+        return self._run(many())
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return self._run(self._client.render(messages, **options))
+
+    def pause(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> list[Report]:
+        return self._run(self._client.pause(mode, **options))
+
+    def resume(self, hold_id: str | None = None) -> list[Report]:
+        return self._run(self._client.resume(hold_id))
+
+    @contextmanager
+    def paused(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> Iterator[list[Report]]:
+        paused = self._client.paused(mode, **options)
+        reports = self._run(paused.__aenter__())
+        try:
+            yield reports
+        finally:
+            self._run(paused.__aexit__(None, None, None))
+
+    def is_paused(self) -> bool:
+        return self._run(self._client.is_paused())
+
+    def abort_all(self) -> list[Report]:
+        return self._run(self._client.abort_all())
+
+    def publish(self, state: Mapping[str, Any], version: str | int | None = None, **options: Any) -> Publication:
+        return self._run(self._client.publish(state, version, **options))
+
+    def update_weights(self, model_path: str, version: str | int | None = None, **options: Any) -> Publication:
+        return self._run(self._client.update_weights(model_path, version, **options))
+
+    def set_version(self, version: str | int) -> list[Report]:
+        return self._run(self._client.set_version(version))
+
+    def sleep(self, *tags: str, **options: Any) -> list[Report]:
+        return self._run(self._client.sleep(*tags, **options))
+
+    def wake(self, *tags: str) -> list[Report]:
+        return self._run(self._client.wake(*tags))
+
+    def reset(self, version: str | int | None = None) -> list[Report]:
+        return self._run(self._client.reset(version))
+
+    def health(self) -> list[Report]:
+        return self._run(self._client.health())
+
+
+async def _made(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:
+    return RolloutClient(urls, **options)

@@ -1,0 +1,32 @@
+"""Memory of this process and of the machine, as Linux counts it."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its cgroup if that has a limit."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    if text != "max":
+        free = min(free, int(text) - int(limit.with_name("memory.current").read_text()))
+    return max(free, 0)
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("smaps_rollup has no Rss")
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what the C allocator keeps for later: small tensors, mostly. Only glibc can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

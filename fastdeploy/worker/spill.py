@@ -1,0 +1,81 @@
+"""Weights that sleep: on disk in a file without a name, so that a process that is killed leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdeploy.errors import OutOfSpace
+from fastdeploy.model_executor.ops.interface import Ops
+from fastdeploy.model_executor.parameters import SLICE, Parameter, Value
+
+
+@dataclass
+class Spill:
+    """The linears' rows are in the file ``fd``, unpacked, in the order of ``linears``: (key, rows, columns, bias).
+    Norms and biases, thousands of times smaller, stay in memory. nbytes: of the file."""
+
+    fd: int
+    linears: list[tuple[str, int, int, np.ndarray | None]]
+    vectors: dict[str, Value]
+    nbytes: int
+
+    def read(self, ops: Ops) -> dict[str, Value]:
+        """The values as they were, bit for bit: packing what was unpacked gives the same bits. Raises MemoryError."""
+        dtype = np.uint16 if ops.dtype == "bfloat16" else np.float32
+        values = dict(self.vectors)
+        offset = 0
+        for key, rows, columns, bias in self.linears:
+            array = np.empty((rows, columns), dtype)
+            _read_into(self.fd, memoryview(array.reshape(-1)).cast("B"), offset)
+            offset += array.nbytes
+            values[key] = ops.pack_linear([array], None if bias is None else [bias])
+            del array  # before the next one is made
+        return values
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str) -> Spill:
+    """Write the values to a file in ``folder`` ("" = the temporary folder). Raises OutOfSpace, leaving nothing."""
+    try:
+        fd, path = tempfile.mkstemp(prefix="fastdeploy-", dir=folder or None)
+        os.unlink(path)
+    except OSError as error:
+        raise OutOfSpace(f"the sleeping weights cannot be written to {folder!r}: {error.strerror}") from error
+    linears, vectors, nbytes = [], {}, 0
+    try:
+        for parameter in parameters:
+            value = values[parameter.key]
+            if parameter.is_vector:
+                vectors[parameter.key] = value
+                continue
+            linears.append((parameter.key, value.out_features, value.in_features, ops.unpack_bias(value)))
+            for row in range(0, value.out_features, SLICE):
+                piece = ops.unpack_linear(value, row, min(row + SLICE, value.out_features))
+                nbytes += _write(fd, memoryview(piece.reshape(-1)).cast("B"))
+    except (OSError, MemoryError) as error:
+        os.close(fd)
+        raise OutOfSpace(f"no room for the sleeping weights after {nbytes} bytes: {error}") from error
+    return Spill(fd, linears, vectors, nbytes)
+
+
+def _write(fd: int, data: memoryview) -> int:
+    done = 0
+    while done < len(data):
+        done += os.write(fd, data[done : done + (1 << 30)])
+    return done
+
+
+def _read_into(fd: int, buffer: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done : done + (1 << 30)]], offset + done)
+        if count == 0:
+            raise OSError("the file of the sleeping weights was cut short")
+        done += count

@@ -1,0 +1,190 @@
+"""New weights under construction: start-up, a full update, a partial one, in one piece or many, all come this way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import paddle
+
+from fastdeploy.errors import InvalidField, OutOfSpace, WeightUpdateRefused
+from fastdeploy.inter_communicator.messages import FolderSource, Source
+from fastdeploy.model_executor.model_config import load_config
+from fastdeploy.model_executor.models.qwen import Qwen, QwenWeights
+from fastdeploy.model_executor.parameters import (
+    Parameter,
+    Value,
+    digest,
+    fits,
+    pack,
+    sliced,
+    unpack,
+    unpack_whole,
+)
+from fastdeploy.model_executor.safetensors_source import (
+    SafetensorsReader,
+    open_source,
+    read_checksums,
+    refuse_tensor,
+)
+from fastdeploy.scheduler.interface import ChunkReceipt
+
+Serving: TypeAlias = Callable[[], Mapping[str, Value]]
+
+
+class WeightStaging:
+    """Implements ``Staging`` (scheduler/interface.py).
+
+    A parameter is packed once all of its tensors are there and never before: one of a fused linear waits, unpacked, for
+    its siblings, in this chunk or a later one. Everything else is held packed only.
+
+    serving: the values that serve, by parameter key. partial: those complete what did not arrive. take: as ``serving``,
+    but the runner gives them up (in place): each is freed just before its successor is packed.
+    """
+
+    def __init__(self, model: Qwen, partial: bool, serving: Serving, take: Serving | None = None):
+        self._model, self._ops, self._partial = model, model.ops, partial
+        self._serving, self._take = serving, take
+        self._shapes = model.tensor_shapes()
+        self._received: set[str] = set()
+        self._waiting: dict[str, dict[str, np.ndarray]] = {}
+        self._packed: dict[str, Value] = {}
+        self._old: dict[str, Value] | None = None  # in place: what was taken and has no successor yet
+        self._alias_digests: dict[str, str] = {}
+        self._failed = False
+
+    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+        """See ``Staging.add``; also raises OutOfSpace. After an error nothing but ``abandon`` makes sense."""
+        try:
+            with paddle.no_grad(), open_source(source) as reader:
+                self._check(reader, source)
+                expected = _expected_checksums(reader, source, checksums, verify_checksum)
+                self._receive(reader, expected)
+                return ChunkReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
+        except MemoryError as error:
+            self._failed = True
+            raise OutOfSpace(f"no memory for the new weights: {error}") from error
+        except BaseException:
+            self._failed = True
+            raise
+
+    def finish(self) -> QwenWeights:
+        """See ``Staging.finish``: what ``ModelRunner.commit`` takes."""
+        if self._failed:
+            raise WeightUpdateRefused("a chunk of this update was refused: begin again")
+        with paddle.no_grad():
+            if self._partial:
+                self._complete()
+            for parameter in self._model.parameters:
+                if parameter.key not in self._packed:
+                    arrived = self._waiting.get(parameter.key, {})
+                    missing = next(name for name in parameter.tensors if name not in arrived)
+                    raise refuse_tensor(missing, "is missing: it did not arrive")
+            self._check_aliases()
+            return self._model.assemble(self._packed)
+
+    def abandon(self) -> None:
+        """See ``Staging.abandon``. What was taken in place is freed too: a mixture serves nobody."""
+        self._failed = True
+        self._waiting, self._packed, self._old = {}, {}, None
+
+    def _check(self, reader: SafetensorsReader, source: Source) -> None:
+        """Everything that headers tell, before anything is read or given up. A folder that is the whole model must have
+        a config.json; one that is a part of it may."""
+        if isinstance(source, FolderSource):
+            whole = all(name in reader.entries for name in self._shapes)
+            if (whole and not self._partial) or (Path(source.path) / "config.json").exists():
+                self._check_config(source.path)
+        aliases = {alias: self._shapes[name] for alias, name in self._model.aliases.items()}
+        reader.check(self._shapes | aliases)
+        for name, entry in reader.entries.items():
+            if name in self._received:
+                raise refuse_tensor(name, f"of {entry.file} has arrived before in this update")
+
+    def _check_config(self, folder: str) -> None:
+        try:
+            config = load_config(folder)
+        except InvalidField as error:
+            where = "" if error.field.endswith(".json") else "config.json: "
+            raise WeightUpdateRefused(where + error.message, key=error.field) from error
+        key = self._model.config.first_difference(config)
+        if key is not None:
+            old, new = getattr(self._model.config, key), getattr(config, key)
+            raise WeightUpdateRefused(f"config.json: {key} is {new!r}, the serving model has {old!r}", key=key)
+
+    def _receive(self, reader: SafetensorsReader, expected: Mapping[str, str]) -> None:
+        if self._take is not None and self._old is None and reader.entries:
+            self._old = dict(self._take())
+        for parameter in self._model.parameters:
+            self._receive_parameter(parameter, reader, expected)
+        for alias in self._model.aliases:
+            if alias in reader.entries:
+                array = self._read(reader, alias, expected)
+                self._alias_digests[alias] = digest(sliced(array, self._ops.dtype))
+        self._check_aliases()
+
+    def _receive_parameter(self, parameter: Parameter, reader: SafetensorsReader, expected: Mapping[str, str]) -> None:
+        arrived = {name: self._read(reader, name, expected) for name in parameter.tensors if name in reader.entries}
+        if not arrived:
+            return
+        arrays = self._waiting.pop(parameter.key, {}) | arrived
+        if len(arrays) == len(parameter.tensors):
+            self._pack(parameter, arrays)
+        else:
+            self._waiting[parameter.key] = arrays
+
+    def _read(self, reader: SafetensorsReader, name: str, expected: Mapping[str, str]) -> np.ndarray:
+        array = reader.read(name, expected.get(name))
+        if not fits(array, self._ops.dtype):
+            raise refuse_tensor(name, f"of {reader.entries[name].file} holds values that {self._ops.dtype} cannot")
+        self._received.add(name)
+        return array
+
+    def _pack(self, parameter: Parameter, arrays: Mapping[str, np.ndarray]) -> None:
+        if self._old is not None:
+            self._old.pop(parameter.key, None)
+        self._packed[parameter.key] = pack(self._ops, parameter, arrays)
+
+    def _complete(self) -> None:
+        """A partial update: what did not arrive keeps its value; whole parameters are shared, not packed again."""
+        serving = self._serving() if self._old is None else self._old
+        for parameter in self._model.parameters:
+            key = parameter.key
+            if key in self._waiting:
+                arrays = self._waiting.pop(key)
+                for name in parameter.tensors:
+                    if name not in arrays:
+                        arrays[name] = unpack_whole(self._ops, parameter, serving[key], name)
+                self._pack(parameter, arrays)
+            elif key not in self._packed:
+                self._packed[key] = serving[key]
+
+    def _check_aliases(self) -> None:
+        """Compare the aliases that arrived with what serves in their place, as soon as that is known."""
+        for alias, name in self._model.aliases.items():
+            parameter = next(p for p in self._model.parameters if name in p.tensors)
+            if alias not in self._alias_digests or parameter.key not in self._packed:
+                continue
+            value = self._packed[parameter.key]
+            if self._alias_digests.pop(alias) != digest(unpack(self._ops, parameter, value, name)):
+                raise refuse_tensor(alias, f"differs from {name}, but tie_word_embeddings is true")
+
+
+def _expected_checksums(
+    reader: SafetensorsReader, source: Source, given: Mapping[str, str], verify: bool
+) -> dict[str, str]:
+    """The sha256 that each tensor of the source must have, where one is known; of all of them if ``verify``."""
+    expected = dict(given)
+    for name in given:
+        if name not in reader.entries:
+            raise refuse_tensor(name, "has a checksum, but is not in the source")
+    if verify and isinstance(source, FolderSource):
+        for name, checksum in read_checksums(source.path).items():
+            if expected.setdefault(name, checksum).lower() != checksum.lower():
+                raise refuse_tensor(name, f"has another sha256 in checksums.json than in the call: {checksum}")
+    for name in reader.entries:
+        if verify and name not in expected:
+            raise refuse_tensor(name, "has no checksum, but verify_checksum asks for one of every tensor")
+    return expected

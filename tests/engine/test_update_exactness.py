@@ -1,0 +1,201 @@
+"""A weight update in the middle of generations, on a real model and against torch: whatever the switch point, the
+continuation is exactly what was asked for. The engine is turned by hand, so that each switch point is reached.
+
+    token k was sampled by the old weights; its keys and values are computed by the next step, under the new ones
+    kv=keep       prompt and tokens 1..k-1 keep the keys and values of the old weights
+    kv=recompute  everything is computed anew under the new weights
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import SPECS, prompt, write_checkpoint
+from fastdeploy.worker.model_runner import ModelRunner
+from harness import Harness, Stream
+from torch_continuations import Case, continuations
+
+LENGTH = 100
+STAGGER = 5  # steps between two arrivals: one commit finds its targets at 20 different points
+TARGETS = LENGTH // STAGGER
+VOCAB = 211
+# Half of the targets have the same prompt, and all the same beginning: prefix hits and shared blocks everywhere.
+PROMPTS = [prompt(37, VOCAB), prompt(37, VOCAB)[:33] + prompt(9, VOCAB)]
+
+
+class HeldRunner(ModelRunner):
+    """A real runner whose staging can be held up, which the harness does while a turn runs. ``before_commit`` is called
+    by each commit."""
+
+    before_commit: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.may_stage = threading.Event()
+        self.may_stage.set()
+
+    def commit(self, staged) -> None:
+        self.before_commit()
+        super().commit(staged)
+
+    def begin_update(self, partial: bool, in_place: bool):
+        staging = super().begin_update(partial, in_place)
+        add = staging.add
+
+        def held_add(*args, **more):
+            assert self.may_stage.wait(60)
+            return add(*args, **more)
+
+        staging.add = held_add
+        return staging
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_wide"])
+def folders(request, tmp_path_factory) -> tuple[Path, Path]:
+    """The old weights and the new ones: another random model of the same shape."""
+    root = tmp_path_factory.mktemp("policies")
+    spec = SPECS[request.param]
+    return (
+        write_checkpoint(root / f"{request.param}-old", spec),
+        write_checkpoint(root / f"{request.param}-new", replace(spec, seed=spec.seed + 100)),
+    )
+
+
+def engine_on(folder: Path, **settings) -> Harness:
+    runner = HeldRunner(str(folder), num_blocks=settings.pop("num_blocks", 400), dtype="float32")
+    return Harness(runner, **{"max_num_seqs": TARGETS + 8, "max_num_batched_tokens": 64, **settings})
+
+
+def target(h: Harness, i: int, **fields) -> None:
+    fields = {"max_tokens": LENGTH, "temperature": 0.0, "logprobs": 0, **fields}
+    h.add(f"t{i}", PROMPTS[i % 2], **fields)
+
+
+def update(h: Harness, folder: Path, kv: str, paused: bool) -> None:
+    if paused:
+        assert h.pause(mode="keep").failure is None
+    reply = h.update(str(folder), turns=3, kv=kv)
+    assert reply.failure is None and reply.result["kv"] == kv, reply
+    if paused:
+        assert h.status()["is_paused"], "an update never resumes"
+        h.turn(3)
+        assert h.resume().failure is None
+
+
+def run(folders: tuple[Path, Path], offset: int, kv: str, paused: bool) -> tuple[list[Stream], Stream]:
+    """20 staggered targets among other requests, an update ``offset`` steps after the last of them began; their
+    streams, and that of a request which came after the update."""
+    old, new = folders
+    h = engine_on(old)
+    for i in range(TARGETS):
+        h.turn(STAGGER)
+        target(h, i)
+        if i % 6 == 0:  # others, of other lengths, that come and go
+            h.add(f"other{i}", prompt(50 + i, VOCAB), max_tokens=7 + i, temperature=1.0, seed=i)
+    h.turn(offset)
+    update(h, new, kv, paused)
+    h.add("after", PROMPTS[0], max_tokens=LENGTH, temperature=0.0, logprobs=0)
+    h.run_out()
+    assert h.engine.kv.hit_tokens > 0, "prefix caching took no part"
+    return [h.stream(f"t{i}") for i in range(TARGETS)], h.stream("after")
+
+
+def switch_point(stream: Stream) -> int:
+    """How many tokens the old weights sampled; the spans say so, and leave no gap."""
+    epochs = [span.epoch for span in stream.spans]
+    assert epochs == sorted(epochs) and set(epochs) <= {0, 1}
+    assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(len(stream.tokens))]
+    return epochs.count(0)
+
+
+@pytest.fixture(scope="module")
+def on_new_weights(folders) -> Stream:
+    """The request that comes after the update, on a fresh engine that never had other weights."""
+    h = engine_on(folders[1])
+    h.add("after", PROMPTS[0], max_tokens=LENGTH, temperature=0.0, logprobs=0)
+    h.run_out()
+    return h.stream("after")
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
+def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, kv, paused):
+    cases, streams, points = [], [], set()
+    for offset in range(STAGGER):
+        targets, after = run(folders, offset, kv, paused)
+        assert (after.tokens, after.logprobs) == (on_new_weights.tokens, on_new_weights.logprobs), "not a fresh server"
+        for i, stream in enumerate(targets):
+            assert stream.reason == "length" and len(stream.tokens) == len(stream.logprobs) == LENGTH
+            k = switch_point(stream)
+            if k < LENGTH:
+                points.add(k)
+                tokens = PROMPTS[i % 2] + stream.tokens
+                kept = len(PROMPTS[i % 2]) + k - 1 if kv == "keep" and k else 0
+                cases.append(Case(tokens, kept, LENGTH - k))
+                streams.append(stream)
+    assert points >= set(range(1, LENGTH)), f"switch points not reached: {sorted(set(range(1, LENGTH)) - points)}"
+    for case, stream, wanted in zip(cases, streams, continuations(*folders, cases), strict=True):
+        assert stream.tokens[-case.new :] == wanted["best"].tolist(), f"switch at {LENGTH - case.new}"
+        logprobs = np.array([entry.logprob for entry in stream.logprobs[-case.new :]])
+        assert np.abs(logprobs - wanted["logprobs"]).max() < 1e-3
+
+
+def test_the_two_ways_differ_so_the_test_can_tell_them_apart(folders):
+    kept, recomputed = (run(folders, 0, kv, False)[0] for kv in ("keep", "recompute"))
+    differing = sum(a.tokens != b.tokens for a, b in zip(kept, recomputed, strict=True))
+    assert differing > TARGETS / 2
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
+def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, kv, paused):
+    old, new = folders
+    long = prompt(90, VOCAB)
+    h = engine_on(old, max_num_batched_tokens=16)
+    h.add("busy", PROMPTS[0], max_tokens=60)
+    h.turn(5)
+    h.add("half", long, max_tokens=20, temperature=0.0, logprobs=0)
+    h.turn(2)
+    (half,) = h.engine.requests.known_as("half")
+    computed = []
+    h.runner.before_commit = lambda: computed.append(half.num_computed)
+    update(h, new, kv, paused)
+    h.run_out()
+    stream = h.stream("half")
+    (cut,) = computed
+    assert 0 < cut < len(long) and switch_point(stream) == 0
+    wanted = continuations(old, new, [Case(long + stream.tokens, cut if kv == "keep" else 0, 20)])[0]
+    assert stream.tokens == wanted["best"].tolist()
+    assert np.abs(np.array([e.logprob for e in stream.logprobs]) - wanted["logprobs"]).max() < 1e-3
+
+
+def test_a_request_that_goes_on_after_keep_and_update_still_ends_at_its_eos(folders, tmp_path):
+    """Run once to learn what comes after the switch, declare one of those tokens the EOS, and run again."""
+    old, new = folders
+
+    def generate(folder: Path, ignore_eos: bool) -> Stream:
+        h = engine_on(folder)
+        target(h, 0, ignore_eos=ignore_eos)
+        h.turn(12)
+        update(h, new, "keep", paused=True)
+        h.run_out()
+        return h.stream("t0")
+
+    undisturbed = generate(old, ignore_eos=True)
+    k = switch_point(undisturbed)
+    at = next(i for i in range(k + 3, LENGTH) if undisturbed.tokens.index(undisturbed.tokens[i]) == i)
+    folder = tmp_path / "with-eos"
+    folder.mkdir()
+    for file in old.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": undisturbed.tokens[at]}))
+    ended = generate(folder, ignore_eos=False)
+    assert ended.tokens == undisturbed.tokens[: at + 1] and ended.reason == "stop"
+    assert switch_point(ended) == k < at

@@ -1,0 +1,19 @@
+"""Faults are scripted here, so nobody needs to wait long for them to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastdeploy.rl import fleet, pause, replica, weights
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_waits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica, "BACKOFF_S", 0.002)
+        patch.setattr(fleet, "RETRY_S", 0.01)
+        patch.setattr(pause, "RELEASE_S", 0.5)
+        patch.setattr(weights, "CONFIRM_S", 0.5)
+        yield

@@ -1,0 +1,262 @@
+"""A scripted server for the faults that a real one has seldom: aborts at every token, broken connections, refusals,
+restarts. It speaks enough of the HTTP contract for RolloutClient, in the event loop of the test.
+
+Its model is a pure function of (seed, choice, absolute position), as the real sampler's random numbers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+EOS = 7
+VOCAB = 64
+
+
+class Fault(NamedTuple):
+    """What becomes of one generation request after ``tokens`` tokens of each choice: "abort" (a final chunk says so),
+    "drop" (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for),
+    "reject" (503 before anything), "full" (429), "hang" (comments only)."""
+
+    kind: str
+    tokens: int = 0
+
+
+def token_at(seed: int, choice: int, position: int) -> int:
+    return random.Random(f"{seed}/{choice}/{position}").randrange(VOCAB)
+
+
+def logprob_of(token: int, position: int) -> float:
+    return -((token * 31 + position * 17) % 101) / 10
+
+
+class FakeServer:
+    """faults: one per generation request, in order; then none. refuse: (path, status, code) answers for control calls,
+    used up in order. requests: bodies of the generations seen. calls: (path, body) of the control calls."""
+
+    def __init__(self, *faults: Fault | None):
+        self.faults: deque[Fault | None] = deque(faults)
+        self.refuse: dict[str, deque[tuple[int, str]]] = {}
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.uploads: list[bytes] = []
+        self.boot_id, self.epoch, self.version = "boot-1", 0, "0"
+        self.holds: dict[str, str] = {}
+        self.session: dict[str, Any] | None = None
+        self.before_token: Callable[[int], None] = lambda position: None
+        self.down = False
+        self.streams = 0
+
+    async def __aenter__(self) -> FakeServer:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        self.drop_all()
+
+    def drop_all(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def restart(self) -> None:
+        """Another engine, with the start-up weights."""
+        self.boot_id, self.epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
+        self.drop_all()
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    # ------------------------------------------------------------------ HTTP
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while head := await reader.readline():
+                method, target, _ = head.decode().split()
+                headers = {}
+                while line := (await reader.readline()).strip():
+                    name, _, value = line.decode().partition(":")
+                    headers[name.lower()] = value.strip()
+                content = await reader.readexactly(int(headers.get("content-length", 0)))
+                if self.down:
+                    writer.transport.abort()
+                    return
+                url = urlsplit(target)
+                body = dict(parse_qsl(url.query))
+                if headers.get("content-type") == "application/octet-stream":
+                    self.uploads.append(content)
+                elif content:
+                    body |= json.loads(content)
+                if url.path == "/v1/completions":
+                    await self._generate(writer, body)
+                    return
+                await self._control(writer, url.path, body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _reply(self, writer: asyncio.StreamWriter, status: int, body: Any, retry_after: float | None = None):
+        content = json.dumps(body).encode()
+        extra = "" if retry_after is None else f"Retry-After: {retry_after}\r\n"
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n{extra}\r\n".encode() + content)
+        await writer.drain()
+
+    async def _error(self, writer: asyncio.StreamWriter, status: int, code: str, retry_after: float | None = None):
+        await self._reply(writer, status, {"error": {"message": code, "code": code, "type": "x"}}, retry_after)
+
+    # ------------------------------------------------------------------ generation
+
+    async def _generate(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+        self.requests.append(body)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.kind in ("reject", "full"):
+            code = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}[fault.kind]
+            await self._error(writer, *code, retry_after=0.01)
+            return
+        if body["prompt"][0] >= 1000:
+            await self._error(writer, 400, "invalid_field")
+            return
+        writer.write(b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        self.streams += 1
+        try:
+            for k in range(body.get("n", 1)):
+                if not await self._choice(writer, body, k, fault):
+                    return
+            writer.write(b"data: [DONE]\n\n")
+            await writer.drain()
+        finally:
+            self.streams -= 1
+
+    async def _choice(self, writer: asyncio.StreamWriter, body: dict, k: int, fault: Fault | None) -> bool:
+        """Stream one choice; False if the connection is gone."""
+        prompt, resumed = body["prompt"], body.get("resumed_tokens", 0)
+        index, seed, budget = body.get("first_choice", 0) + k, body["seed"], body.get("max_tokens", 10_000)
+        ids: list[int] = []
+        text = "".join(chr(97 + t % 26) for t in prompt[len(prompt) - resumed :])
+        end = None
+        first = True
+        while end is None:
+            position = len(prompt) + len(ids)
+            chunk: list[int] = []
+            while end is None and len(chunk) < 1 + position % 3:
+                if fault is not None and len(ids) + len(chunk) >= fault.tokens:
+                    end = fault.kind
+                    break
+                self.before_token(len(prompt) + len(ids) + len(chunk) - (len(prompt) - resumed))
+                token = token_at(seed, index, len(prompt) + len(ids) + len(chunk))
+                chunk.append(token)
+                made = len(ids) + len(chunk)
+                if token == EOS and not body.get("ignore_eos") and made >= body.get("min_tokens", 0):
+                    end = "stop"
+                elif made == budget:
+                    end = "length"
+            start = len(ids)
+            ids += chunk
+            text += "".join(chr(97 + t % 26) for t in chunk)
+            if chunk or end in ("stop", "length", "abort", "deadline"):
+                await self._chunk(writer, body, k, start, ids, text, end, first)
+                text, first = "", False
+        if end == "drop":
+            await writer.drain()
+            writer.transport.abort()
+            return False
+        if end == "engine_dead":
+            writer.write(b'data: {"error": {"message": "died", "code": "engine_dead"}}\n\n')
+            await writer.drain()
+            return False
+        while end == "hang":
+            writer.write(b": keep-alive\n\n")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        return True
+
+    async def _chunk(self, writer, body, k, start, ids, text, end, first) -> None:
+        new = ids[start:]
+        positions = range(len(body["prompt"]) + start, len(body["prompt"]) + len(ids))
+        values = [logprob_of(t, p) for t, p in zip(new, positions, strict=True)]
+        choice: dict[str, Any] = {
+            "index": k,
+            "text": text,
+            "token_ids": new,
+            "finish_reason": {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}.get(end),
+            "weight_versions": [
+                {"version": self.version, "epoch": self.epoch, "start": start, "end": len(ids)}
+            ] if new else [],
+        }  # fmt: skip
+        if body.get("logprobs") is not None:
+            top = [{f"token:{t}": v, "token_id:63": -9.0} for t, v in zip(new, values, strict=True)]
+            choice["logprobs"] = {"token_logprobs": values, "top_logprobs": top, "tokens": [str(t) for t in new]}
+        if choice["finish_reason"] is not None:
+            choice["stop_reason"] = "deadline" if end == "deadline" else None
+            choice["num_preempted"] = 1
+        if first and body.get("prompt_logprobs") is not None:
+            choice["prompt_logprobs"] = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
+        event = {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]}
+        writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await writer.drain()
+
+    # ------------------------------------------------------------------ control
+
+    async def _control(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
+        self.calls.append((path, body))
+        if refusals := self.refuse.get(path):
+            status, code = refusals.popleft()
+            if code == "drop":
+                writer.transport.abort()
+                return
+            await self._error(writer, status, code)
+            return
+        result = getattr(self, "_" + path.strip("/").replace("/", "_"), dict)
+        result = result(body) if result is not dict else {}
+        await self._reply(writer, 200, result if path in ("/health", "/ready") else {"result": result})
+
+    def _health(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"status": "ok", "boot_id": self.boot_id}
+
+    def _label(self) -> dict[str, Any]:
+        return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
+
+    def _v1_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._label()
+
+    def _v1_pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.holds[body["hold_id"]] = body["mode"]
+        return {"status": "paused", "is_paused": True}
+
+    def _v1_resume(self, body: dict[str, Any]) -> dict[str, Any]:
+        known = self.holds.pop(body["hold_id"], None)
+        return {"status": "running", "released": [body["hold_id"]] if known else []}
+
+    def _v1_is_paused(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"is_paused": bool(self.holds)}
+
+    def _v1_weights_begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.session is None
+        self.session = body | {"chunks": []}
+        return {"session_id": "s-1", **self._label()}
+
+    def _v1_weights_chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.session is not None and body["session_id"] == "s-1"
+        self.session["chunks"].append(body)
+        return {"tensors": 1, "nbytes": 10}
+
+    def _v1_weights_abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.session = None
+        return {"aborted": ["s-1"]}
+
+    def _v1_weights_commit(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert self.session is not None
+        self.epoch += 1
+        self.version = str(self.session.get("version", self.epoch))
+        self.session = None
+        return self._label() | {"status": "committed"}

@@ -1,0 +1,88 @@
+"""Failure 32: how old a token is comes from the span that was fixed when it was made, not from the reply's arrival."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import TooStale
+from fastdeploy.rl.rollout import TokenSpan
+from fastdeploy.rl.staleness import Ledger
+from rl.fake_server import FakeServer, Fault
+
+PROMPT = [11, 12, 13]
+PARAMS = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1, **options):
+    """A rollout whose first two tokens are from before ``commits`` publications, the others from after them."""
+    await client.update_weights("/w", version="first")
+    server.faults.append(Fault("hang", 2))
+    task = asyncio.create_task(client.generate(PROMPT, PARAMS, **options))
+    while not server.streams:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.02)
+    for _ in range(commits):
+        await client.update_weights("/w")
+    server.drop_all()
+    return await task
+
+
+def test_the_age_of_a_rollout_is_that_of_its_oldest_token():
+    async def go():
+        async with FakeServer() as server, RolloutClient(server.url) as client:
+            r = await straddling(client, server, commits=2)
+            assert [(s.version, s.epoch, s.start, s.end, s.publication) for s in r.spans] == [
+                ("first", 1, 0, 2, 1),
+                ("3", 3, 2, 8, 3),
+            ]
+            assert r.staleness == 2 and (r.min_version, r.max_version) == ("first", "3")
+            assert (await client.generate(PROMPT, PARAMS)).staleness == 0
+
+    run(go())
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(bound):
+    async def go(policy):
+        async with FakeServer() as server, RolloutClient(server.url, max_staleness=bound, on_stale=policy) as client:
+            return await straddling(client, server, commits=2)
+
+    if bound == 2:
+        assert run(go("raise")).staleness == 2
+        return
+    with pytest.raises(TooStale) as stale:
+        run(go("raise"))
+    assert stale.value.rollouts[0].staleness == 2
+    assert run(go("mark")).staleness == 2
+    again = run(go("retry"))
+    assert again.staleness == 0 and [(s.version, s.start, s.end) for s in again.spans] == [("3", 0, 8)]
+
+
+def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
+    """One restarted and counts its epochs anew; labels repeat."""
+    ledger = Ledger()
+    for number, (epoch_a, epoch_b) in enumerate([(7, 1), (8, 2), (9, 3)], 1):
+        assert ledger.begin() == number
+        ledger.committed(number, "a", "boot-a", epoch_a)
+        ledger.committed(number, "b", "boot-b", epoch_b)
+        ledger.end()
+    made = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
+    spans = [TokenSpan("same", epoch, 0, 1, False, replica, boot_id) for replica, boot_id, epoch in made]
+    assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
+
+
+def test_the_first_tokens_of_new_weights_may_overtake_the_answer_to_the_commit():
+    ledger = Ledger()
+    ledger.begin()
+    ledger.committed(1, "a", "boot", 1)
+    ledger.end()
+    ledger.begin()
+    assert ledger.publication_of(TokenSpan("2", 2, 0, 1, False, "a", "boot")) == 2
+    assert ledger.publication_of(TokenSpan("1", 1, 0, 1, False, "a", "boot")) == 1

@@ -1,0 +1,68 @@
+"""The client without an event loop of one's own: same answers, any number of threads, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.sync_client import SyncRolloutClient
+from rl.fake_server import FakeServer, Fault
+
+PARAMS = {"max_tokens": 6, "seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """In a loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    fake = asyncio.run_coroutine_threadsafe(FakeServer().__aenter__(), loop).result(10)
+    yield fake
+    asyncio.run_coroutine_threadsafe(fake.__aexit__(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def test_it_has_every_method_of_the_other_client():
+    def public(cls):
+        return {name for name, member in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+
+    assert public(RolloutClient) <= public(SyncRolloutClient)
+    assert public(SyncRolloutClient) - public(RolloutClient) == {"generate_many"}
+
+
+def test_generating_pausing_and_publishing_from_many_threads(server):
+    with SyncRolloutClient(server.url) as client, ThreadPoolExecutor(8) as pool:
+        server.faults.extend([Fault("abort", 2), Fault("drop", 1)])
+        alone = client.generate([1, 2], PARAMS)
+        assert list(pool.map(lambda _: client.generate([1, 2], PARAMS).token_ids, range(16))) == [alone.token_ids] * 16
+        with client.paused("keep") as reports:
+            assert reports[0].ok and client.is_paused() and server.holds
+        assert not server.holds
+        assert client.publish({"a": np.ones(2, np.float32)}, 3, via="upload").version == "3"
+        assert [r.token_ids for r in client.generate_many([[1, 2]] * 3, PARAMS)] == [alone.token_ids] * 3
+        assert [r.index for r in client.generate_group([1, 2], PARAMS, n=2)] == [0, 1]
+        with pytest.raises(ValueError), client.paused():
+            raise ValueError
+        assert not server.holds
+    client.close()
+
+
+def test_nothing_of_paddle_or_torch_is_imported():
+    code = (
+        "import sys, fastdeploy.rl.client, fastdeploy.rl.sync_client, fastdeploy.rl.publish;"
+        "sys.exit(str({'paddle', 'torch', 'zmq', 'fastapi'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

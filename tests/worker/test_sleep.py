@@ -1,0 +1,223 @@
+"""Sleep gives memory back to the system, and wake-up takes the same weights again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
+from fastdeploy.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.inter_communicator.messages import FileSource
+from fastdeploy.model_executor.ops import get_ops
+from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.scheduler.interface import StepPlan
+from fastdeploy.worker import model_runner
+from fastdeploy.worker.model_runner import ModelRunner
+from step_driver import Driver, Sequence, update
+
+MIB = 1 << 20
+
+
+def outputs(runner: ModelRunner) -> list:
+    sequences = [Sequence(f"s{n}", prompt(n, 211)) for n in (3, 40)]
+    return [s.trace for s in Driver(runner).generate(sequences, 6)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_wide", "qwen2_bf16"])
+@pytest.mark.parametrize("tags", [("weight",), ("kv_cache",), ("weight", "kv_cache")])
+def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runner, tmp_path):
+    runner = make_runner(name, spill_dir=str(tmp_path))
+    before, checksums = outputs(runner), runner.checksums()
+    for _ in range(2):
+        runner.sleep(tags, discard=False)
+        assert runner.asleep == set(tags) and runner.has_weights == ("weight" not in tags)
+        with pytest.raises(WrongOrder):
+            runner.execute(StepPlan(0, 0, "v", [], []))
+        runner.wake(tags)
+        assert runner.asleep == set() and runner.has_weights
+        assert outputs(runner) == before and runner.checksums() == checksums
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_updated_in_part_is_what_wakes_up(make_runner, tmp_path):
+    runner, name = make_runner("qwen2_bf16"), "model.layers.0.self_attn.k_proj.weight"
+    new = bfloat16_bits(random_tensors(replace(SPECS["qwen2_bf16"], seed=9))[name])
+    write_safetensors(tmp_path / "x", {name: new})
+    staging = runner.begin_update(True, False)
+    staging.add(FileSource(str(tmp_path / "x")), {})
+    runner.commit(staging.finish())
+    before, checksums = outputs(runner), runner.checksums()
+    runner.sleep(("weight",), discard=False)
+    runner.wake(("weight",))
+    assert outputs(runner) == before and runner.checksums() == checksums
+
+
+def test_the_tags_sleep_and_wake_apart(make_runner):
+    runner = make_runner("qwen2")
+    before = outputs(runner)
+    runner.sleep(("kv_cache",), discard=False)
+    runner.sleep(("weight",), discard=False)
+    runner.wake(("weight",))
+    assert runner.asleep == {"kv_cache"} and runner.checksums()
+    runner.wake(("kv_cache",))
+    assert outputs(runner) == before
+
+
+def test_sleeping_leaves_no_name_in_the_folder_that_a_killed_process_could_forget(make_runner, tmp_path):
+    runner = make_runner("qwen2", spill_dir=str(tmp_path))
+    runner.sleep(("weight",), discard=False)
+    assert list(tmp_path.iterdir()) == []
+    descriptors = len(os.listdir("/proc/self/fd"))
+    runner.wake(("weight",))
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+
+
+def test_a_tag_that_is_in_the_other_state_or_unknown_is_refused_and_nothing_changes(make_runner):
+    runner = make_runner("qwen2")
+    before = outputs(runner)
+    with pytest.raises(WrongOrder):
+        runner.wake(("weight",))
+    with pytest.raises(InvalidField, match="tags"):
+        runner.sleep(("weight", "adapters"), discard=False)
+    runner.sleep(("kv_cache",), discard=False)
+    with pytest.raises(WrongOrder):
+        runner.sleep(("weight", "kv_cache"), discard=False)
+    with pytest.raises(WrongOrder):
+        runner.wake(("weight", "kv_cache"))
+    assert runner.asleep == {"kv_cache"} and runner.has_weights
+    runner.wake(("kv_cache",))
+    assert outputs(runner) == before
+
+
+def test_discarded_weights_are_gone_until_a_whole_update(make_runner, tmp_path):
+    runner = make_runner("qwen2", spill_dir="/nowhere")  # nothing is written
+    spec = replace(SPECS["qwen2"], seed=99)
+    folder = write_checkpoint(tmp_path / "new", spec)
+    fresh = outputs(make_runner(folder))
+    runner.sleep(("weight",), discard=True)
+    with pytest.raises(WrongOrder):
+        runner.begin_update(False, False)
+    runner.wake(("weight",))
+    assert runner.asleep == set() and not runner.has_weights
+    for call in (lambda: runner.execute(StepPlan(0, 0, "v", [], [])), runner.checksums):
+        with pytest.raises(WrongOrder):
+            call()
+    with pytest.raises(WrongOrder):
+        runner.begin_update(True, False)
+    update(runner, folder)
+    assert runner.has_weights and outputs(runner) == fresh
+
+
+def test_no_update_begins_while_the_weights_sleep_but_one_does_while_the_kv_cache_sleeps(make_runner, tmp_path):
+    runner = make_runner("qwen2")
+    folder = write_checkpoint(tmp_path / "new", replace(SPECS["qwen2"], seed=99))
+    runner.sleep(("weight", "kv_cache"), discard=False)
+    for partial in (True, False):
+        with pytest.raises(WrongOrder):
+            runner.begin_update(partial, False)
+    runner.wake(("weight",))
+    update(runner, folder)
+    runner.wake(("kv_cache",))
+    assert outputs(runner) == outputs(make_runner(folder))
+
+
+@pytest.fixture
+def file_size_limit():
+    """A function that sets the size beyond which writing a file fails, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_refuses_the_sleep_and_changes_nothing(make_runner, tmp_path, file_size_limit):
+    runner = make_runner("qwen2", spill_dir=str(tmp_path))
+    before, weights, cache = outputs(runner), runner.weights, runner.cache
+    descriptors = sorted(os.listdir("/proc/self/fd"))
+    file_size_limit(50_000)
+    with pytest.raises(OutOfSpace):
+        runner.sleep(("kv_cache", "weight"), discard=False)
+    assert runner.asleep == set() and runner.weights is weights and runner.cache is cache
+    assert list(tmp_path.iterdir()) == [] and sorted(os.listdir("/proc/self/fd")) == descriptors
+    assert outputs(runner) == before
+
+
+def test_a_spill_folder_that_is_not_there_refuses_the_sleep(make_runner, tmp_path):
+    runner = make_runner("qwen2", spill_dir=str(tmp_path / "gone"))
+    with pytest.raises(OutOfSpace, match="gone"):
+        runner.sleep(("weight",), discard=False)
+    assert runner.asleep == set() and runner.has_weights
+
+
+@pytest.mark.parametrize("shortage", ["told by the system", "while packing", "while allocating the cache"])
+def test_where_memory_is_short_it_sleeps_on_and_may_wake_later(shortage, make_runner, monkeypatch):
+    runner = make_runner("qwen2")
+    before, calls = outputs(runner), []
+    runner.sleep(("weight", "kv_cache"), discard=False)
+
+    def fails_late(*args):
+        calls.append(args)
+        if len(calls) >= 3 or shortage == "while allocating the cache":
+            raise MemoryError("no pages left")
+        return pack(*args)
+
+    pack = runner.ops.pack_linear
+    with monkeypatch.context() as patch:
+        if shortage == "told by the system":
+            patch.setattr(model_runner, "free_memory", lambda: 1000)
+        else:
+            patch.setattr(runner.ops, "pack_linear" if "packing" in shortage else "new_kv_cache", fails_late)
+        with pytest.raises(OutOfSpace):
+            runner.wake(("weight", "kv_cache"))
+    assert runner.asleep == {"weight", "kv_cache"} and not runner.has_weights and runner.cache is None
+    runner.wake(("weight", "kv_cache"))
+    assert outputs(runner) == before
+
+
+def _measure(folder: str, ops: str, dtype: str) -> None:
+    """In a process of its own: what the kernel says of its memory before, during and after a sleep."""
+
+    def resident() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+    runner = ModelRunner(
+        folder, dtype=dtype, num_blocks=3000, ops=ReferenceOps(dtype) if ops == "reference" else get_ops(dtype)
+    )
+    blocks = list(range(2999))
+    runner.ops.copy_blocks(runner.cache, blocks[::-1], [block + 1 for block in blocks[::-1]])  # touch all pages
+    outputs(runner)
+    weights = sum(value.nbytes for value in runner.weights.values.values() if hasattr(value, "out_features"))
+    report = {"before": resident(), "weights": weights, "cache": runner.cache.nbytes}
+    report["freed"] = runner.sleep(("weight",), discard=False)
+    report["asleep"] = resident()
+    runner.wake(("weight",))
+    report["awake"] = resident()
+    report["freed_again"] = runner.sleep(("weight", "kv_cache"), discard=False)
+    report["both"] = resident()
+    print(json.dumps(report))
+
+
+@pytest.mark.parametrize("ops", sorted({"reference", get_ops("float32").name}))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_is_really_back_with_the_system(ops, dtype, tmp_path):
+    spec = replace(SPECS["qwen2"], hidden=512, inner=3072, layers=4, vocab=8000, seed=7)
+    folder = write_checkpoint(tmp_path / "large", spec)
+    code = f"from worker.test_sleep import _measure; _measure({str(folder)!r}, {ops!r}, {dtype!r})"
+    tests = str(Path(__file__).resolve().parent.parent)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, str(Path(tests).parent)]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["weights"] > 40 * MIB
+    assert report["before"] - report["asleep"] > 0.9 * report["weights"]
+    assert report["freed"] > 0.9 * report["weights"]
+    assert report["awake"] < report["before"] + 20 * MIB, "waking up must not cost more than sleeping gave"
+    assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache's pages too"
+    assert report["freed_again"] > 0.9 * (report["weights"] + report["cache"])
