@@ -17,7 +17,7 @@ serve: $(VENV)/.runtime ops
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.test ops
+test-slow: $(VENV)/.slow ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 lint: $(VENV)/.test
@@ -43,6 +43,11 @@ $(VENV)/.runtime: setup.py pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+# What the long tests need besides: TRL, which they train with.
+$(VENV)/.slow: $(VENV)/.test
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
 	@touch $@
 
 clean:

@@ -31,6 +31,7 @@ GPU = paddle_is_cuda_build()
 RUNTIME = [
     "fastapi>=0.115",
     "httptools>=0.6",
+    "httpx>=0.27",
     "msgspec>=0.19",
     "numpy>=1.26",
     "prometheus-client>=0.21",
@@ -44,7 +45,8 @@ RUNTIME = [
     "uvicorn>=0.34",
     "uvloop>=0.21",
 ]
-TEST = ["httpx>=0.27", "hypothesis>=6.100", "openai>=1.60", "pytest>=8", "pytest-timeout>=2.3", "torch==2.13.0"]
+TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "requests>=2.31"]
+TEST = ["hypothesis>=6.100", "openai>=1.60", "pytest>=8", "pytest-timeout>=2.3", "torch==2.13.0"]
 
 setup(
     name="fastdeploy-gpu" if GPU else "fastdeploy-cpu",
@@ -60,6 +62,6 @@ setup(
         "fastdeploy.model_executor.ops": ["*.so"],
     },
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
-    extras_require={"test": TEST, "dev": ["ruff"]},
+    extras_require={"test": TEST, "trl": TRL, "dev": ["ruff"]},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
 )

@@ -27,6 +27,7 @@ from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
 from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.timeline import median_step
 from benchmarks.lib.update import SOURCES, VllmReload
 from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import completion, prompt_ids
@@ -37,9 +38,8 @@ BEFORE, AFTER = 16, 8  # tokens that every stream shows before the update, and u
 @dataclass
 class Row:
     """One update, seconds. quiesce: until the pause had its answer. first_token: from the end of the last call to the
-    first token of the new weights, the recomputing of KV included. silent: the longest time without a token of any
-    stream. step: between two tokens of one stream, before. stopped: from the first to the last call, were no token made
-    (what a trainer pays that waits)."""
+    first token of the new weights; what that took beyond a step, where KV was dropped, is recompute. total: all calls.
+    silent: the longest time without a token of any stream. step: between two tokens of one stream, before."""
 
     source: str
     paused: bool
@@ -49,6 +49,7 @@ class Row:
     transfer: float = 0.0
     stage: float = 0.0
     commit: float = 0.0
+    recompute: float = 0.0
     first_token: float = 0.0
     total: float = 0.0
     silent: float = 0.0
@@ -116,6 +117,9 @@ class Bench:
                 stream.cancel()
         row.transfer, row.stage, row.commit, row.total = times.transfer, times.stage, times.commit, ended - began
         row.recomputed = times.report.get("tokens_to_recompute")
+        if row.recomputed:
+            row.recompute = max(row.first_token - row.step, 0.0)
+            row.first_token -= row.recompute
         return row
 
     async def _start(self) -> list[Stream]:
@@ -134,9 +138,7 @@ class Bench:
         arrivals = sorted(event.at for log in logs for event in log.tokens)
         around = [at for at in arrivals if at >= began - 1.0]
         row.silent = max((b - a for a, b in zip(around, around[1:], strict=False)), default=0.0)
-        row.step = (
-            median((log.tokens[-1].at - log.tokens[0].at) / len(log.tokens) for log in logs) if not row.paused else 0
-        )
+        row.step = median_step(logs, 0.0, began)
         row.tokens_meanwhile = sum(began < at < ended for at in arrivals)
         firsts = []
         for log in logs:
@@ -165,7 +167,7 @@ def _from(events: list[Any], first: Any) -> list[Any]:
 def medians(rows: list[Row]) -> Row:
     """One row of the medians of the repeats of one way."""
     first = rows[0]
-    numbers = ("quiesce", "transfer", "stage", "commit", "first_token", "total", "silent", "step")
+    numbers = ("quiesce", "transfer", "stage", "commit", "recompute", "first_token", "total", "silent", "step")
     more = {name: median(getattr(row, name) for row in rows) for name in numbers}
     recomputed = first.recomputed if first.recomputed is None else int(median(r.recomputed or 0 for r in rows))
     meanwhile = int(median(row.tokens_meanwhile for row in rows))
@@ -175,11 +177,20 @@ def medians(rows: list[Row]) -> Row:
 
 
 def show(printer: Printer, rows: list[Row]) -> None:
-    header = ("source", "paused", "kv", "quiesce ms", "transfer ms", "check+pack ms", "commit ms", "first token ms",
-              "total ms", "no token for ms", "tokens meanwhile", "recomputed")  # fmt: skip
+    parts = ("quiesce", "transfer", "check+pack", "commit", "recompute", "first token", "total", "no token for")
+    header = ("source", "paused", "kv", *(f"{part} ms" for part in parts), "tokens meanwhile", "recomputed")
     table = []
     for row in rows:
-        times = (row.quiesce, row.transfer, row.stage, row.commit, row.first_token, row.total, row.silent)
+        times = (
+            row.quiesce,
+            row.transfer,
+            row.stage,
+            row.commit,
+            row.recompute,
+            row.first_token,
+            row.total,
+            row.silent,
+        )
         kv = row.kv + (", in place" if row.in_place else "")
         more = [str(row.tokens_meanwhile), "-" if row.recomputed is None else str(row.recomputed)]
         table.append([row.source, "yes" if row.paused else "no", kv, *(f"{1000 * t:.1f}" for t in times), *more])

@@ -24,7 +24,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
     (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
     be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
-    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an earlier engine of this server had newer weights.
+    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an
+    earlier engine of this server had newer weights.
     """
 
     model: str

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from fastdeploy.errors import OutOfSpace, WeightUpdateRefused
+from fastdeploy.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.inter_communicator.messages import Logprob, SharedMemorySource, Source
 from fastdeploy.scheduler.interface import ChunkReceipt, ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
 
@@ -92,6 +92,7 @@ class FakeRunner:
         self.may_stage = threading.Event()
         self.may_stage.set()
         self.has_weights, self.no_space = True, False
+        self._spilled = False
         self.asleep: frozenset[str] = frozenset()
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
@@ -145,14 +146,16 @@ class FakeRunner:
 
     def checksums(self) -> dict[str, str]:
         assert self.may_stage.wait(30)
+        if not self.has_weights:
+            raise WrongOrder("there are no whole weights")
         return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
 
     def sleep(self, tags: Collection[str], discard: bool) -> int:
         assert not self.asleep & set(tags)
         if self.no_space and "weight" in tags and not discard:
             raise OutOfSpace("no room for the weights")
-        if "weight" in tags and discard:
-            self.has_weights = False
+        if "weight" in tags:
+            self.has_weights, self._spilled = False, self.has_weights and not discard
         if "kv_cache" in tags:
             self.slots = [[None] * self.info.block_size for _ in self.slots]
         self.asleep |= set(tags)
@@ -162,6 +165,8 @@ class FakeRunner:
         assert set(tags) <= self.asleep
         if self.no_space:
             raise OutOfSpace("no memory to wake up")
+        if "weight" in tags:
+            self.has_weights = self._spilled
         self.asleep -= set(tags)
 
     def close(self) -> None:

@@ -41,10 +41,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.weight_sources",
         "scheduler.interface",
     ),
-    "engine.sleep": ("engine.pause", "scheduler.interface"),
+    "engine.sleep": ("engine.pause", "engine.weights", "scheduler.interface"),
     "engine.common_engine": ("engine", "scheduler", "cache_manager", "metrics"),
     "model_executor.ops": ("model_executor.rng",),
     "model_executor": (),
+    "rl": (),
     "worker": ("model_executor", "scheduler.interface"),
 }
 
@@ -105,7 +106,7 @@ def test_the_http_side_reaches_the_engine_only_through_its_client(path):
 @pytest.mark.parametrize(
     "module",
     ["scheduler.scheduler", "cache_manager.kv_cache_manager", "engine.common_engine", "engine.client",
-     "inter_communicator.messages"],
+     "inter_communicator.messages", "rl.client", "rl.sync_client"],
 )  # fmt: skip
 def test_it_can_be_imported_without_paddle(module):
     code = f"import sys, fastdeploy.{module}; sys.exit('paddle' in sys.modules)"

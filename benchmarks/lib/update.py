@@ -20,7 +20,7 @@ PIECE_BYTES = 128 << 20  # of one upload
 
 @dataclass
 class UpdateTimes:
-    """Seconds. transfer: from the trainer's bytes to the server's, where the source has such a part. stage: checking and
+    """Seconds. transfer: from the trainer to the server, where the source has such a part. stage: checking and
     packing at the server, beside the steps. commit: the swap. total: of the calls, pause and resume not included."""
 
     transfer: float = 0.0
@@ -113,8 +113,8 @@ SOURCES: dict[str, type[Source]] = {kind.name: kind for kind in (Folder, Upload,
 
 
 class VllmReload:
-    """vLLM (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then its prefix cache is reset. Only while it is
-    paused: it loads into the very tensors that serve."""
+    """vLLM (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then its prefix cache is reset. Only while
+    it is paused: it loads into the very tensors that serve."""
 
     name = "folder"
 

@@ -84,7 +84,7 @@ class CommonEngine:
         self.pause = PauseState(self, clock)
         policy = SourcePolicy(config.model_roots, config.upload_dir)
         self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock)
-        self.sleeper = Sleeper(runner, self, self.pause)
+        self.sleeper = Sleeper(runner, self, self.pause, self.weights)
         self._arrivals = 0
         self._aborted = self._finished = self._aborted_tokens = 0
         self._next_heartbeat = 0.0
@@ -143,11 +143,15 @@ class CommonEngine:
         self._beat()
         self.weights.poll()
         self._hand_over([])
-        self.pause.settle()
+        self._settle()
         plan = self.scheduler.plan(self.pause.gate, self.epoch, self.version)
         if plan is not None:
             self._hand_over(self._step(plan))
-            self.pause.settle()
+            self._settle()
+
+    def _settle(self) -> None:
+        self.pause.settle()
+        self.sleeper.settle()
 
     def _patience(self) -> float | None:
         """How long the loop may block: not at all while there is work."""
@@ -424,6 +428,7 @@ class CommonEngine:
         self._hand_over([])
         self.pause.fail(error)
         self.weights.fail(error)
+        self.sleeper.fail(error)
 
     def _fail(self, error: EngineError) -> None:
         self._end_everything(FinishReason.ERROR, error.message, error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.weights import WeightSessions
 from fastdeploy.errors import FastDeployError, InvalidField, WrongOrder
 from fastdeploy.inter_communicator.messages import SleepArgs, WakeArgs
 from fastdeploy.scheduler.interface import Runner
@@ -19,17 +20,33 @@ Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
 class SleepEffects(Protocol):
     def weights_label(self) -> dict[str, Any]: ...
-    def weights_in_use(self) -> bool: ...
     def hold_for_republish(self) -> None: ...
 
 
-class Sleeper:
-    """What sleeps is the runner's to know (``runner.asleep``); the order of things, and the hold, are decided here."""
+class Quiesced(NamedTuple):
+    """A call whose pause is done."""
 
-    def __init__(self, runner: Runner, effects: SleepEffects, pause: PauseState):
+    tags: tuple[str, ...]
+    discard: bool
+    report: dict[str, Any]
+    answer: Answer
+
+
+class Sleeper:
+    """What sleeps is the runner's to know (``runner.asleep``); the order of things, and the hold, are decided here.
+    ``settle`` is called between two steps, after the pause has settled."""
+
+    def __init__(self, runner: Runner, effects: SleepEffects, pause: PauseState, weights: WeightSessions):
         self._runner = runner
         self._effects = effects
         self._pause = pause
+        self._weights = weights
+        self._quiesced: list[Quiesced] = []
+        self._num_open = 0  # calls that have not been answered; they share the hold
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._quiesced)
 
     def sleep(self, args: SleepArgs, answer: Answer) -> None:
         """Pause, then give the memory back. ``answer`` is called once, when that is done or has failed: then nothing
@@ -38,17 +55,11 @@ class Sleeper:
         self._check(tags)
 
         def paused(report: dict[str, Any], error: FastDeployError | None) -> None:
-            if error is not None:
-                answer(self._state(), error)
+            if error is None:
+                self._quiesced.append(Quiesced(tags, args.discard, report, answer))
                 return
-            try:
-                self._check(tags)  # another call may have come first
-                freed = self._runner.sleep(tags, args.discard)
-            except FastDeployError as refused:
-                self._let_go()
-                answer(self._state(), refused)
-                return
-            answer({**self._state(), "freed_bytes": freed, "pause": report}, None)
+            self._num_open -= 1
+            answer(self._state(), error)
 
         self._pause.pause_for_system(
             SLEEP_HOLD,
@@ -58,6 +69,29 @@ class Sleeper:
             locked="what sleeps must be woken up (/v1/wakeup)",
             answer=paused,
         )
+        self._num_open += 1
+
+    def settle(self) -> None:
+        """Put to sleep what the engine has come to rest for, once nothing reads the weights on another thread."""
+        if not self._quiesced or self._weights.staging_busy:
+            return
+        calls, self._quiesced = self._quiesced, []
+        for call in calls:
+            self._num_open -= 1
+            try:
+                self._check(call.tags)  # another call may have come first
+                freed = self._runner.sleep(call.tags, call.discard)
+            except FastDeployError as error:
+                self._let_go()
+                call.answer(self._state(), error)
+            else:
+                call.answer({**self._state(), "freed_bytes": freed, "pause": call.report}, None)
+
+    def fail(self, error: FastDeployError) -> None:
+        """The engine cannot go on: nobody who called is left waiting."""
+        calls, self._quiesced = self._quiesced, []
+        for call in calls:
+            call.answer({}, error)
 
     def wake(self, args: WakeArgs) -> dict[str, Any]:
         """Take the memory again; with the last tag the hold goes. Raises WrongOrder or OutOfSpace, changing nothing."""
@@ -82,11 +116,11 @@ class Sleeper:
         for tag in tags:
             if tag in self._runner.asleep:
                 raise WrongOrder(f"{tag} sleeps already")
-        if WEIGHT in tags and self._effects.weights_in_use():
-            raise WrongOrder("the weights cannot sleep while they are being updated or read: end the session first")
+        if WEIGHT in tags and self._weights.session is not None:
+            raise WrongOrder("the weights cannot sleep while a weight session is open: commit or abort it first")
 
     def _let_go(self) -> None:
-        if not self._runner.asleep:
+        if not self._runner.asleep and not self._num_open:
             self._pause.release_system_hold(SLEEP_HOLD)
 
     def _state(self) -> dict[str, Any]:

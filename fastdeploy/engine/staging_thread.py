@@ -49,6 +49,7 @@ class StagingThread:
         self._queue: deque[Job] = deque()
         self._running: Job | None = None
         self._closed = False
+        self._waking = threading.Lock()  # what is woken is closed right after ``close``
 
     @property
     def busy(self) -> bool:
@@ -74,7 +75,8 @@ class StagingThread:
 
     def close(self, error: FastDeployError) -> None:
         """The engine ends: every job is done now, with ``error``, one that runs included."""
-        self._closed = True  # what it would wake is closed next
+        with self._waking:
+            self._closed = True
         jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()
         self._running = None
         for job in jobs:
@@ -87,5 +89,6 @@ class StagingThread:
 
     def _run(self, job: Job) -> None:
         job.run()
-        if not self._closed:
-            self._wake()
+        with self._waking:
+            if not self._closed:
+                self._wake()

@@ -9,6 +9,7 @@ session whose tensors are complete is swapped in there, and nowhere else.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections import OrderedDict
@@ -146,7 +147,7 @@ class WeightSessions:
         def done(checksums: dict[str, str] | None, error: FastDeployError | None) -> None:
             if error is None and self._effects.weights_label() != label:
                 error = WrongOrder("other weights were committed while these were read: ask again")
-            answer({} if error else {**result, "checksums": checksums}, error)
+            answer({} if error else {**result, "checksums": checksums, "checksum": _over_all(checksums)}, error)
 
         self._thread.submit(Job(None, self._runner.checksums, done))
 
@@ -340,7 +341,8 @@ class WeightSessions:
         def done(_: None, error: FastDeployError | None) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            if session.in_place and self._runner.has_weights:
+            next_one = self.session is not None and self.session.in_place  # the hold is its by now
+            if session.in_place and self._runner.has_weights and not next_one:
                 self._pause.release_system_hold(IN_PLACE_HOLD)
 
         self._thread.submit(Job(session, abandon, done))
@@ -355,6 +357,12 @@ class WeightSessions:
         answer, session.answer = session.answer, None
         if answer is not None:
             answer(result, error)
+
+
+def _over_all(checksums: dict[str, str]) -> str:
+    """sha256 hex of "name:checksum" of each tensor, sorted by name, one per line."""
+    lines = "".join(f"{name}:{checksum}\n" for name, checksum in sorted(checksums.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _and_ended(error: FastDeployError, session: Session) -> FastDeployError:

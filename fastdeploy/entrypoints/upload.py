@@ -1,15 +1,21 @@
-"""Weight uploads on their way to the engine: a request body becomes a file, which is gone when the call is over."""
+"""Weight uploads on their way to the engine: bytes become a file, which is gone when the call is over, however it ends.
+
+The file is written plainly and never mapped, so a full disk is an error and no signal. It is locked for as long as its
+API server lives: what a killed one left is found unlocked, and removed when the next one starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from fastapi import Request
 
@@ -19,6 +25,7 @@ from fastdeploy.errors import InvalidField, OutOfSpace
 from fastdeploy.inter_communicator import messages as m
 
 BATCH_BYTES = 4 << 20  # written by a thread at once
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_upload(request: Request) -> bool:
@@ -35,32 +42,66 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 @contextlib.asynccontextmanager
 async def spooled_upload(request: Request, context: ServingContext) -> AsyncIterator[m.FileSource]:
-    """The body of ``request`` in a file, for as long as the block lasts. Raises InvalidField for an empty body and
-    OutOfSpace where it does not fit."""
-    declared = int(request.headers.get("content-length", 0))
-    path = upload_folder(context.config, declared) / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
+    """The body of ``request`` in a file, for as long as the block lasts. Raises InvalidField for an empty body,
+    OutOfSpace where it does not fit, and RequestTooLarge where it passes --max-upload-mb."""
+    limit = context.config.max_upload_mb << 20
+    expected = int(request.headers.get("content-length", limit))
+    with _new_file(upload_folder(context.config, expected)) as file:
+        await _receive(request, file)
+        yield m.FileSource(file.name)
+
+
+@contextlib.asynccontextmanager
+async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m.FileSource]:
+    """As :func:`spooled_upload`, for bytes that are here already."""
+    with _new_file(upload_folder(context.config, len(data))) as file:
+        await _write(file, data)
+        yield m.FileSource(file.name)
+
+
+def remove_leftovers(config: ServeConfig) -> None:
+    """Remove the uploads of API servers that were killed."""
+    for folder in upload_folders(config.upload_dir):
+        for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
+            with contextlib.suppress(OSError), path.open("rb") as file:  # a living one's, somebody else's, or gone
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path) -> Iterator[BinaryIO]:
+    path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
     try:
-        try:
-            await _spool(request, path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise OutOfSpace(f"no room for the upload in {path.parent}") from error
-            raise
-        yield m.FileSource(str(path))
+        # Unbuffered: what the engine reads has left this process.
+        with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
     finally:
         path.unlink(missing_ok=True)
 
 
-async def _spool(request: Request, path: Path) -> None:
-    size = 0
-    batch = bytearray()
-    with path.open("wb") as file:
-        async for part in request.stream():
-            batch += part
-            size += len(part)
-            if len(batch) >= BATCH_BYTES:
-                await asyncio.to_thread(file.write, batch)
-                batch = bytearray()
-        await asyncio.to_thread(file.write, batch)
+async def _receive(request: Request, file: BinaryIO) -> None:
+    batch, size = bytearray(), 0
+    async for part in request.stream():
+        batch += part
+        size += len(part)
+        if len(batch) >= BATCH_BYTES:
+            await _write(file, batch)
+            batch = bytearray()
+    await _write(file, batch)
     if not size:
         raise InvalidField("body", "expected the bytes of a safetensors file")
+
+
+async def _write(file: BinaryIO, data: bytes | bytearray) -> None:
+    try:
+        await asyncio.to_thread(_write_all, file, memoryview(data))
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(f"no room for the upload in {os.path.dirname(file.name)}: {error.strerror}") from error
+        raise
+
+
+def _write_all(file: BinaryIO, rest: memoryview) -> None:
+    while rest:
+        rest = rest[file.write(rest) :]

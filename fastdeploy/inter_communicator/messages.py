@@ -28,7 +28,8 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as asked for."""
+    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
+    asked for."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -192,7 +193,7 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: the update report."""
+    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: a report."""
 
     session_id: str
     version: str | None = None
@@ -212,7 +213,8 @@ class SetVersionArgs(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A trainer starts over: abort all requests, drop anonymous holds and the open session, clear KV. version: relabel."""
+    """A trainer starts over: abort all requests, drop anonymous holds and the open session, clear KV. version:
+    relabel."""
 
     version: str | None = None
 

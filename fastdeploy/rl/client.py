@@ -29,7 +29,7 @@ from fastdeploy.rl.resume import Request
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import Ledger
-from fastdeploy.rl.state_source import StateSource
+from fastdeploy.rl.state_source import Pairs, StateSource
 from fastdeploy.rl.weights import Publication, Publisher
 
 OnStale = Literal["raise", "retry", "mark"]
@@ -191,7 +191,7 @@ class RolloutClient:
 
     async def publish(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Pairs,
         version: str | int | None = None,
         *,
         partial: bool = False,
@@ -206,6 +206,7 @@ class RolloutClient:
         """Bring a state dict of Paddle, torch or numpy tensors, under the checkpoint's names, to all replicas: the
         tensors everywhere first, then the commits. If staging fails on one, nobody has committed (FleetError).
 
+        state: may also be an (async) iterable of (name, tensor), which is never held whole.
         partial: the tensors that ``state`` lacks keep their value. changed_only: send only those that differ from what
         this client published last, as long as every replica serves that. via: how they travel; "auto" is shared memory
         if all replicas are on this host, else an upload; "folder" needs ``folder``, which all replicas can read.

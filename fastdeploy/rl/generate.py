@@ -116,4 +116,6 @@ class GivenUp(RolloutError):
 
 def may_pass(error: FastDeployError) -> bool:
     """Whether another attempt may succeed: the replica was at fault, or busy, and not the request."""
-    return isinstance(error, Unreachable) or error.code in BUSY or error.detail.get("status", error.status) >= 500
+    if isinstance(error, RolloutError):
+        return isinstance(error, Unreachable)
+    return error.code in BUSY or error.detail.get("status", error.status) >= 500

@@ -119,19 +119,19 @@ def shared(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
     there is no room: it is written, not mapped, so that a full /dev/shm is an error and no signal."""
     path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
     try:
-        yield path.name, _write(path, tensors)
+        yield path.name, _write(path, tensors, 0o600)
     finally:
         with suppress(FileNotFoundError):
             path.unlink()
 
 
 def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> int:
-    """Write ``folder``/model.safetensors; returns its size. The folder must exist."""
-    return _write(Path(folder) / "model.safetensors", tensors)
+    """Write ``folder``/model.safetensors, for everybody to read; returns its size. The folder must exist."""
+    return _write(Path(folder) / "model.safetensors", tensors, 0o644)
 
 
-def _write(path: Path, tensors: Mapping[str, HostTensor]) -> int:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as file:
+def _write(path: Path, tensors: Mapping[str, HostTensor], mode: int) -> int:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
         for piece in pieces(tensors):
             view = memoryview(piece)
             while view:

@@ -62,11 +62,12 @@ class Request:
         body = self.params | {
             "prompt": self.prompt_ids + first.token_ids,
             "n": len(choices),
-            "first_choice": self.first_choice + first.index,
             "stream": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        if self.first_choice + first.index:
+            body["first_choice"] = self.first_choice + first.index
         if done:
             body["resumed_tokens"] = done
             if self.max_tokens is not None:

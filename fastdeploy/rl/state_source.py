@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,38 +20,37 @@ HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 SHM = Path("/dev/shm")
 
 
+Pairs = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """tensors: what is sent. digests: of all tensors given. is_difference: ``tensors`` are only those that changed."""
+    """parts: what is sent, in order. digests: of the tensors, in full when all parts have been sent. is_difference:
+    only what changed is sent."""
 
-    tensors: dict[str, HostTensor]
+    parts: AsyncIterable[dict[str, HostTensor]]
     digests: dict[str, str]
     is_difference: bool
-    chunk_bytes: int
     via: str
     folder: str | None
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Arguments of a call of /v1/weights/chunk, one after the other; each is gone when the next is asked for."""
-        if self.via == "folder":
-            folder = tempfile.mkdtemp(prefix="weights-", dir=self.folder)
-            try:
-                await asyncio.to_thread(publish.write_folder, self.tensors, folder)
-                yield {"json": {"model_path": folder, "checksums": self._checksums(self.tensors)}}
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            return
-        for part in publish.chunks(self.tensors, self.chunk_bytes):
+        async for part in self.parts:
+            self.digests.update(await asyncio.to_thread(publish.digests, part) if part.keys() - self.digests else {})
+            # What travels by another process's file is checked at the other end.
+            checksums = {name: self.digests[name] for name in part}
             if self.via == "upload":
                 content = await asyncio.to_thread(publish.encode, part)
                 yield {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
-            else:
+            elif self.via == "shared_memory":
                 with publish.shared(part) as (name, nbytes):
-                    yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": self._checksums(part)}}
-
-    def _checksums(self, part: Mapping[str, HostTensor]) -> dict[str, str]:
-        """Of what was hashed anyway: what travels by another process's file is checked at the other end."""
-        return {name: self.digests[name] for name in part if name in self.digests}
+                    yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": checksums}}
+            else:
+                with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
+                    os.chmod(folder, 0o755)
+                    await asyncio.to_thread(publish.write_folder, part, folder)
+                    yield {"json": {"model_path": folder, "checksums": checksums}}
 
 
 class StateSource:
@@ -61,7 +61,7 @@ class StateSource:
 
     async def plan(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Pairs,
         changed_only: bool,
         chunk_bytes: int,
         via: str,
@@ -70,15 +70,22 @@ class StateSource:
     ) -> Plan:
         """What to send of ``state``. changed_only: all replicas hold what was published last, so the difference is
         enough. Raises InvalidField for a way that cannot be gone."""
+        if not isinstance(state, Mapping):
+            way = _way(via, folder, urls, chunk_bytes)
+            if changed_only or way == "folder":
+                raise InvalidField("state", "a stream of tensors is sent whole, and as an upload or in shared memory")
+            return Plan(_gathered(state, chunk_bytes), {}, False, way, None)
         if not state:
             raise InvalidField("state", "expected at least one tensor")
         tensors = await asyncio.to_thread(publish.host_tensors, state)
         digests = await asyncio.to_thread(publish.digests, tensors)
-        sent = tensors
         if changed_only:
-            sent = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
-        nbytes = min(sum(t.data.nbytes for t in sent.values()), chunk_bytes)
-        return Plan(sent, digests, changed_only, chunk_bytes, _way(via, folder, urls, nbytes), folder)
+            tensors = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
+        nbytes = sum(t.data.nbytes for t in tensors.values())
+        way = _way(via, folder, urls, min(nbytes, chunk_bytes))
+        if way == "folder":  # one that holds the whole model needs a config.json, its parts do not
+            chunk_bytes = min(chunk_bytes, nbytes // 2 + 1)
+        return Plan(_split(tensors, chunk_bytes), digests, changed_only, way, folder)
 
     def published(self, plan: Plan) -> None:
         self._digests |= plan.digests
@@ -86,6 +93,34 @@ class StateSource:
     def forget(self) -> None:
         """What the replicas hold is no longer known: the next publication is sent whole."""
         self._digests = {}
+
+
+async def _split(tensors: Mapping[str, HostTensor], chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+    for part in publish.chunks(tensors, chunk_bytes):
+        yield part
+
+
+async def _gathered(pairs: Pairs, chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+    """Tensors that come one by one, in groups of about ``chunk_bytes``. They are copied: the next may take the place of
+    the last, as where shards are gathered into one buffer."""
+    part: dict[str, HostTensor] = {}
+    async for name, value in _each(pairs):
+        tensor = publish.host_tensors({name: value})[name]
+        part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
+        if sum(t.data.nbytes for t in part.values()) >= chunk_bytes:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
+async def _each(pairs: Pairs) -> AsyncIterator[tuple[str, Any]]:
+    if isinstance(pairs, AsyncIterable):
+        async for pair in pairs:
+            yield pair
+    else:
+        for pair in pairs:
+            yield pair
 
 
 def _way(via: str, folder: str | None, urls: Sequence[str], nbytes: int) -> str:

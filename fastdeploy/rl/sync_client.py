@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Unpack
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
 from fastdeploy.rl.rollout import Rollout
+from fastdeploy.rl.state_source import Pairs
 from fastdeploy.rl.weights import Publication
 
 T = TypeVar("T")
@@ -110,7 +111,9 @@ class SyncRolloutClient:
     def abort_all(self) -> list[Report]:
         return self._run(self._client.abort_all())
 
-    def publish(self, state: Mapping[str, Any], version: str | int | None = None, **options: Any) -> Publication:
+    def publish(
+        self, state: Mapping[str, Any] | Pairs, version: str | int | None = None, **options: Any
+    ) -> Publication:
         return self._run(self._client.publish(state, version, **options))
 
     def update_weights(self, model_path: str, version: str | int | None = None, **options: Any) -> Publication:

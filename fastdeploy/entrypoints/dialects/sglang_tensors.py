@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import tempfile
-import uuid
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import MAX_VERSION_CHARS
 from fastdeploy.errors import InvalidField
-from fastdeploy.inter_communicator import messages as m
 
 # How SGLang's loaders read an upload; all of these mean whole tensors under their own names.
 TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")
@@ -77,17 +68,6 @@ def require_safetensors(data: bytes, field: str) -> None:
     if data[:1] == b"\x80" or data[:4] == b"PK\x03\x04":
         raise InvalidField(field, "this is a pickle, which is code and never loaded here; send safetensors bytes")
     raise InvalidField(field, "expected the bytes of a safetensors file")
-
-
-@contextlib.asynccontextmanager
-async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m.FileSource]:
-    folder = context.config.upload_dir or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
-    path = os.path.join(folder, f"fastdeploy-upload-{uuid.uuid4().hex}.safetensors")
-    try:
-        await asyncio.to_thread(Path(path).write_bytes, data)
-        yield m.FileSource(path)
-    finally:
-        Path(path).unlink(missing_ok=True)
 
 
 def distinct(body: TensorBody) -> list[bytes]:

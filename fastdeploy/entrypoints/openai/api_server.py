@@ -28,6 +28,7 @@ from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
+from fastdeploy.entrypoints.upload import remove_leftovers
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.logger import setup_logging
 
@@ -40,6 +41,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        remove_leftovers(config)
         client.start()
         yield
         await client.close()

@@ -31,9 +31,13 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty."""
+    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty.
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_tail: Sequence[int], options: TextOptions):
+    resumed: the last so many of ``prompt`` are output of an earlier attempt. The text covers them too, since a stop
+    string or a character may lie over the seam; ids, logprobs and spans do not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
         self.token_ids: list[int] = []
         self.logprobs: list[Logprob] = []
         self.spans: list[Span] = []
@@ -46,7 +50,9 @@ class Choice:
         self._shown = 0
         self._decoder = None
         if tokenizer is not None:
-            self._decoder = IncrementalDecoder(tokenizer, prompt_tail, options.skip_special_tokens)
+            fresh = len(prompt) - resumed
+            self._decoder = IncrementalDecoder(tokenizer, prompt[:fresh], options.skip_special_tokens)
+            self.text = self._decoder.extend(prompt[fresh:])
 
     def feed(self, output: Output) -> Delta:
         """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""

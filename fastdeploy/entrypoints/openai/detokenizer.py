@@ -38,6 +38,15 @@ class IncrementalDecoder:
             return ""
         return self._advance(text)
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add many at once, as :meth:`push` would one by one."""
+        window = [*self._window, *token_ids]
+        text = self._decode(window)
+        if text.endswith(REPLACEMENT):  # inside a character, or bytes that are none
+            return "".join(map(self.push, token_ids))
+        self._window = window
+        return self._advance(text)
+
     def flush(self) -> str:
         """No more tokens: return what was held back."""
         return self._advance(self._decode(self._window))

@@ -71,11 +71,14 @@ class ReplyView:
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
+        """system_fingerprint: the boot id of the engine that made the tokens, since epochs count anew with each."""
+        welcome = self._context.client.welcome
         return {
             "id": self.generation.request.request_id,
             "object": kind,
             "created": self.generation.created,
             "model": self._context.config.served_model_name,
+            "system_fingerprint": welcome.boot_id if welcome is not None else None,
         }
 
     def _identity(self, index: int, choice: Choice) -> dict[str, Any]:

@@ -149,3 +149,36 @@ def test_without_a_tokenizer_ids_pass_and_text_is_empty():
     choice = Choice(None, [], TextOptions())
     feed(choice, [1, 2, 3], "length")
     assert (choice.token_ids, choice.text) == ([1, 2, 3], "")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.text(max_size=8),
+    output=st.text(alphabet="abcé😀", max_size=12),
+    cut=st.integers(0, 40),
+    stops=st.lists(st.text(alphabet="abcé😀", min_size=1, max_size=4), max_size=2),
+    include=st.booleans(),
+    least=st.integers(0, 6),
+)
+def test_an_answer_resumed_at_any_token_has_the_text_and_the_end_of_one_that_was_not(
+    tokenizer, prompt, output, cut, stops, include, least
+):
+    """known failure 31: a character or a stop string may lie over the seam."""
+    before, ids = tokenizer.encode_now(prompt), tokenizer.encode_now(output)
+
+    def told(resumed: int) -> tuple:
+        options = TextOptions(tuple(stops), include, min_tokens=max(least - resumed, 0))
+        choice = Choice(tokenizer, before + ids[:resumed], options, resumed)
+        shown = ""
+        for token in ids[resumed:]:
+            if choice.finish_reason is None:
+                shown += feed(choice, [token]).text
+        if choice.finish_reason is None:
+            shown += feed(choice, [], "length").text
+        assert shown == choice.text
+        return choice.text, choice.finish_reason, choice.stop_reason, ids[:resumed] + choice.token_ids
+
+    whole = told(0)
+    resumed = min(cut, len(ids))
+    if resumed < len(whole[3]) or whole[1] == "length":  # not beyond its end
+        assert told(resumed) == whole

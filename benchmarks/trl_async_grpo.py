@@ -1,0 +1,158 @@
+#!/usr/bin/env python
+"""TRL's AsyncGRPOTrainer, unmodified, trains the embedded model on its arithmetic against a running server.
+
+    fastdeploy serve --dtype float32 --port 8180
+    python benchmarks/trl_async_grpo.py --url http://127.0.0.1:8180 --steps 20
+
+Needs ``pip install -e ".[trl]"``. The trainer runs on the CPU (see trl_cpu/). Prints the reward of each step and what
+each sync cost; --json writes them with the checksums of what was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import trl_cpu
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.embedded.arithmetic import is_correct, make_problem, problems
+from fastdeploy.rl.trl import FastDeployWeightTransfer
+
+# What the embedded model's chat template makes of an answer: all of it is content, up to its end token.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {"content": {"close_pattern": r"<\|end\|>\s*", "content": "text"}},
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8180")
+    add("--steps", type=int, default=20)
+    add("--problems", type=int, default=512)
+    add("--generations", type=int, default=8, help="samples per problem")
+    add("--batch", type=int, default=32, help="samples per step")
+    add("--max-tokens", type=int, default=128)
+    add("--learning-rate", type=float, default=1e-4)
+    add("--seed", type=int, default=0)
+    add("--json", metavar="FILE", help="write everything seen")
+    return parser.parse_args()
+
+
+def solved(completions: list[list[dict[str, str]]], kind: list[str], level: list[int], operands: list[list[int]],
+           **_: Any) -> list[float]:  # fmt: skip
+    """The reward: 1 for the exact answer."""
+    tasks = zip(completions, kind, level, operands, strict=True)
+    return [float(is_correct(make_problem(k, n, tuple(o)), c[-1]["content"])) for c, k, n, o in tasks]
+
+
+class TimedTransfer(FastDeployWeightTransfer):
+    """Also notes what each sync cost."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self.seconds: list[dict[str, float]] = []
+        self._began = 0.0
+
+    def pause(self) -> None:
+        self._began = time.perf_counter()
+        super().pause()
+        self.seconds.append({"pause": time.perf_counter() - self._began})
+
+    def send_weights(self, iterator: Any) -> None:
+        began = time.perf_counter()
+        super().send_weights(iterator)
+        self.seconds[-1]["send"] = time.perf_counter() - began
+
+    def resume(self) -> None:
+        super().resume()
+        self.seconds[-1].setdefault("total", time.perf_counter() - self._began)
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    trl_cpu.install()
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": p.prompt}],
+            "kind": p.kind,
+            "level": p.level,
+            "operands": list(p.operands),
+        }
+        for p in problems(args.seed, args.problems, "train")
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    transfer = TimedTransfer(args.url)
+    with tempfile.TemporaryDirectory() as folder:
+        config = AsyncGRPOConfig(
+            output_dir=folder,
+            max_steps=args.steps,
+            num_generations=args.generations,
+            per_device_train_batch_size=args.batch,
+            gradient_accumulation_steps=1,
+            learning_rate=args.learning_rate,
+            lr_scheduler_type="constant",
+            max_completion_length=args.max_tokens,
+            token_budget=0,
+            max_inflight_tasks=32,
+            queue_maxsize=64,
+            vllm_server_base_url=args.url,
+            dtype="float32",
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=1,
+            seed=args.seed,
+        )
+        trainer = AsyncGRPOTrainer(
+            model=str(MODEL_DIR),
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            reward_funcs=solved,
+            processing_class=tokenizer,
+            weight_transfer=transfer,
+        )
+        trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {
+        "log": trainer.state.log_history,
+        "publications": [vars(p) | {"reports": [r.result for r in p.reports]} for p in transfer.publications],
+        "sync_seconds": transfer.seconds,
+        "sha256": {
+            name: hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest()
+            for name, p in model.named_parameters()
+        },
+    }
+
+
+def main() -> int:
+    args = parse()
+    seen = train(args)
+    for entry in seen["log"]:
+        shown = {key: round(value, 4) for key, value in entry.items() if "reward" in key or key in ("loss", "step")}
+        print(shown)
+    for seconds in seen["sync_seconds"]:
+        print("sync:", {name: round(value, 3) for name, value in seconds.items()})
+    if args.json:
+        Path(args.json).write_text(json.dumps(seen, default=str))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""Sleep and wake-up by tag: memory goes only when nothing runs, comes back as it was, and nobody else's hold is touched."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fake_runner import FakeRunner, expected_tokens
+from fastdeploy.errors import EngineError
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+PROMPT = list(range(1, 11))
+TAGS = [("weight",), ("kv_cache",), ("weight", "kv_cache"), ()]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("w1", "w2", "bad"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def sleep(h: Harness, *tags: str, turns: int = 50, **args) -> m.Reply:
+    return h.ask(m.SleepArgs(tags, **args), turns=turns)
+
+
+def wake(h: Harness, *tags: str) -> m.Reply:
+    return h.ask(m.WakeArgs(tags))
+
+
+def holds(h: Harness) -> dict[str, dict]:
+    return {hold["id"]: hold for hold in h.status()["holds"]}
+
+
+def assert_serves(h: Harness, weights: int) -> None:
+    name = f"probe{len(h.transport.sent['a'])}"
+    h.add(name, [7, 8], max_tokens=4)
+    h.run_out()
+    assert h.stream(name).tokens == expected_tokens([7, 8], 4, weights=weights)
+
+
+@pytest.mark.parametrize("tags", TAGS, ids=str)
+def test_a_request_sleeps_and_goes_on_as_if_nothing_had_been(tags):
+    """The fake runner refuses a step while anything sleeps, and KV that was lost."""
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=12)
+    h.turn(4)
+    result = sleep(h, *tags).result
+    named = sorted(tags or ("weight", "kv_cache"))
+    assert (result["asleep"], result["freed_bytes"]) == (named, 1000 * len(named)) and h.runner.asleep == set(named)
+    assert result["pause"]["is_paused"] and result["pause"]["mode"] == "keep"
+    assert holds(h)["sleep"]["placed_by"] == "system" and holds(h)["sleep"]["admission"] == "hold"
+    h.add("held", [7, 8], max_tokens=4)
+    h.turn(5)
+    assert h.rejected("held") is None and not h.stream("held").tokens
+    assert h.ask(m.WeightInfoArgs()).result["asleep"] == named
+    computed, done = h.runner.computed_tokens, len(h.stream("r").tokens)
+    woken = wake(h).result
+    assert (woken["asleep"], woken["still_held_by"], woken["state"]) == ([], [], "running") and not holds(h)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 12) and h.stream("r").reason == "length"
+    assert h.stream("held").tokens == expected_tokens([7, 8], 4)
+    rebuilt = h.runner.computed_tokens - computed - (12 - done) - (2 + 3)
+    assert rebuilt == (len(PROMPT) + done - 1 if "kv_cache" in named else 0), "KV is computed anew if it slept"
+
+
+def test_after_kv_has_slept_nobody_matches_what_was_cached():
+    h = Harness()
+    h.add("warm", PROMPT, max_tokens=2)
+    h.run_out()
+    sleep(h, "kv_cache")
+    wake(h)
+    h.add("after", PROMPT, max_tokens=2)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 0 and h.stream("after").tokens == expected_tokens(PROMPT, 2)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_sleep_pauses_in_the_mode_asked_for_and_sleeps_only_once_quiesced(mode):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(4)
+    call = h.call(m.SleepArgs(mode=mode))
+    h.turn(3)
+    assert (h.reply(call) is None) == (mode == "wait") == (not h.runner.asleep)
+    h.turn(30)
+    assert h.reply(call).failure is None and h.reply(call).result["pause"]["mode"] == mode
+    stream = h.stream("r")
+    assert {"abort": "abort", "wait": "length", "keep": None}[mode] == stream.reason
+    assert stream.tokens == expected_tokens(PROMPT, 20)[: len(stream.tokens)]
+    h.add("held", [7, 8], max_tokens=2)
+    h.turn(2)
+    assert h.rejected("held") is None, "while it sleeps requests are held, whatever the mode"
+    wake(h)
+    h.run_out()
+    assert h.stream("held").reason == "length"
+
+
+def test_a_sleep_whose_drain_ends_too_late_releases_its_hold_and_nothing_sleeps():
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=60)
+    h.turn(3)
+    calls = [h.call(m.SleepArgs((tag,), mode="wait", timeout_s=5.0)) for tag in ("weight", "kv_cache")]
+    h.turn(2)
+    h.now += 6.0
+    h.turn(2)
+    assert [h.reply(call).failure.code for call in calls] == ["pause_timeout"] * 2
+    assert h.reply(calls[0]).result["asleep"] == [] and not h.runner.asleep and not holds(h)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 60)
+    assert sleep(h).failure is None, "and the next one may come"
+
+
+def test_a_sleep_waits_for_the_fence_like_any_pause():
+    h = Harness()
+    h.transport.mute.add("a")
+    call = h.call(m.SleepArgs())
+    h.turn(3)
+    assert h.reply(call) is None and not h.runner.asleep
+
+
+# ---------------------------------------------------------------------- whose hold
+
+
+def test_wake_releases_its_own_hold_and_no_other():
+    """18"""
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(3)
+    h.pause(mode="keep")
+    h.pause(mode="keep", hold_id="trainer")
+    sleep(h)
+    woken = wake(h).result
+    assert woken["still_held_by"] == ["anonymous-1", "trainer"] and woken["state"] == "paused"
+    h.turn(3)
+    assert h.status()["is_paused"] and h.stream("r").reason is None
+
+
+def test_nobodys_resume_runs_an_engine_that_sleeps():
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(3)
+    h.pause(mode="keep")
+    sleep(h, "kv_cache")
+    result = h.resume().result
+    assert (result["status"], result["still_held_by"]) == ("held", ["sleep"])
+    refused = h.ask(m.ResumeArgs("sleep")).failure
+    assert refused.code == "resume_refused" and "wake" in refused.message
+    h.ask(m.ResetArgs())
+    h.turn(3)
+    assert h.status()["is_paused"] and list(holds(h)) == ["sleep"]
+    wake(h)
+    assert_serves(h, 0)
+
+
+def test_an_engine_without_a_pause_wakes_up_running():
+    h = Harness()
+    sleep(h)
+    wake(h)
+    assert not h.status()["rejecting_new_requests"]
+    assert_serves(h, 0)
+
+
+def test_requests_may_be_aborted_and_caches_reset_while_it_sleeps():
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(4)
+    sleep(h)
+    h.ask(m.ResetCacheArgs(running=True))
+    assert h.ask(m.AbortArgs(["r"])).result["aborted"][0]["request_id"] == "r"
+    assert h.stream("r").reason == "abort"
+    h.ask(m.PauseArgs(mode="abort", hold_id="x"), turns=5)
+    wake(h)
+    h.resume("x")
+    assert_serves(h, 0)
+
+
+# ---------------------------------------------------------------------- order
+
+
+def test_tags_sleep_and_wake_one_by_one_weights_first():
+    h = Harness()
+    sleep(h, "weight")
+    assert sleep(h, "kv_cache").result["asleep"] == ["kv_cache", "weight"]
+    refused = h.ask(m.WakeArgs(("kv_cache",))).failure
+    assert refused.code == "wrong_order" and h.runner.asleep == {"weight", "kv_cache"}
+    assert wake(h, "weight").result["asleep"] == ["kv_cache"]
+    assert list(holds(h)) == ["sleep"], "one tag still sleeps"
+    assert wake(h, "kv_cache").result["asleep"] == [] and not holds(h)
+    assert_serves(h, 0)
+
+
+def test_without_tags_what_does_not_sleep_yet_is_put_to_sleep_and_what_sleeps_is_woken():
+    h = Harness()
+    sleep(h, "weight")
+    assert sleep(h).result["asleep"] == ["kv_cache", "weight"]
+    assert wake(h).result["asleep"] == []
+
+
+@pytest.mark.parametrize("asleep", TAGS[:3] + [None], ids=str)
+@pytest.mark.parametrize("tag", ["weight", "kv_cache"])
+def test_a_wrong_order_is_an_error_and_changes_nothing(asleep, tag):
+    """25"""
+    h = Harness()
+    if asleep:
+        sleep(h, *asleep)
+    before = h.runner.asleep, list(holds(h))
+    wrong = [m.SleepArgs((tag,))] if asleep and tag in asleep else [m.WakeArgs((tag,))]
+    wrong += [m.WakeArgs()] if not asleep else []
+    wrong += [m.SleepArgs()] if asleep and len(asleep) == 2 else []
+    for args in wrong:
+        assert h.ask(args, turns=3).failure.code == "wrong_order", args
+    assert (h.runner.asleep, list(holds(h))) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "field"),
+    [(m.SleepArgs(("weights",)), "tags"), (m.WakeArgs(("x",)), "tags"), (m.SleepArgs(mode="nap"), "mode"),
+     (m.SleepArgs(timeout_s=-1.0), "timeout_s")],
+)  # fmt: skip
+def test_a_sleep_that_makes_no_sense_names_the_field_and_holds_nothing(args, field):
+    h = Harness()
+    failure = h.ask(args).failure
+    assert (failure.code, failure.detail["param"]) == ("invalid_field", field) and not holds(h)
+
+
+def test_two_sleeps_of_one_tag_at_once_one_is_told_that_it_sleeps():
+    h = Harness()
+    calls = [h.call(m.SleepArgs(("weight",))) for _ in range(2)]
+    h.turn(4)
+    assert h.reply(calls[0]).failure is None and h.reply(calls[1]).failure.code == "wrong_order"
+    assert h.runner.asleep == {"weight"} and list(holds(h)) == ["sleep"]
+    wake(h)
+    assert_serves(h, 0)
+
+
+# ---------------------------------------------------------------------- no room
+
+
+def test_weights_that_find_no_room_stay_and_the_engine_runs_on():
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(3)
+    h.runner.no_space = True
+    reply = sleep(h, "weight")
+    assert reply.failure.code == "out_of_space" and reply.result["asleep"] == []
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 20) and not holds(h)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([("weight",), ("kv_cache",)])), ids=str)
+def test_of_two_sleeps_at_once_one_may_fail_and_the_engine_does_not_run_on_what_the_other_took(order):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(3)
+    h.runner.no_space = True
+    calls = {tags: h.call(m.SleepArgs(tags)) for tags in order}
+    h.turn(5)
+    assert h.reply(calls["weight",]).failure.code == "out_of_space" and h.reply(calls["kv_cache",]).failure is None
+    assert h.runner.asleep == {"kv_cache"} and h.status()["is_paused"] and list(holds(h)) == ["sleep"]
+    h.runner.no_space = False
+    wake(h)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 20)
+
+
+def test_a_wake_up_that_finds_no_memory_changes_nothing_and_may_be_tried_again():
+    h = Harness()
+    sleep(h)
+    h.runner.no_space = True
+    assert h.ask(m.WakeArgs()).failure.code == "out_of_space"
+    assert h.runner.asleep == {"weight", "kv_cache"} and h.status()["is_paused"]
+    h.runner.no_space = False
+    assert wake(h).failure is None
+    assert_serves(h, 0)
+
+
+# ---------------------------------------------------------------------- sleep and updates
+
+
+def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing(folders):
+    """25"""
+    h = Harness()
+    sleep(h)
+    source = m.FolderSource(str(folders / "w1"))
+    for args in (m.UpdateWeightsArgs(source), m.BeginUpdateArgs(), m.BeginUpdateArgs(in_place=True)):
+        assert h.ask(args).failure.code == "wrong_order"
+    assert h.ask(m.WeightInfoArgs(checksums=True)).failure.code == "wrong_order"
+    wake(h)
+    assert_serves(h, 0)
+
+
+def test_weights_may_be_updated_while_only_kv_sleeps(folders):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(4)
+    sleep(h)
+    wake(h, "weight")
+    for i, args in enumerate(({}, {"in_place": True}), 1):
+        assert h.update(folders / f"w{i}", **args).failure is None
+    h.turn(3)
+    assert list(holds(h)) == ["sleep"], "an update wakes nobody"
+    wake(h, "kv_cache")
+    h.run_out()
+    stream = h.stream("r")
+    assert stream.reason == "length" and {s.epoch for s in stream.spans} == {0, 2}
+    assert {s.recomputed for s in stream.spans if s.epoch == 2} == {True}
+    assert_serves(h, 2)
+
+
+def test_weights_do_not_sleep_under_an_open_session_and_kv_may(folders):
+    h = Harness()
+    session = h.ask(m.BeginUpdateArgs()).result["session_id"]
+    for tags in (("weight",), ()):
+        assert h.ask(m.SleepArgs(tags)).failure.code == "wrong_order" and not holds(h)
+    assert sleep(h, "kv_cache").failure is None
+    h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))), turns=2)
+    assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
+    wake(h)
+    assert_serves(h, 1)
+
+
+def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_runs_on(folders):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(3)
+    call = h.call(m.SleepArgs(("weight",), mode="wait"))
+    h.turn()
+    session = h.ask(m.BeginUpdateArgs()).result["session_id"]
+    h.run_out()
+    h.turn(3)
+    assert h.reply(call).failure.code == "wrong_order" and not holds(h) and not h.runner.asleep
+    h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))), turns=2)
+    assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
+    assert_serves(h, 1)
+
+
+def test_weights_sleep_only_when_no_thread_reads_them_any_more():
+    h = Harness()
+    h.runner.may_stage.clear()
+    checksums, call = h.call(m.WeightInfoArgs(checksums=True)), h.call(m.SleepArgs(("weight",)))
+    h.turn(4)
+    assert h.status()["is_paused"] and not h.runner.asleep and h.reply(call) is None
+    h.runner.may_stage.set()
+    h.turn(3)
+    assert h.reply(checksums).failure is None and h.reply(call).failure is None and h.runner.asleep == {"weight"}
+
+
+def test_a_failing_engine_answers_a_sleep_that_waits_for_a_thread():
+    h = Harness()
+    h.runner.may_stage.clear()
+    h.call(m.WeightInfoArgs(checksums=True))
+    call = h.call(m.SleepArgs())
+    h.turn(3)
+    h.engine._beat = None
+    with pytest.raises(EngineError):
+        h.engine.run()
+    h.runner.may_stage.set()
+    assert h.reply(call).failure.code == "engine_error"
+
+
+def test_discarded_weights_hold_the_engine_until_others_are_published(folders):
+    """33"""
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=12)
+    h.turn(4)
+    assert sleep(h, discard=True).failure is None
+    woken = wake(h).result
+    assert woken["still_held_by"] == ["republish"] and woken["asleep"] == []
+    assert h.ask(m.ResumeArgs("republish")).failure.code == "resume_refused", "there is nothing to run with"
+    assert h.ask(m.BeginUpdateArgs(partial=True)).failure.code == "wrong_order"
+    assert h.update(folders / "bad").failure.code == "weight_update_refused"
+    h.resume()
+    h.turn(3)
+    assert h.status()["is_paused"]
+    assert h.update(folders / "w1").failure is None and not holds(h)
+    h.run_out()
+    assert h.stream("r").reason == "length"
+    assert_serves(h, 1)
+
+
+def test_discarded_weights_hold_the_engine_also_where_an_operator_could_have_released_a_lost_commit(folders):
+    h = Harness(lost_commit=True)
+    sleep(h, discard=True)
+    wake(h)
+    assert h.ask(m.ResumeArgs("republish")).failure.code == "resume_refused"
+    assert h.update(folders / "w1").failure is None
+    assert_serves(h, 1)
+
+
+def test_discard_means_the_weights_and_is_nothing_to_kv():
+    h = Harness()
+    sleep(h, "kv_cache", discard=True)
+    wake(h)
+    assert_serves(h, 0)
+
+
+def test_the_fake_would_notice_a_step_while_anything_sleeps():
+    for tag in ("weight", "kv_cache"):
+        runner = FakeRunner()
+        runner.sleep((tag,), False)
+        with pytest.raises(AssertionError, match="without weights or KV"):
+            runner.execute(None)

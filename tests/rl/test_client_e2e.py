@@ -1,0 +1,151 @@
+"""RolloutClient against two real servers with the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from e2e.server import Server, until
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import FleetError
+from fastdeploy.rl.publish import HostTensor, write_folder
+
+PROMPT = list(range(40, 60))
+LONG = {"max_tokens": 2000, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
+SHORT = LONG | {"max_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    made = [Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") for _ in range(2)]
+    try:
+        yield [server.wait_ready() for server in made]
+    finally:
+        for server in made:
+            server.kill_everything()
+            shutil.rmtree(server.ipc_root, ignore_errors=True)
+            server.log_path.unlink(missing_ok=True)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 100))
+
+
+def state(scale: float = 0.0) -> dict[str, np.ndarray]:
+    """The embedded weights as float32, as a trainer has them, with every other tensor moved by ``scale``."""
+    raw = (MODEL_DIR / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    tensors = {}
+    rng = np.random.default_rng(5)
+    for i, (name, info) in enumerate(sorted(json.loads(raw[8 : 8 + size]).items())):
+        if name != "__metadata__":
+            begin, end = (8 + size + at for at in info["data_offsets"])
+            bits = np.frombuffer(raw[begin:end], np.uint16).astype(np.uint32) << 16
+            values = bits.view(np.float32).reshape(info["shape"])
+            tensors[name] = (
+                values + rng.normal(0, scale, values.shape).astype(np.float32) * (i % 2) if scale else values
+            )
+    return tensors
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
+    shutil.copytree(MODEL_DIR, folder)
+    (folder / "model.safetensors").unlink()
+    write_folder({n: HostTensor("F32", t.shape, memoryview(t.tobytes())) for n, t in tensors.items()}, folder)
+    return folder
+
+
+def said(r):
+    return r.token_ids, r.logprobs, r.text, r.finish_reason, r.stop_reason
+
+
+async def checksums(client: RolloutClient) -> set[str]:
+    replies = [await r.call("GET", "/v1/weights", params={"checksums": "true"}) for r in client.replicas]
+    return {reply["checksum"] for reply in replies}
+
+
+def test_every_way_of_publishing_ends_in_the_same_weights_on_both(servers, tmp_path):
+    async def go():
+        async with RolloutClient([s.url for s in servers]) as client:
+            start, moved = state(), state(0.02)
+            before = await client.generate(PROMPT, SHORT)
+            folder = await client.update_weights(str(write_checkpoint(tmp_path / "new", moved)))
+            assert folder.version == str(folder.reports[0].result["epoch"])
+            (expected,) = await checksums(client)
+            after = await client.generate(PROMPT, SHORT, max_staleness=0)
+            assert after.token_ids != before.token_ids and after.min_version == folder.version
+            for via in ("upload", "shared_memory", "folder"):
+                back = await client.publish(start, "start", via=via, folder=str(tmp_path), chunk_mb=1)
+                assert back.version == "start" and await checksums(client) != {expected}
+                done = await client.publish(moved, via, via=via, folder=str(tmp_path), changed_only=True)
+                assert 0 < done.tensors < len(moved), "half of them differ"
+                assert await checksums(client) == {expected}
+                again = await client.generate(PROMPT, SHORT, max_staleness=0)
+                assert said(again) == said(after) and again.spans[0].version == via
+            await client.publish(start, "start")
+            assert said(await client.generate(PROMPT, SHORT)) == said(before)
+
+    run(go())
+
+
+def test_nothing_changed_is_nothing_sent_but_a_new_label(servers):
+    async def go():
+        async with RolloutClient([s.url for s in servers]) as client:
+            await client.publish(state(), "one")
+            (expected,) = await checksums(client)
+            done = await client.publish(state(), "two", changed_only=True)
+            assert done.tensors == 0 and await checksums(client) == {expected}
+            r = await client.generate(PROMPT, SHORT, max_staleness=0)
+            assert r.min_version == "two"
+
+    run(go())
+
+
+def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
+    async def go():
+        async with RolloutClient([s.url for s in servers]) as client:
+            before = await checksums(client)
+            epochs = [(await r.call("GET", "/v1/weights"))["epoch"] for r in client.replicas]
+            wrong = state() | {"no.such.tensor": np.ones(3, np.float32)}
+            for via in ("upload", "shared_memory"):
+                with pytest.raises(FleetError, match="no.such.tensor") as failed:
+                    await client.publish(wrong, via=via)
+                assert [r.ok for r in failed.value.reports] == [False, False]
+            # Another trainer's session stands on one of them: the other one must not commit alone.
+            session = await client.replicas[1].call("POST", "/v1/weights/begin", json={})
+            with pytest.raises(FleetError) as failed:
+                await client.publish(state(0.1))
+            assert [r.ok for r in failed.value.reports] == [True, False]
+            await client.replicas[1].call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
+            infos = [await r.call("GET", "/v1/weights") for r in client.replicas]
+            assert [i["epoch"] for i in infos] == epochs and [i["session"] for i in infos] == [None, None]
+            assert await checksums(client) == before
+
+    run(go())
+
+
+def test_rollouts_in_flight_go_through_a_paused_publication_and_say_which_token_is_whose(servers):
+    async def go():
+        async with RolloutClient([s.url for s in servers]) as client:
+            await client.publish(state(), "old")
+            tasks = [asyncio.create_task(client.generate([*PROMPT, i], LONG)) for i in range(4)]
+            for server in servers:
+                await asyncio.to_thread(until, lambda s=server: s.metric("num_requests_running") == 2, 30, "two run")
+            async with client.paused("keep") as reports:
+                assert all(r.result["is_paused"] for r in reports) and await client.is_paused()
+                await client.publish(state(0.02), "new")
+            assert not await client.is_paused()
+            for r in await asyncio.gather(*tasks):
+                assert [s.version for s in r.spans] == ["old", "new"] and r.staleness == 1
+                assert r.spans[0].start == 0 and r.spans[0].end == r.spans[1].start and r.spans[1].end == 2000
+                assert len(r.logprobs) == 2000 and r.num_resumes == 0
+            await client.publish(state(), "old")
+
+    run(go())
