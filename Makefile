@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VERL := .venv-verl
 
 .PHONY: demo serve test test-slow ops lint clean
 
@@ -17,7 +18,7 @@ serve: $(VENV)/.runtime ops
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.slow ops
+test-slow: $(VENV)/.slow $(VERL)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 lint: $(VENV)/.test
@@ -50,5 +51,12 @@ $(VENV)/.slow: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
 	@touch $@
 
+# verl pins versions that are not ours, so it gets an environment of its own; our server stays in $(VENV).
+$(VERL)/.ready: tests/rl/verl_requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VERL)
+	$(VERL)/bin/python -m pip install -q --no-deps verl==0.9.1
+	$(VERL)/bin/python -m pip install -q -r tests/rl/verl_requirements.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(VERL) build *.egg-info fastdeploy/model_executor/ops/*.so

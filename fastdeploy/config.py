@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import TypeVar
 
@@ -106,6 +107,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "max_upload_mb",
         ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        folder = self.upload_dir
+        _require("upload_dir", not folder or os.path.isdir(folder), "an existing folder", folder)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
         for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
             _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))

@@ -43,6 +43,16 @@ class FastDeployError(Exception):
         self.message = message
         self.detail = detail
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__)  # constructors differ; trainers send errors on (Ray)
+
+
+def _restore(cls: type[FastDeployError], args: tuple[Any, ...], state: dict[str, Any]) -> FastDeployError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class RequestError(FastDeployError):
     code, status = "invalid_request_error", 400

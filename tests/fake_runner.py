@@ -45,7 +45,7 @@ class FakeStaging:
 
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
         self._runner, self._partial, self._in_place = runner, partial, in_place
-        self._names: list[str] = []
+        self.names: list[str] = []
         self.abandoned = False
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
@@ -53,19 +53,19 @@ class FakeStaging:
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         if name == "garbage":
             raise ValueError("a reader that did not expect this")
-        if not name.startswith("w") or name in self._names:
+        if not name.startswith("w") or name in self.names:
             raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
         if self._in_place:
             self._runner.has_weights = False
-        self._names.append(name)
+        self.names.append(name)
         return ChunkReceipt(3, 12)
 
     def finish(self) -> tuple[int, bool]:
         assert self._runner.may_stage.wait(30)
-        if not self._names and not self._partial:
+        if not self.names and not self._partial:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         serving = self._runner.weights if self._partial else 0
-        last, _, recompute = (self._names or ["w0"])[-1][1:].partition("-")
+        last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
         return serving + int(last), recompute != "recompute"
 
     def abandon(self) -> None:
@@ -108,7 +108,13 @@ class FakeRunner:
         keys = [chunk.key for chunk in plan.chunks]
         assert len(set(keys)) == len(keys), "a sequence is in the plan twice"
         sampled = [self._run(chunk) for chunk in plan.chunks]
-        return StepResult(plan.step_id, sampled, self.step_s)
+        of_prompts = {i: self._prompt_logprobs(c) for i, c in enumerate(plan.chunks) if c.prompt_logprobs}
+        return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob]:
+        """Logprob -1 - weights of every prompt token, beside the token itself."""
+        asked = chunk.all_token_ids[chunk.start + 1 :][: chunk.prompt_logprobs]
+        return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
 
     def _run(self, chunk: ScheduledChunk) -> Sampled | None:
         size, tokens = self.info.block_size, list(chunk.all_token_ids)

@@ -85,7 +85,8 @@ class Harness:
 
     def add(self, request_id: str, prompt: list[int], client: str = "a", **fields) -> None:
         """Fields of AddRequest and of SamplingParams alike."""
-        of_request = {k: fields.pop(k) for k in ("n", "priority", "cache_salt", "group") if k in fields}
+        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice"}
+        of_request = {k: fields.pop(k) for k in own & fields.keys()}
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})
         self.send(m.AddRequest(request_id, prompt, params, **of_request), client)
 

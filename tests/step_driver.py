@@ -52,7 +52,7 @@ class Driver:
         self.steps = 0
 
     def step(self, sequences: list[Sequence], chunk: int | None = None, copies: list[BlockCopy] | None = None) -> None:
-        chunks = [self._chunk(s, chunk) for s in sequences]
+        chunks = [self.chunk(s, chunk) for s in sequences]
         plan = StepPlan(self.steps, 0, "v", chunks, copies or [])
         result = self.runner.execute(plan)
         assert result.step_id == self.steps and len(result.sampled) == len(chunks)
@@ -77,7 +77,7 @@ class Driver:
         self.free[:0] = sequence.table
         sequence.table, sequence.computed = [], 0
 
-    def _chunk(self, s: Sequence, limit: int | None) -> ScheduledChunk:
+    def chunk(self, s: Sequence, limit: int | None) -> ScheduledChunk:
         end = min(len(s.ids), s.computed + (limit or len(s.ids)))
         while len(s.table) * self.runner.info.block_size < end:
             s.table.append(self.free.pop())

@@ -21,6 +21,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.sampling_params": (),
     "inter_communicator": (),
     "engine.request": (),
+    "engine.deadlines": ("engine.request",),
+    "engine.retention": ("engine.request",),
     "engine.client": ("engine.request_stream",),
     "engine.request_stream": (),
     "cache_manager": ("engine.request", "scheduler.interface"),

@@ -84,7 +84,7 @@ class KVCacheManager:
         return Admission(usable, copy)
 
     def _match(self, request: Request) -> list[Node]:
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
         return self.index.lookup((self.epoch, request.group.add.cache_salt), request.token_ids)
 

@@ -166,6 +166,8 @@ class EngineClient:
         """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
         case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
         await self.require_engine()
+        if request.retain_s > 0 and (open_stream := self._streams.get(request.request_id)) is not None:
+            self._take_over(open_stream, request)
         if request.request_id in self._cancelled:
             # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
             # so that its id can be used again without mixing the tokens of the two.
@@ -173,10 +175,19 @@ class EngineClient:
             self._cancelled.pop(request.request_id, None)
         if request.request_id in self._streams:
             raise errors.DuplicateRequest(f"request_id: {request.request_id!r} is alive", param="request_id")
-        stream = RequestStream(request.request_id, request.n, self._cancel, self._forget, event)
+        stream = RequestStream(request.request_id, request.n, self._cancel, self._forget, event, request.fingerprint)
         self._send(request)  # raises for what the wire cannot carry: then nothing is alive
         self._streams[request.request_id] = stream
         return stream
+
+    def _take_over(self, stream: RequestStream, request: m.AddRequest) -> None:
+        """A later request with the same id and body attaches to what ``stream`` reads: that one gets no more."""
+        if stream.fingerprint != request.fingerprint:
+            raise errors.DuplicateRequest(
+                f"request_id: {request.request_id!r} is alive, with another body", param="request_id"
+            )
+        stream.fail(errors.AttachedElsewhere(f"a later request with request_id {request.request_id!r} took over"))
+        self._cancel(request.request_id, None, "abort")
 
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
         self._send(m.CancelRequest(request_id=request_id, choice=choice, reason=reason))

@@ -17,15 +17,19 @@ from typing import Any
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
+from fastdeploy.engine.deadlines import WHY, Deadlines
 from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import Counts, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
+from fastdeploy.engine.retention import DETACHED, MAX_RETAIN_S, Record, Retention
+from fastdeploy.engine.sampling_params import MAX_INT32
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weights import NO_WEIGHTS, REPUBLISH_HOLD, WeightSessions
 from fastdeploy.errors import (
+    AttachedElsewhere,
     DuplicateRequest,
     EngineDead,
     EngineError,
@@ -80,7 +84,9 @@ class CommonEngine:
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
         self.requests = RequestTable()
         self.metrics = EngineMetrics()
-        self.delivery = Delivery(transport, self._reap)
+        self.retention = Retention(config.max_retained)
+        self.deadlines = Deadlines()
+        self.delivery = Delivery(transport, self._reap, lambda output: self.retention.observe(output, clock()))
         self.pause = PauseState(self, clock)
         policy = SourcePolicy(config.model_roots, config.upload_dir)
         self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock)
@@ -142,6 +148,7 @@ class CommonEngine:
             self._handle(client, message)
         self._beat()
         self.weights.poll()
+        self._end_what_is_due()
         self._hand_over([])
         self._settle()
         plan = self.scheduler.plan(self.pause.gate, self.epoch, self.version)
@@ -162,7 +169,12 @@ class CommonEngine:
             self._was_busy = False
             self.check_integrity()
         now = self._clock()
-        deadlines = (self.pause.next_deadline(), self.weights.next_deadline(), self._next_heartbeat)
+        deadlines = (
+            self.pause.next_deadline(),
+            self.weights.next_deadline(),
+            self.deadlines.next(),
+            self._next_heartbeat,
+        )
         due = [d for d in deadlines if d is not None]
         return max(min(due) - now, 0.0)
 
@@ -208,6 +220,9 @@ class CommonEngine:
 
     def _add_request(self, client: str, add: m.AddRequest) -> None:
         try:
+            if (record := self.retention.find(add)) is not None:
+                self._attach(client, record)
+                return
             max_output_tokens = self._check_admissible(add)
         except FastDeployError as error:
             self.delivery.send(client, m.Rejected(add.request_id, _failure(error)))
@@ -217,9 +232,27 @@ class CommonEngine:
         order = (add.priority, self._arrivals)
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         self.requests.add(group)
+        self.retention.track(group)
+        self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self.scheduler.add(request)
         self.metrics.prompt_tokens.inc(len(add.prompt_token_ids))
+
+    def _attach(self, client: str, record: Record) -> None:
+        """It gets everything from the first token; whoever was attached gets no more, and is told."""
+        group = record.group
+        if group.client != DETACHED and group.client != client:
+            elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
+            self.delivery.send(group.client, m.Rejected(group.add.request_id, _failure(elsewhere)))
+        group.client = client
+        if record.outputs:
+            self.delivery.send_now(client, list(record.outputs.values()))
+
+    def _end_what_is_due(self) -> None:
+        now = self._clock()
+        for request, kind in self.deadlines.due(now):
+            self._abort_one(request, WHY[kind], kind)
+        self.retention.expire(now)
 
     def _check_admissible(self, add: m.AddRequest) -> int:
         """The door. Returns how many tokens each choice may produce; raises what the client is told."""
@@ -235,6 +268,10 @@ class CommonEngine:
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
         add.sampling.check()  # a row that a step cannot compute would fail the step of everybody
+        if not 0.0 <= add.retain_s <= MAX_RETAIN_S:
+            raise InvalidField("retain_s", f"expected seconds from 0 to {MAX_RETAIN_S:g}, got {add.retain_s!r}")
+        if add.max_queue_s is not None and not add.max_queue_s > 0.0:
+            raise InvalidField("max_queue_s", f"expected seconds above 0, got {add.max_queue_s!r}")
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
@@ -243,10 +280,20 @@ class CommonEngine:
             raise InvalidField("prompt", f"expected token ids from 0 to {self.info.vocab_size - 1}")
         if max(add.sampling.stop_token_ids, default=0) >= self.info.vocab_size:
             raise InvalidField("stop_token_ids", f"expected token ids from 0 to {self.info.vocab_size - 1}")
+        if not 0 <= add.resumed_tokens < len(prompt):
+            expected = f"an integer from 0 to {len(prompt) - 1} (one less than the prompt has)"
+            raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")
+        if not 0 <= add.first_choice <= MAX_INT32:
+            raise InvalidField("first_choice", f"expected an integer from 0 to 2**31 - 1, got {add.first_choice}")
         return min(add.sampling.max_tokens, limit - len(prompt))
 
     def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
-        for request in self.requests.get(cancel.request_id):
+        requests = self.requests.get(cancel.request_id)
+        if requests and requests[0].group.add.retain_s > 0 and cancel.reason == "abort":
+            if requests[0].group.client == client:
+                requests[0].group.client = DETACHED
+            return
+        for request in requests:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
@@ -256,6 +303,9 @@ class CommonEngine:
         """Its process is gone: nobody waits for what it asked for."""
         log.warning("client %s is gone", client)
         for request in self.requests.of_client(client):
+            if request.group.add.retain_s > 0:
+                request.group.client = DETACHED
+                continue
             request.silent = True
             if request.live:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
@@ -292,9 +342,9 @@ class CommonEngine:
         self._hand_over([])  # the final outputs go before the reply
         return {"aborted": aborted, "not_found": not_found}
 
-    def _abort_one(self, request: Request, why: str) -> None:
+    def _abort_one(self, request: Request, why: str, stop_reason: str | None = None) -> None:
         message = why if request.num_output_tokens else f"Abort before prefill: {why}"
-        self.scheduler.end(request, FinishReason.ABORT, message)
+        self.scheduler.end(request, FinishReason.ABORT, message, stop_reason)
 
     def _model_info(self) -> dict[str, Any]:
         more = {"boot_id": self.boot_id, "max_waiting": self.config.max_waiting}
@@ -312,6 +362,10 @@ class CommonEngine:
             rejecting=self.pause.rejecting_new_requests,
             paused=self.pause.is_paused,
             epoch=self.epoch,
+            updates_failed=self.weights.num_failed,
+            session_open=self.weights.session is not None,
+            last_commit_s=self.weights.last_commit_s,
+            asleep=self._runner.asleep,
         )
 
     # ------------------------------------------------------------------ weights

@@ -19,9 +19,11 @@ class Delivery:
     acknowledged and nothing was sent since, every output made is delivered; a socket send alone proves nothing.
     """
 
-    def __init__(self, transport: Transport, on_gone: Callable[[str], None]):
+    def __init__(self, transport: Transport, on_gone: Callable[[str], None], observe: Callable[[Output], None]):
+        """observe: is shown every output of a request with retain_s, sent or not."""
         self._transport = transport
         self._on_gone = on_gone
+        self._observe = observe
         self.clients: set[str] = set()
         self._outputs_sent = 0
         self._fence_id = 0
@@ -48,14 +50,27 @@ class Delivery:
         with_token = set()
         for token in tokens:
             with_token.add(token.request)
-            if not token.request.silent:
-                by_client[token.request.group.client].append(_output(token.request, token))
+            self._collect(token.request, token, by_client)
         for request in ended:
-            if not request.silent and request not in with_token:
-                by_client[request.group.client].append(_output(request, None))
+            if request not in with_token:
+                self._collect(request, None, by_client)
         for client, outputs in by_client.items():
-            self._outputs_sent += 1
-            self.send(client, Outputs(outputs))
+            self.send_now(client, outputs)
+
+    def _collect(self, request: Request, token: NewToken | None, by_client: dict[str, list[Output]]) -> None:
+        group = request.group
+        retained = group.add.retain_s > 0
+        if request.silent and not retained:
+            return
+        output = _output(request, token)
+        if retained:
+            self._observe(output)
+        if not request.silent and group.client in self.clients:
+            by_client[group.client].append(output)
+
+    def send_now(self, client: str, outputs: list[Output]) -> None:
+        self._outputs_sent += 1
+        self.send(client, Outputs(outputs))
 
     # ------------------------------------------------------------------ fence
 
@@ -85,6 +100,7 @@ class Delivery:
 
 
 def _output(request: Request, token: NewToken | None) -> Output:
+    first = token.first if token is not None else request.num_output_tokens == 0
     return Output(
         request_id=request.group.add.request_id,
         choice=request.choice,
@@ -93,6 +109,7 @@ def _output(request: Request, token: NewToken | None) -> Output:
         spans=[token.span] if token else [],
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         stop_reason=request.stop_reason,
+        prompt_logprobs=request.prompt_logprobs if first else [],
         cached_tokens=request.cached_tokens if token is None or token.first else 0,
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,

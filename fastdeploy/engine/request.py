@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator.messages import AddRequest, Span
+from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Span
 
 
 class State(Enum):
@@ -53,13 +53,14 @@ class Request:
     silent: its client wants no final output (it cancelled the request, or is gone).
     first_epoch: of the weights that sampled its first token.
     kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
+    prompt_logprobs: as far as its prompt is computed; they go out with its first token, or with its end before that.
     """
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_epoch", "first_token_at",
         "group", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
-        "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key", "sampling", "silent",
-        "state", "stop_reason", "tail_published", "token_ids",
+        "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key", "prompt_logprobs", "sampling",
+        "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
@@ -82,9 +83,10 @@ class Request:
         self.kv_recomputed = False
         self.first_epoch: int | None = None
         self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprob] = []
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
+        self.stop_reason: int | str | None = None
         self.message = ""
         self.silent = False
         self.arrival = add.arrival or time.time()
@@ -93,7 +95,13 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        return self.group.add.request_id, self.choice
+        """The second is what keys random numbers: the number that the choice had when it was first asked for."""
+        return self.group.add.request_id, self.group.add.first_choice + self.choice
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Its whole prompt is computed, and nothing of it taken from the prefix cache. One choice does it for all."""
+        return self.choice == 0 and self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def num_tokens(self) -> int:

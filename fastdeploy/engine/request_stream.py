@@ -22,8 +22,10 @@ class RequestStream:
         cancel: Callable[[str, int | None, str], None],
         forget: Callable[[str], None],
         event: asyncio.Event | None = None,
+        fingerprint: str = "",
     ):
         self.request_id = request_id
+        self.fingerprint = fingerprint
         self._open = set(range(n))
         self._whole = n
         self._cancel = cancel

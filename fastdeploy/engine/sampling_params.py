@@ -18,7 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: None = none; 0 = only the sampled token's; k = the k best beside it. prompt_logprobs: the same of the
     prompt's tokens, always raw.
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
-    processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p.
+    processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
+    (greedy: after penalties and bans); fewer than k are told where fewer can be drawn.
     seed: with the choice index and the absolute position it keys the random number of each token, so that a
     request which is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn.
     """

@@ -70,8 +70,8 @@ class StagingThread:
         """Call ``done`` of what has finished, and start what comes next."""
         while self._running is not None and self._running.finished:
             job, self._running = self._running, None
+            job.done(job.result, job.error)  # which may drop what comes next
             self._start_next()
-            job.done(job.result, job.error)
 
     def close(self, error: FastDeployError) -> None:
         """The engine ends: every job is done now, with ``error``, one that runs included."""

@@ -50,7 +50,8 @@ class WeightEffects(Protocol):
 
 
 class WeightSessions:
-    """``staging_busy`` and ``session`` are for reading only."""
+    """``staging_busy``, ``session`` and the two figures are for reading only. num_failed: sessions that ended without a
+    commit. last_commit_s: seconds of the last one."""
 
     def __init__(
         self,
@@ -68,6 +69,8 @@ class WeightSessions:
         self._clock = clock
         self._thread = StagingThread(wake)
         self.session: Session | None = None
+        self.num_failed = 0
+        self.last_commit_s = 0.0
         self._ended: OrderedDict[str, FastDeployError] = OrderedDict()  # why a session that is no more is no more
 
     @property
@@ -309,6 +312,7 @@ class WeightSessions:
         for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
             self._pause.release_system_hold(hold)
         ended = self._clock()
+        self.last_commit_s = ended - began
         timings = {
             "stage": session.stage_s,
             "wait_for_step": began - session.ready_at,
@@ -329,6 +333,7 @@ class WeightSessions:
         again, unless nothing had been touched yet."""
         session.advance(Event.END)
         self.session = None
+        self.num_failed += 1
         self._remember(session, why)
         self._thread.drop(session, why)
         self._answer_commit(session, self._effects.weights_label(), why)

@@ -19,7 +19,8 @@ from fastdeploy.inter_communicator.inproc_transport import InprocTransport
 
 
 class RequestOutput(NamedTuple):
-    """One prompt and its n choices; each has text, token_ids, logprobs, spans, finish_reason and stop_reason."""
+    """One prompt and its n choices; each has text, token_ids, logprobs, spans, finish_reason and stop_reason, the first
+    also prompt_logprobs."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -58,9 +59,11 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
         stop: str | Sequence[str] = (),
+        resumed_tokens: int | Sequence[int] = 0,
+        first_choice: int = 0,
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
-        per prompt. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
+        per prompt. resumed_tokens (one for all, or one per prompt), first_choice: see messages.AddRequest. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
         if not isinstance(prompts, Sequence):
             raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
         if type(n) is not int or n < 1:
@@ -69,7 +72,13 @@ class LLM:
         each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise errors.InvalidField("sampling", f"{len(each)} of them for {len(prompts)} prompts")
-        requests = [self._request(prompt, params.check(), n) for prompt, params in zip(prompts, each, strict=True)]
+        resumed = [resumed_tokens] * len(prompts) if isinstance(resumed_tokens, int) else list(resumed_tokens)
+        if len(resumed) != len(prompts):
+            raise errors.InvalidField("resumed_tokens", f"{len(resumed)} of them for {len(prompts)} prompts")
+        requests = [
+            self._request(prompt, params.check(), n, done, first_choice)
+            for prompt, params, done in zip(prompts, each, resumed, strict=True)
+        ]
         for request in requests:
             self._inboxes[request.request_id] = queue.SimpleQueue()
             self._client.send(request)
@@ -90,9 +99,32 @@ class LLM:
     def is_paused(self) -> dict[str, Any]:
         return self.call(m.PauseStatusArgs())
 
-    def update_weights(self, model_path: str, version: str | None = None, kv: str = "keep") -> dict[str, Any]:
-        """Replace all weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on."""
-        return self.call(m.UpdateWeightsArgs(source=m.FolderSource(model_path), version=version, kv=kv))
+    def update_weights(
+        self, model_path: str | None = None, version: str | None = None, kv: str = "keep", **args: Any
+    ) -> dict[str, Any]:
+        """New weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on. Without a folder
+        only the label changes. args: see messages.UpdateWeightsArgs."""
+        if model_path is not None:
+            return self.call(m.UpdateWeightsArgs(m.FolderSource(model_path), version, kv=kv, **args))
+        if version is None:
+            raise errors.InvalidField("model_path", "expected a folder, or a version to relabel what serves")
+        return self.call(m.SetVersionArgs(version))
+
+    def weights(self, checksums: bool = False) -> dict[str, Any]:
+        """See messages.WeightInfoArgs."""
+        return self.call(m.WeightInfoArgs(checksums=checksums))
+
+    def sleep(self, *tags: str, **args: Any) -> dict[str, Any]:
+        """Give the memory of "weight" and "kv_cache" (no tag: both) back to the system; see messages.SleepArgs."""
+        return self.call(m.SleepArgs(tags, **args))
+
+    def wake_up(self, *tags: str) -> dict[str, Any]:
+        """Take memory again, of all that sleeps if no tag is named."""
+        return self.call(m.WakeArgs(tags))
+
+    def reset(self, version: str | None = None) -> dict[str, Any]:
+        """Start over: see messages.ResetArgs."""
+        return self.call(m.ResetArgs(version=version))
 
     def call(self, args: m.Args) -> dict[str, Any]:
         """Any control call; raises what the engine answered."""
@@ -125,7 +157,9 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
-    def _request(self, prompt: str | Sequence[int], sampling: SamplingParams, n: int) -> m.AddRequest:
+    def _request(
+        self, prompt: str | Sequence[int], sampling: SamplingParams, n: int, resumed_tokens: int, first_choice: int
+    ) -> m.AddRequest:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
@@ -133,11 +167,21 @@ class LLM:
         ids = list(prompt) if isinstance(prompt, Sequence) else []
         if not ids or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in ids):
             raise errors.InvalidField("prompts", "expected texts or sequences of token ids, not empty")
-        return m.AddRequest(request_id=uuid.uuid4().hex, prompt_token_ids=ids, sampling=sampling, n=n)
+        if not 0 <= resumed_tokens < len(ids):
+            raise errors.InvalidField("resumed_tokens", f"expected 0 to {len(ids) - 1}, got {resumed_tokens}")
+        return m.AddRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            n=n,
+            resumed_tokens=resumed_tokens,
+            first_choice=first_choice,
+        )
 
     def _collect(self, request: m.AddRequest, stop: tuple[str, ...]) -> RequestOutput:
         options = TextOptions(stops=stop, min_tokens=request.sampling.min_tokens)
-        choices = [Choice(self.tokenizer, request.prompt_token_ids, options) for _ in range(request.n)]
+        prompt, resumed = request.prompt_token_ids, request.resumed_tokens
+        choices = [Choice(self.tokenizer, prompt, options, resumed) for _ in range(request.n)]
         inbox = self._inboxes[request.request_id]
         if self._dead is not None:
             inbox.put(self._dead)

@@ -46,17 +46,19 @@ async def spooled_upload(request: Request, context: ServingContext) -> AsyncIter
     OutOfSpace where it does not fit, and RequestTooLarge where it passes --max-upload-mb."""
     limit = context.config.max_upload_mb << 20
     expected = int(request.headers.get("content-length", limit))
-    with _new_file(upload_folder(context.config, expected)) as file:
-        await _receive(request, file)
-        yield m.FileSource(file.name)
+    with _new_file(upload_folder(context.config, expected)) as (file, path):
+        with _out_of_space(path.parent):
+            await _receive(request, file)
+        yield m.FileSource(str(path))
 
 
 @contextlib.asynccontextmanager
 async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m.FileSource]:
     """As :func:`spooled_upload`, for bytes that are here already."""
-    with _new_file(upload_folder(context.config, len(data))) as file:
-        await _write(file, data)
-        yield m.FileSource(file.name)
+    with _new_file(upload_folder(context.config, len(data))) as (file, path):
+        with _out_of_space(path.parent):
+            await _write(file, data)
+        yield m.FileSource(str(path))
 
 
 def remove_leftovers(config: ServeConfig) -> None:
@@ -69,15 +71,26 @@ def remove_leftovers(config: ServeConfig) -> None:
 
 
 @contextlib.contextmanager
-def _new_file(folder: Path) -> Iterator[BinaryIO]:
+def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
     path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
+    with _out_of_space(folder):
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        # Unbuffered: what the engine reads has left this process.
-        with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with open(fd, "wb", buffering=0) as file:  # unbuffered: what the engine reads has left this process
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
+            yield file, path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _out_of_space(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(f"no room for the upload in {folder}: {error.strerror}") from error
+        raise
 
 
 async def _receive(request: Request, file: BinaryIO) -> None:
@@ -94,12 +107,7 @@ async def _receive(request: Request, file: BinaryIO) -> None:
 
 
 async def _write(file: BinaryIO, data: bytes | bytearray) -> None:
-    try:
-        await asyncio.to_thread(_write_all, file, memoryview(data))
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise OutOfSpace(f"no room for the upload in {os.path.dirname(file.name)}: {error.strerror}") from error
-        raise
+    await asyncio.to_thread(_write_all, file, memoryview(data))
 
 
 def _write_all(file: BinaryIO, rest: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,6 +26,10 @@ class Gauges(NamedTuple):
     rejecting: bool
     paused: bool
     epoch: int
+    updates_failed: int
+    session_open: bool
+    last_commit_s: float
+    asleep: Collection[str]
 
 
 class EngineMetrics:
@@ -46,6 +51,10 @@ class EngineMetrics:
         self.rejecting = make(Gauge, "rejecting_new_requests", "1 while a pause hold stands")
         self.paused = make(Gauge, "is_paused", "1 while quiesced")
         self.epoch = make(Gauge, "weight_epoch", "Commits of weights since start")
+        self.updates_failed = make(Gauge, "weight_updates_failed", "Weight sessions without a commit, since start")
+        self.session_open = make(Gauge, "weight_session_open", "1 while a weight session is open")
+        self.last_commit = make(Gauge, "weight_commit_seconds", "What the last commit took, between two steps")
+        self.asleep = make(Gauge, "asleep", "1 while its memory is given back", labelnames=("tag",))
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.finished = make(
@@ -78,4 +87,9 @@ class EngineMetrics:
         self.rejecting.set(gauges.rejecting)
         self.paused.set(gauges.paused)
         self.epoch.set(gauges.epoch)
+        self.updates_failed.set(gauges.updates_failed)
+        self.session_open.set(gauges.session_open)
+        self.last_commit.set(gauges.last_commit_s)
+        for tag in ("weight", "kv_cache"):
+            self.asleep.labels(tag).set(tag in gauges.asleep)
         return generate_latest(self.registry).decode()

@@ -95,6 +95,8 @@ class Runner:
                     choices[item["index"]].take(item, replica.boot_id)
                     if item.get("finish_reason") is not None:
                         ended.add(item["index"])
+        for choice in choices:  # a group has one prompt: its logprobs come once
+            choice.prompt_logprobs = choice.prompt_logprobs or choices[0].prompt_logprobs
         if len(ended) < len(choices):
             raise Unreachable("the stream ended before its last chunk")
 

@@ -7,6 +7,7 @@ The random number of a token is keyed by (seed, choice, position), so the joined
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "request_id", "resumed_tokens", "echo"})
 # An abort for these reasons is what the caller asked for; every other abort is gone on from.
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
+MIN_DEADLINE_S = 0.001
 
 
 class Request:
@@ -48,6 +50,8 @@ class Request:
         self.first_choice: int = self.params.pop("first_choice", 0)
         self.max_tokens: int | None = self.params.get("max_tokens")
         self.min_tokens: int = self.params.get("min_tokens", 0)
+        self.deadline_s: float | None = self.params.get("deadline_s")
+        self._began = time.monotonic()
         self.n = n
         self.request_id = request_id
         self._ends = set(self.params.get("stop_token_ids", ()))
@@ -74,6 +78,8 @@ class Request:
                 body["max_tokens"] = self.max_tokens - done
             if self.min_tokens:
                 body["min_tokens"] = max(self.min_tokens - done, 0)
+        if self.deadline_s is not None:  # counted from the first attempt
+            body["deadline_s"] = max(self.deadline_s - (time.monotonic() - self._began), MIN_DEADLINE_S)
         if first.prompt_logprobs is not None:
             body.pop("prompt_logprobs", None)
         if self.request_id:  # an id that was cut off may live on at the server for a moment

@@ -3,7 +3,7 @@
     actor_rollout_ref.model.external_lib: fastdeploy.rl.verl
     actor_rollout_ref.rollout.name: fastdeploy
     actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.verl
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.verl_checkpoint_engine
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    servers that run, one per replica; or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
 
@@ -13,9 +13,10 @@ The server is a process of its own, possibly of another environment: it needs Pa
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 import ray
@@ -30,6 +31,8 @@ from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.verl_server import CONTROL_S, Limits, VerlServer
 
 NAME = "fastdeploy"
+# verl's names, which are vLLM's, of which distribution a logprob is of.
+LOGPROBS_MODES = {None: "raw", "raw_logprobs": "raw", "processed_logprobs": "processed"}
 START_S = 600.0
 
 
@@ -94,8 +97,11 @@ class FastDeployReplica(RolloutReplica):
             response_length=config.response_length,
             max_model_len=context,
             ignore_eos=config.ignore_eos,
+            # as verl's own backends: a standalone server shares no memory, a colocated one no weight sync
             sleeps=config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE,
+            frees_kv=config.free_cache_engine and self.rollout_mode is not RolloutMode.COLOCATED,
             seed=self.replica_rank + config.seed if config.full_determinism else None,
+            logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
         )
 
     def rollout_worker_use_gpu(self) -> bool:
@@ -110,8 +116,6 @@ class FastDeployAdapter(rollout_base.BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any):
         super().__init__(config, model_config, device_mesh)
-        import os
-
         rank, size = int(os.environ.get("RANK", 0)), self.config.tensor_model_parallel_size
         size *= self.config.data_parallel_size * self.config.pipeline_model_parallel_size
         self.replica_rank = rank // size if replica_rank == -1 else replica_rank
@@ -153,10 +157,10 @@ class FastDeployAdapter(rollout_base.BaseRollout):
                 await self._server().set_global_steps.remote(global_steps)
 
 
-async def _peek(weights: Any) -> tuple[bool, AsyncIterable[tuple[str, Any]]]:
+async def _peek(weights: Any) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
     """Whether there is a first one, and all of them."""
 
-    async def each() -> AsyncIterable[tuple[str, Any]]:
+    async def each() -> AsyncIterator[tuple[str, Any]]:
         if isinstance(weights, AsyncIterable):
             async for pair in weights:
                 yield pair
@@ -167,7 +171,7 @@ async def _peek(weights: Any) -> tuple[bool, AsyncIterable[tuple[str, Any]]]:
     rest = each()
     first = await anext(rest, None)
 
-    async def whole() -> AsyncIterable[tuple[str, Any]]:
+    async def whole() -> AsyncIterator[tuple[str, Any]]:
         if first is not None:
             yield first
             async for pair in rest:
@@ -185,8 +189,6 @@ def _options(config: Any) -> dict[str, Any]:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as s:
         s.bind(("", 0))
         return s.getsockname()[1]

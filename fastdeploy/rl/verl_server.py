@@ -31,14 +31,17 @@ STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Of verl's rollout config, in tokens. sleeps: free_cache_engine, and a mode in which memory is shared."""
+    """Of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the same of
+    release_kv_cache and resume_kv_cache. logprobs_mode: as our server spells it."""
 
     prompt_length: int
     response_length: int
     max_model_len: int
     ignore_eos: bool = False
     sleeps: bool = True
+    frees_kv: bool = True
     seed: int | None = None
+    logprobs_mode: str = "processed"
 
     def max_tokens(self, asked: int | None, prompt_tokens: int) -> int:
         """What a request may make at most: as asked, else what is left of the response, within the context."""
@@ -62,7 +65,6 @@ class VerlServer:
         own = f"verl-{uuid.uuid4().hex}"
         self._holds = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
         self._drain_hold = f"{own}-drain"
-        self._global_steps: int | None = None
 
     # ------------------------------------------------------------------ generation
 
@@ -100,7 +102,7 @@ class VerlServer:
             if error.code not in BUSY:
                 await self._back()
             choice.cut_off()
-        return self._reply(choice.rollout(), usage)
+        return await self._reply(choice.rollout(), usage)
 
     def _params(self, given: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
         params = {name: value for name, value in given.items() if name not in ("max_new_tokens", "logprobs")}
@@ -108,17 +110,19 @@ class VerlServer:
         params["max_tokens"] = self._limits.max_tokens(asked, prompt_tokens)
         params["logprobs"] = 0 if given.get("logprobs") else None
         params.setdefault("ignore_eos", self._limits.ignore_eos)
+        params.setdefault("logprobs_mode", self._limits.logprobs_mode)
         if self._limits.seed is not None:
             params.setdefault("seed", self._limits.seed)
         return params
 
-    def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
-        steps = [step for span in rollout.spans if (step := _step(span.version)) is not None]
+    async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
+        labels = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
+        steps = [step for label in labels if (step := _step(label)) is not None]
         fields: dict[str, Any] = {
             # One number can only be a bound: that of the oldest token, since it decides what is too old.
-            "global_steps": min(steps, default=self._global_steps),
-            "min_global_steps": min(steps, default=self._global_steps),
-            "max_global_steps": max(steps, default=self._global_steps),
+            "global_steps": min(steps, default=None),
+            "min_global_steps": min(steps, default=None),
+            "max_global_steps": max(steps, default=None),
             "num_cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
         }
         if rollout.prompt_logprobs is not None:
@@ -165,7 +169,6 @@ class VerlServer:
     async def set_global_steps(self, global_steps: int) -> None:
         """Label the weights that serve with the trainer's step. Nothing is aborted and no past token is relabelled."""
         await self._call("POST", "/v1/update_weights", json={"version": str(global_steps)})
-        self._global_steps = global_steps
 
     async def clear_kv_cache(self) -> None:
         await self._call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
@@ -189,11 +192,11 @@ class VerlServer:
 
     async def release_kv_cache(self) -> None:
         """Give the KV's memory back while weights are synced; the weights stay where they are."""
-        if self._limits.sleeps:
+        if self._limits.frees_kv:
             await self._set_asleep(await self._asleep() | {"kv_cache"})
 
     async def resume_kv_cache(self) -> None:
-        if self._limits.sleeps:
+        if self._limits.frees_kv:
             await self._set_asleep(await self._asleep() - {"kv_cache"})
 
     async def _asleep(self) -> set[str]:

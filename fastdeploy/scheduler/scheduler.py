@@ -57,7 +57,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.push(request)
 
-    def end(self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | None = None) -> None:
+    def end(
+        self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | str | None = None
+    ) -> None:
         """From now on the request computes nothing; ``retire`` follows once its final output is handed over."""
         if request.state is State.RUNNING:
             self._leave_batch(request)
@@ -75,6 +77,8 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Back to the queue; its KV is given up and recomputed when its turn comes."""
         self._leave_batch(request)
+        if request.num_output_tokens == 0:
+            request.prompt_logprobs = []  # its prompt is computed again
         request.advance(Event.RETRACT)
         self.kv.release(request)
         self.waiting.push(request)
@@ -155,7 +159,7 @@ class Scheduler:
     def _prompt_is_being_computed(self, request: Request) -> bool:
         """A group, or the same prompt sent many times, is prefilled once: the others wait for the first, and hit."""
         first = self._prefilling.get(request.prompt_key)
-        if first is None or request.num_output_tokens:
+        if first is None or request.num_output_tokens or request.wants_prompt_logprobs:
             return False
         n = first.num_prompt_tokens
         return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
@@ -175,10 +179,16 @@ class Scheduler:
             sample=start + count == request.num_tokens,
             sampling=sampling,
             all_token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=request.num_prompt_tokens - request.group.add.resumed_tokens,
             banned=banned,
             request=request,
+            prompt_logprobs=self._prompt_logprobs_of(request, count),
         )
+
+    def _prompt_logprobs_of(self, request: Request, count: int) -> int:
+        """How many of the next ``count`` tokens have a prompt token behind them that it wants the logprob of."""
+        left = request.num_prompt_tokens - 1 - request.num_computed
+        return min(count, max(left, 0)) if request.wants_prompt_logprobs else 0
 
     def _preempt(self) -> Request:
         """Recompute the last in order later; one whose KV spans epochs, and cannot be rebuilt, only if all do."""
@@ -194,8 +204,10 @@ class Scheduler:
         now = time.time()
         tokens: list[NewToken] = []
         prefill_tokens = 0
-        for chunk, sampled in zip(plan.chunks, result.sampled, strict=True):
+        for i, (chunk, sampled) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
             request: Request = chunk.request
+            if chunk.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs[i]
             request.num_computed += len(chunk.token_ids)
             prefill_tokens += len(chunk.token_ids) if len(chunk.token_ids) > 1 else 0
             self.kv.publish(request)
@@ -250,6 +262,8 @@ class Scheduler:
         (and share it with nobody from now on), or drop it and are recomputed."""
         if recompute:
             self.drop_kv()
+        for request in [r for r in self.running if r.wants_prompt_logprobs]:
+            self.retract(request)  # what was computed of its prompt would be of other weights than the rest
         for request in self.running:
             request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self._prefilling.clear()

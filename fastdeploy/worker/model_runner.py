@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.errors import InvalidField, OutOfSpace, WrongOrder
-from fastdeploy.inter_communicator.messages import FolderSource
+from fastdeploy.inter_communicator.messages import FolderSource, Logprob
 from fastdeploy.model_executor.model_config import ModelConfig, load_config
 from fastdeploy.model_executor.models import MODELS
 from fastdeploy.model_executor.models.qwen import QwenWeights
@@ -20,13 +20,14 @@ from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
-from fastdeploy.worker.sampler import sample
+from fastdeploy.worker.sampler import prompt_logprobs, sample
 from fastdeploy.worker.spill import Spill, spill
 from fastdeploy.worker.staging import WeightStaging
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
+LOGITS_ROWS = 64  # of a prompt, in memory at once
 WEIGHT, KV_CACHE = "weight", "kv_cache"  # the tags of sleep and wake
 
 
@@ -107,8 +108,8 @@ class ModelRunner:
         with paddle.no_grad():
             if plan.copies:
                 self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
-            sampled = self._compute(plan.chunks) if plan.chunks else []
-        return StepResult(plan.step_id, sampled, time.perf_counter() - started)
+            sampled, logprobs = self._compute(plan.chunks) if plan.chunks else ([], {})
+        return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs)
 
     @property
     def has_weights(self) -> bool:
@@ -197,16 +198,38 @@ class ModelRunner:
         c = self.config
         return self.ops.new_kv_cache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> list[Sampled | None]:
+    def _compute(self, chunks: list[ScheduledChunk]) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
+        """What each chunk drew, and the prompt logprobs by index of the chunk."""
         token_ids, batch = _make_batch(chunks, self.cache.block_size)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
-        rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
-        logits = self.model.forward(self.weights, token_ids, self.cache, batch, rows)
+        last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
+        asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
+        of_prompts: dict[int, list[Logprob]] = {}
+        spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
+        rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
+        hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows)
+        for i, span in zip(asking, spans, strict=True):
+            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])))
+        if asking and sampling:
+            hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | None] = [None] * len(chunks)
-        if logits is not None:
+        if sampling:
+            logits = self.model.logits(self.weights, hidden)
             for i, one in zip(sampling, sample(self.ops, logits, [chunks[i] for i in sampling]), strict=True):
                 result[i] = one
-        return result
+        return result, of_prompts
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int) -> list[Logprob]:
+        """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
+        a whole prompt may be larger than the model."""
+        count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
+        targets = np.array(chunk.all_token_ids[chunk.start + 1 : chunk.start + 1 + count], np.int32)
+        found: list[Logprob] = []
+        for at in range(0, count, LOGITS_ROWS):
+            end = min(at + LOGITS_ROWS, count)
+            logits = self.model.logits(self.weights, hidden[first + at : first + end])
+            found += prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at))
+        return found
 
 
 def _make_batch(chunks: list[ScheduledChunk], block_size: int) -> tuple[np.ndarray, AttentionBatch]:

@@ -1,29 +1,57 @@
-"""From logits to tokens: penalties, banned ids, random numbers, the draw, and logprobs where a row asks for them."""
+"""From logits to tokens: penalties, banned ids, random numbers, the draw, and logprobs where a row asks for them.
+
+Logprobs are of one of three distributions, per row:
+    raw          log softmax(logits)
+    temperature  log softmax(logits / temperature); greedy: raw
+    processed    of what was drawn from: after penalties and bans, temperature, top_k, top_p and min_p, renormalised;
+                 greedy: log softmax of the logits after penalties and bans, as vLLM has it
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import paddle
 
+from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.inter_communicator.messages import Logprob
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
 from fastdeploy.model_executor.rng import uniform
 from fastdeploy.scheduler.interface import Sampled, ScheduledChunk
 
+RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
+NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8 times as many, and so on
+MIN_TEMPERATURE = 1e-30  # what is smaller divides by zero in float32
+
 
 def sample(ops: Ops, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled]:
     """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs are
-    those of the raw logits."""
-    asking = [i for i, chunk in enumerate(chunks) if chunk.sampling.logprobs is not None]
+    in the mode that the row asks for."""
+    asking = _rows_by_mode(chunks)
     touched = [i for i, chunk in enumerate(chunks) if chunk.banned or chunk.sampling.has_penalties]
-    raw = logits.clone() if asking and touched else logits
+    raw = logits.clone() if touched and asking.keys() - {PROCESSED} else logits
     apply_penalties_and_bans(logits, chunks, touched)
     token_ids = ops.sample(logits, _sample_batch(chunks))
     sampled = [Sampled(token, None) for token in token_ids.tolist()]
-    if asking:
-        for i, logprob in zip(asking, _logprobs(ops, raw, token_ids, chunks, asking), strict=True):
+    for mode, rows in asking.items():
+        for i, logprob in zip(rows, _logprobs(ops, mode, raw, logits, token_ids, chunks, rows), strict=True):
             sampled[i] = sampled[i]._replace(logprob=logprob)
     return sampled
+
+
+def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob]:
+    """Raw logprobs of given tokens [S], each from its row of logits [S, V], and of the ``top`` best beside each."""
+    return _of_rows(ops, logits, token_ids, top)
+
+
+def _rows_by_mode(chunks: list[ScheduledChunk]) -> dict[str, list[int]]:
+    """Rows that ask for logprobs, by mode. Temperature 1 changes nothing and greedy has none: both are raw."""
+    rows: dict[str, list[int]] = {}
+    for i, chunk in enumerate(chunks):
+        params = chunk.sampling
+        if params.logprobs is not None:
+            as_raw = params.logprobs_mode == TEMPERATURE and params.temperature in (0.0, 1.0)
+            rows.setdefault(RAW if as_raw else params.logprobs_mode, []).append(i)
+    return rows
 
 
 def apply_penalties_and_bans(logits: paddle.Tensor, chunks: list[ScheduledChunk], touched: list[int]) -> None:
@@ -89,11 +117,86 @@ def _sample_batch(chunks: list[ScheduledChunk]) -> SampleBatch:
 
 
 def _logprobs(
-    ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, chunks: list[ScheduledChunk], asking: list[int]
+    ops: Ops,
+    mode: str,
+    raw: paddle.Tensor,
+    processed: paddle.Tensor,
+    token_ids: np.ndarray,
+    chunks: list[ScheduledChunk],
+    rows: list[int],
 ) -> list[Logprob]:
-    if len(asking) < len(chunks):
-        logits, token_ids = paddle.index_select(logits, paddle.to_tensor(asking)), token_ids[asking]
-    wanted = [chunks[i].sampling.logprobs or 0 for i in asking]
+    """Of ``rows``, which all ask for ``mode``. processed: the logits after penalties and bans."""
+    logits, params = processed if mode == PROCESSED else raw, [chunks[i].sampling for i in rows]
+    if len(rows) < len(chunks):
+        logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
+    if mode != RAW:
+        scaled = _scaled(logits, params)
+        logits = _truncated(scaled, logits, params, token_ids) if mode == PROCESSED else scaled
+    return _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+
+
+def _of_rows(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, wanted: list[int]) -> list[Logprob]:
+    """Log softmax of each row at its token, and its best; those that cannot be drawn at all are not among them."""
     chosen, best, ids = ops.logprobs(logits, token_ids, min(max(wanted), logits.shape[1]))
     rows = zip(chosen.tolist(), ids.tolist(), best.tolist(), wanted, strict=True)
-    return [Logprob(value, tuple(zip(i[:k], v[:k], strict=True))) for value, i, v, k in rows]
+    result = []
+    for value, its_ids, its_best, k in rows:
+        top = zip(its_ids[:k], its_best[:k], strict=True)
+        result.append(Logprob(value, tuple((token, logprob) for token, logprob in top if logprob > -np.inf)))
+    return result
+
+
+def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tensor:
+    """(logits - their largest) / temperature; at temperature 0 they are only shifted."""
+    divisors = np.array([[max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0] for p in params], np.float32)
+    return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
+
+
+def _truncated(
+    scaled: paddle.Tensor, logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray
+) -> paddle.Tensor:
+    """``scaled``, -inf where top_k, top_p or min_p let no token be drawn."""
+    cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p)]
+    if not cut:
+        return scaled
+    values = scaled.numpy()
+    for i in cut:
+        kept = _kept(logits[i].numpy(), params[i])
+        kept[token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
+        values[i, ~kept] = -np.inf
+    return paddle.to_tensor(values)
+
+
+def _kept(row: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """bool [V]: the tokens that ``Ops.sample`` draws from, given logits float32 [V]."""
+    divisor = max(params.temperature, MIN_TEMPERATURE)
+    weights = np.exp((row.astype(np.float64) - row.max()) / divisor)
+    kept = weights >= params.min_p * weights.max() if params.min_p else np.ones(len(row), bool)
+    if (0 < params.top_k < len(row)) or params.top_p < 1.0:
+        inside = np.zeros(len(row), bool)
+        inside[_nucleus(row, weights, params)] = True
+        kept &= inside
+    return kept
+
+
+def _nucleus(row: np.ndarray, weights: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Ids of the top_k best and, of these, of the smallest best-first set whose share reaches top_p."""
+    limit = params.top_k or len(row)
+    guess = NUCLEUS_GUESS
+    total = weights[_best_first(row, limit)].sum() if limit < len(row) else weights.sum()
+    while True:
+        order = _best_first(row, min(guess, limit))
+        mass = np.cumsum(weights[order])
+        if params.top_p < 1.0 and mass[-1] >= params.top_p * total:
+            return order[: int(np.searchsorted(mass, params.top_p * total)) + 1]
+        if len(order) >= min(limit, len(row)):
+            return order
+        guess *= 8
+
+
+def _best_first(row: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the ``count`` largest, largest first, the lower id first among equals."""
+    if count >= len(row):
+        return np.argsort(-row, kind="stable")
+    among = np.flatnonzero(row >= np.partition(row, -count)[-count])
+    return among[np.argsort(-row[among], kind="stable")][:count]

@@ -1,4 +1,4 @@
-"""Sleep and wake-up by tag: memory goes only when nothing runs, comes back as it was, and nobody else's hold is touched."""
+"""Sleep and wake-up by tag: memory goes only when nothing runs, and comes back as it was; no other hold is touched."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from harness import Harness
 
 PROMPT = list(range(1, 11))
 TAGS = [("weight",), ("kv_cache",), ("weight", "kv_cache"), ()]
-
-
-@pytest.fixture
-def folders(tmp_path):
-    for name in ("w1", "w2", "bad"):
-        (tmp_path / name).mkdir()
-    return tmp_path
 
 
 def sleep(h: Harness, *tags: str, turns: int = 50, **args) -> m.Reply:

@@ -263,9 +263,9 @@ class EngineMachine(RuleBasedStateMachine):
         if self.engine.weights.session is not None and client in self.live_clients():
             self.call(m.UpdateWeightsArgs(source), client)  # one at a time
 
-    @rule(data=st.data(), version=st.sampled_from([None, "b"]), expected=st.sampled_from([None, None, "serving", "nope"]),
-          kv=st.sampled_from(["keep", "recompute"]), partial=st.booleans(), in_place=st.booleans(),
-          lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
+    @rule(data=st.data(), version=st.sampled_from([None, "b"]),
+          expected=st.sampled_from([None, None, "serving", "nope"]), kv=st.sampled_from(["keep", "recompute"]),
+          partial=st.booleans(), in_place=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
     def begin_session(self, data, version, expected, kv, partial, in_place, lease_s):
         expected = self.engine.version if expected == "serving" else expected
         self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, in_place, lease_s))
@@ -454,6 +454,9 @@ class EngineMachine(RuleBasedStateMachine):
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
+        session = self.engine.weights.session
+        idle = session is not None and session.state.value == "open" and not session.pending
+        assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
     def committed(self, epoch: int, told: Publication, serving: int) -> None:
         """``serving``: the weights before."""
@@ -530,6 +533,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
         if "in_place" in holds and not (session is not None and session.in_place) and runner.has_weights:
             assert self.engine.weights.staging_busy or runner.asleep, "an update in place ended, and its hold stands"
+        if session is not None and not self.engine.weights.staging_busy:
+            assert session.state.value == "open", "it is being committed, and nobody works on it"
         if session is not None and session.in_place:
             assert "in_place" in holds and self.pause.is_paused
 

@@ -101,3 +101,21 @@ def test_an_engine_that_dies_without_a_word_ends_every_wait(llm, monkeypatch):
     llm._runner.fail_next = True
     with pytest.raises(errors.EngineError):
         llm.generate([[1, 2]], GREEDY)
+
+
+def test_labels_sleep_reset_and_checksums_are_there_offline_too(llm, tmp_path):
+    (tmp_path / "w5").mkdir()
+    assert llm.update_weights(version="seven")["version"] == llm.weights()["version"] == "seven"
+    with pytest.raises(errors.InvalidField, match="model_path"):
+        llm.update_weights()
+    before = llm.weights(checksums=True)["checksum"]
+    assert llm.sleep("kv_cache")["asleep"] == ["kv_cache"] and llm.sleep("weight", discard=True)["freed_bytes"] > 0
+    with pytest.raises(errors.WrongOrder):
+        llm.update_weights(str(tmp_path / "w5"))
+    assert llm.wake_up("weight")["asleep"] == ["kv_cache"] and llm.wake_up()["asleep"] == []
+    llm.update_weights(str(tmp_path / "w5"), expected_version="seven")
+    assert llm.weights(checksums=True)["checksum"] != before
+    llm.pause("keep")
+    assert llm.reset("eight")["version"] == "eight" and not llm.is_paused()["is_paused"]
+    [output] = llm.generate([[3, 4]], GREEDY)
+    assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)

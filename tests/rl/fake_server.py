@@ -199,7 +199,7 @@ class FakeServer:
         if choice["finish_reason"] is not None:
             choice["stop_reason"] = "deadline" if end == "deadline" else None
             choice["num_preempted"] = 1
-        if first and body.get("prompt_logprobs") is not None:
+        if first and k == 0 and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
         event = {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]}
         writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -227,6 +227,10 @@ class FakeServer:
         return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
 
     def _v1_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._label()
+
+    def _v1_update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.version = body["version"]
         return self._label()
 
     def _v1_pause(self, body: dict[str, Any]) -> dict[str, Any]:

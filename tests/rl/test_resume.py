@@ -134,6 +134,14 @@ def test_an_end_that_was_asked_for_is_not_resumed():
     assert len(server.requests) == 1
 
 
+def test_a_deadline_is_that_of_all_attempts_together():
+    _, server = rollout(Fault("abort", 4), Fault("abort", 3), params=PARAMS | {"deadline_s": 5.0})
+    given = [b["deadline_s"] for b in server.requests]
+    assert 5.0 > given[0] > given[1] > given[2] > 0
+    request = Request(PROMPT, {"deadline_s": 1e-9})
+    assert request.body([Partial(request)], 1)["deadline_s"] > 0, "0 would be refused"
+
+
 def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
     request = Request(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
@@ -158,6 +166,14 @@ def test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_trai
     partial.begin("a")
     with pytest.raises(MalformedReply):
         partial.take(chunk, None)
+
+
+def test_a_budget_that_was_reached_though_the_last_chunk_was_lost_is_not_asked_for_again():
+    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
+    partial.begin("a")
+    partial.take({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+    partial.cut_off()
+    assert partial.finish_reason == "length"
 
 
 @pytest.mark.parametrize("field", ["n", "stream", "prompt", "request_id", "resumed_tokens"])

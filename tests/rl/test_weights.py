@@ -99,10 +99,11 @@ def test_tensors_that_come_one_by_one_are_sent_in_chunks_though_their_buffer_is_
                     buffer[:] = i
                     yield f"t{i}", buffer
 
-            for stream in (pairs(), [("x", np.ones(3, np.float32))]):
-                await client.publish(stream, via="upload", chunk_mb=0)
+            await client.publish(pairs(), via="upload", chunk_mb=1)
+            await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1))], via="upload", chunk_mb=0)
             loaded = [{k: v.tolist() for k, v in load(upload).items()} for upload in servers[0].uploads]
-            assert loaded == [{f"t{i}": [float(i)] * 6} for i in range(5)] + [{"x": [1.0] * 3}]
+            whole = {f"t{i}": [float(i)] * 6 for i in range(5)}
+            assert loaded == [whole, {"x": [1.0] * 3}, {"y": [1.0]}]
 
     run(go())
 

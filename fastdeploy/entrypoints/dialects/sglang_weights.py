@@ -19,12 +19,12 @@ from fastdeploy.entrypoints.dialects.sglang_tensors import (
     parse_tensors,
     require_format,
     require_target,
-    spooled_bytes,
     version_label,
 )
 from fastdeploy.entrypoints.dialects.sglang_updates import PLACED_BY, SGLangWeights, Update
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import error_body, json_response
+from fastdeploy.entrypoints.upload import spooled_bytes
 from fastdeploy.errors import STATUS, FastDeployError, InvalidField, WrongOrder
 from fastdeploy.inter_communicator import messages as m
 

@@ -35,6 +35,7 @@ class Choice:
 
     resumed: the last so many of ``prompt`` are output of an earlier attempt. The text covers them too, since a stop
     string or a character may lie over the seam; ids, logprobs and spans do not.
+    prompt_logprobs: of the prompt from its second token on; complete with the first output token, if ever.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
@@ -45,6 +46,8 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.message = ""
+        self.prompt_logprobs: list[Logprob] = []
+        self.num_preempted = 0
         self._options = options
         self._search = StopSearch(options.stops)
         self._shown = 0
@@ -57,6 +60,8 @@ class Choice:
     def feed(self, output: Output) -> Delta:
         """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
         first = len(self.token_ids)
+        self.prompt_logprobs += output.prompt_logprobs
+        self.num_preempted += output.num_preempted
         taken, hit = self._decode(output)
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit.stop

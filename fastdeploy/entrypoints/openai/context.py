@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from fastapi import Request
 
 from fastdeploy.config import ServeConfig
@@ -30,6 +33,9 @@ PASSED_ON = (
     "ignore_eos",
     "min_tokens",
 )
+
+
+NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "max_queue_s", "retain_s", "priority"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,16 @@ class ServingContext:
             bad = next(t for t in ids if not 0 <= t < vocab_size)
             raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
 
+    def check_resumed(self, body: GenerationBody, prompts: list[list[int]]) -> int:
+        """How many tokens at the end of the prompt are output; raises InvalidField if there are no so many."""
+        resumed = body.resumed_tokens or 0
+        if resumed and len(prompts) > 1:
+            raise InvalidField("resumed_tokens", "expected a single prompt")
+        if resumed >= len(prompts[0]):
+            limit = len(prompts[0]) - 1
+            raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
+        return resumed
+
     def require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidField(field, "this model has no tokenizer: send token ids")
@@ -109,6 +125,8 @@ class ServingContext:
             seed=seed,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            logprobs_mode=body.logprobs_mode or self.config.logprobs_mode,
             **given,
         ).check()
 
@@ -127,6 +145,25 @@ class ServingContext:
 def request_id(body: GenerationBody, request: Request, prefix: str) -> str:
     """The id the client gave, as it is: in the body, or else in X-Request-Id; otherwise a new one."""
     return body.request_id or request.headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
+
+
+def lifetime(body: GenerationBody, request: Request) -> dict[str, Any]:
+    """The fields of GenerationRequest that say how long a request may live. Raises InvalidField for one that is to be
+    retained under no name."""
+    if body.retain_s and not (body.request_id or request.headers.get("x-request-id")):
+        raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
+    return {
+        "deadline_s": body.deadline_s,
+        "max_queue_s": body.max_queue_s,
+        "retain_s": body.retain_s or 0.0,
+        "fingerprint": fingerprint(body) if body.retain_s else "",
+    }
+
+
+def fingerprint(body: GenerationBody) -> str:
+    """What two bodies share exactly if they ask for the same answer, however it is to be delivered."""
+    fields = body.model_dump(exclude=NOT_OF_THE_ANSWER, exclude_none=True)
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
 
 
 def seed_of(body: GenerationBody) -> int:

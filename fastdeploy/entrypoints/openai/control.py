@@ -28,7 +28,7 @@ from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
 # Query parameters that may be repeated.
-LISTS = frozenset({"req_ids"})
+LISTS = frozenset({"req_ids", "tags"})
 
 
 PAUSE_PATIENCE_S = 10.0  # after which an engine that is silent for stall_s counts as stuck, whatever timeout_s is

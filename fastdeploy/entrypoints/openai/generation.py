@@ -20,6 +20,7 @@ class GenerationRequest(NamedTuple):
     """A checked request. One engine request per prompt; ``sampling`` holds one set of parameters per prompt.
 
     ids: of the prompts, where they are not to be made from the request_id. texts: ``text`` of each, where they differ.
+    first_choice, resumed_tokens, max_queue_s, retain_s, fingerprint: see AddRequest. deadline_s: from now on.
     """
 
     request_id: str
@@ -31,6 +32,12 @@ class GenerationRequest(NamedTuple):
     cache_salt: str = ""
     ids: Sequence[str] = ()
     texts: Sequence[TextOptions] = ()
+    first_choice: int = 0
+    resumed_tokens: int = 0
+    deadline_s: float | None = None
+    max_queue_s: float | None = None
+    retain_s: float = 0.0
+    fingerprint: str = ""
 
 
 class Generation:
@@ -43,7 +50,9 @@ class Generation:
         self.request = request
         texts = request.texts or [request.text] * len(request.prompts)
         pairs = zip(request.prompts, texts, strict=True)
-        self.choices = [Choice(tokenizer, p, text) for p, text in pairs for _ in range(request.n)]
+        self.choices = [
+            Choice(tokenizer, p, text, request.resumed_tokens) for p, text in pairs for _ in range(request.n)
+        ]
         self.created = int(time.time())
         self._cached_tokens = [0] * len(request.prompts)
         self.gone = False
@@ -68,7 +77,7 @@ class Generation:
             stream.close()
 
     def _engine_request(self, i: int) -> AddRequest:
-        r = self.request
+        r, now = self.request, time.time()
         own_id = r.ids[i] if r.ids else r.request_id if len(r.prompts) == 1 else f"{r.request_id}-{i}"
         return AddRequest(
             request_id=own_id,
@@ -78,7 +87,13 @@ class Generation:
             n=r.n,
             priority=r.priority,
             cache_salt=r.cache_salt,
-            arrival=time.time(),
+            arrival=now,
+            first_choice=r.first_choice,
+            resumed_tokens=r.resumed_tokens,
+            deadline=None if r.deadline_s is None else now + r.deadline_s,
+            max_queue_s=r.max_queue_s,
+            retain_s=r.retain_s,
+            fingerprint=r.fingerprint,
         )
 
     @property

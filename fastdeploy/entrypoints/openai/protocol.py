@@ -24,6 +24,15 @@ IGNORED = frozenset(
         "parallel_tool_calls",
         "verbosity",
         "spaces_between_special_tokens",
+        "stream_interval",
+        "log_metrics",
+        # which replica computes it: there is one behind this address
+        "data_parallel_rank",
+        "routed_dp_rank",
+        # no reasoning parser runs here: the text is never split
+        "include_reasoning",
+        "separate_reasoning",
+        "stream_reasoning",
     }
 )
 # field -> values that mean "not used".
@@ -46,7 +55,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "early_stopping": (None, False),
-    "prompt_logprobs": (None, False),
     "truncate_prompt_tokens": (None,),
     "prompt_embeds": (None,),
     "allowed_token_ids": (None, []),
@@ -57,7 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (None,),
     "guided_decoding_backend": (None,),
     "logits_processors": (None, []),
-    "logprobs_mode": (None, "raw"),
     "return_routed_experts": (None, False),
     "multi_modal_data": (None, {}),
     "mm_processor_kwargs": (None, {}),
@@ -66,7 +73,45 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     "lora_name": (None,),
     "lora_path": (None,),
-    "retain_s": (None, 0),
+    # Further fields of vLLM's requests,
+    "vllm_xargs": (None, {}),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None,),
+    "logprob_token_ids": (None, []),
+    "flat_logprobs": (None, False),
+    "media_io_kwargs": (None, {}),
+    "structural_tag": (None,),
+    "guided_whitespace_pattern": (None,),
+    "enable_response_messages": (None, False),
+    # and of SGLang's.
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "stop_regex": (None, []),
+    "no_stop_trim": (None, False),
+    "custom_logit_processor": (None,),
+    "custom_params": (None, {}),
+    "session_params": (None,),
+    "sampling_seed": (None,),
+    "lora_id": (None,),
+    "rid": (None,),
+    "extra_key": (None,),
+    "input_ids": (None,),
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "video_data": (None, []),
+    "audio_data": (None, []),
+    "routed_experts_start_len": (None, 0),
+    "return_hidden_states": (None, False),
+    "return_indexer_topk": (None, False),
+    "return_sampling_mask": (None, False),
+    "return_cached_tokens_details": (None, False),
+    "return_prompt_token_ids": (None, False),
+    "return_meta_info": (None, False),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+    "watermark": (None,),
 }
 MAX_STOPS = 64
 MAX_STOP_CHARS = 256
@@ -88,8 +133,17 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chat have in common. None is "absent" everywhere, as clients send explicit nulls."""
+    """What completions and chat have in common. None is "absent" everywhere, as clients send explicit nulls.
 
+    resumed_tokens: the last so many prompt ids are output of an earlier attempt. Penalties and stop strings count them
+    as such, and ``text`` begins with theirs; max_tokens and min_tokens are those of what is still to come.
+    first_choice: number of the first choice, where one of a group is resubmitted alone.
+    deadline_s, max_queue_s, retain_s: seconds; see AddRequest. retain_s needs a request_id.
+    """
+
+    deadline_s: float | None = Field(None, gt=0, le=31 * 86400)
+    max_queue_s: float | None = Field(None, gt=0, le=31 * 86400)
+    retain_s: float | None = Field(None, ge=0, le=86400)
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=512)
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -113,6 +167,10 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    logprobs_mode: Literal["raw", "temperature", "processed"] | None = None
+    prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
+    resumed_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
+    first_choice: int | None = Field(None, ge=0, le=MAX_INT32)
     priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     cache_salt: str | None = Field(None, max_length=256)
 
@@ -177,13 +235,20 @@ def _label(value: Any) -> str:
 
 def _from_query(value: Any) -> Any:
     """A checksum table in a query is JSON."""
-    return parse_json(value.encode()) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value.encode())
+    except InvalidField as error:
+        raise ValueError("expected a JSON object: {tensor: sha256 hex}") from error
 
 
 def _tag_list(value: Any) -> Any:
     """Tags come as a list, repeated in the query, or separated by commas."""
     parts = [value] if isinstance(value, str) else value
-    return [tag for part in parts for tag in part.split(",") if tag] if isinstance(parts, list) else parts
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        return parts
+    return [tag for part in parts for tag in part.split(",") if tag]
 
 
 Version = Annotated[str, PlainValidator(_label)]

@@ -9,7 +9,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import Generation
 from fastdeploy.entrypoints.openai.protocol import GenerationBody
 from fastdeploy.entrypoints.openai.streaming import EventStream, GenerationResponse, JsonResponse
-from fastdeploy.inter_communicator.messages import Span
+from fastdeploy.inter_communicator.messages import Logprob, Span
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
@@ -19,6 +19,15 @@ def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
         | ({"recomputed": True} if s.recomputed else {})
         for s in spans
     ]
+
+
+def version_bounds(spans: list[Span]) -> dict[str, Any]:
+    """The labels of the oldest and of the newest weights; null without tokens. Within an epoch, the first and the last
+    label that it had."""
+    if not spans:
+        return {"min_weight_version": None, "max_weight_version": None}
+    oldest, newest = min(spans, key=lambda s: s.epoch), max(reversed(spans), key=lambda s: s.epoch)
+    return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
 
 
 class ReplyView:
@@ -87,7 +96,11 @@ class ReplyView:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "weight_versions": weight_versions(choice.spans),
+            **version_bounds(choice.spans),
+            "num_preempted": choice.num_preempted,
         }
+        if self._tells_prompt(index):
+            fields["prompt_logprobs"] = self._prompt_logprobs(index)
         if self._body.return_token_ids:
             fields["token_ids"] = choice.token_ids
             fields["prompt_token_ids"] = self._prompt(index)
@@ -100,6 +113,10 @@ class ReplyView:
         choice["weight_versions"] = weight_versions(delta.spans)
         if delta.finish_reason is not None:
             choice["stop_reason"] = whole.stop_reason
+            choice |= version_bounds(whole.spans)
+            choice["num_preempted"] = whole.num_preempted
+        if index not in self._seen and self._tells_prompt(index):
+            choice["prompt_logprobs"] = self._prompt_logprobs(index)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if index not in self._seen:
@@ -113,6 +130,25 @@ class ReplyView:
 
     def _prompt(self, index: int) -> list[int]:
         return self.generation.request.prompts[index // self.generation.request.n]
+
+    def _tells_prompt(self, index: int) -> bool:
+        """Prompt logprobs are told once per prompt, with its first choice."""
+        return self._body.prompt_logprobs is not None and index % self.generation.request.n == 0
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, dict[str, Any]] | None]:
+        """vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the prompt's own
+        token first. Its rank is told where it is among the best."""
+        entries = self.generation.choices[index].prompt_logprobs
+        pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
+        return [None, *(self._prompt_entry(token, entry) for token, entry in pairs)]
+
+    def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
+        best = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        told = {token_id: (entry.logprob, None)} | best
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}
+            for token, (logprob, rank) in told.items()
+        }
 
     def token_text(self, token_id: int) -> str:
         tokenizer = self._context.tokenizer

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
@@ -55,6 +55,9 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
         n=body.n or 1,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        first_choice=body.first_choice or 0,
+        resumed_tokens=context.check_resumed(body, [ids]),
+        **lifetime(body, request),
     )
 
 
@@ -83,7 +86,11 @@ class ChatView(ReplyView):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def body(self) -> dict[str, Any]:
+        """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
         body = super().body()
+        first = body["choices"][0]
+        if "prompt_logprobs" in first:
+            body["prompt_logprobs"] = first.pop("prompt_logprobs")
         if self._body.return_token_ids:
             body["prompt_token_ids"] = self._prompt(0)
         return body

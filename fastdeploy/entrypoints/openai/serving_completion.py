@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
@@ -45,6 +45,9 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
         n=body.n or 1,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        first_choice=body.first_choice or 0,
+        resumed_tokens=context.check_resumed(body, prompts),
+        **lifetime(body, request),
     )
 
 

@@ -144,8 +144,8 @@ class Qwen:
     def forward(
         self, weights: QwenWeights, token_ids: np.ndarray, cache: KVCache, batch: AttentionBatch, rows: np.ndarray
     ) -> paddle.Tensor | None:
-        """token_ids int32 [T] -> logits float32 [len(rows), vocab_size] of these token rows (ascending, int64), or None
-        if there are none. Keys and values of all T tokens are in the cache afterwards."""
+        """token_ids int32 [T] -> hidden states float32 [len(rows), hidden_size] of these token rows (ascending, int64),
+        ready for ``logits``, or None if there are none. Keys and values of all T tokens are in the cache afterwards."""
         ops, eps = self.ops, self.config.rms_norm_eps
         residual = ops.embedding(token_ids, weights.embedding)
         hidden = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
@@ -162,4 +162,8 @@ class Qwen:
             hidden = ops.linear(ops.gated_linear(hidden, layer.gate_up), layer.down)
             norm = weights.norm if index == last else weights.layers[index + 1].input_norm
             hidden = ops.add_rms_norm(hidden, residual, norm, eps)
-        return ops.linear(hidden, weights.lm_head)
+        return hidden
+
+    def logits(self, weights: QwenWeights, hidden: paddle.Tensor) -> paddle.Tensor:
+        """hidden [N, hidden_size] -> float32 [N, vocab_size]."""
+        return self.ops.linear(hidden, weights.lm_head)

@@ -1,0 +1,53 @@
+"""Requests that must end at a time: their deadline, or the longest they will wait for their first step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import count
+
+from fastdeploy.engine.request import Group, Request, State
+
+DEADLINE, QUEUE_TIMEOUT = "deadline", "queue_timeout"
+MIN_PRUNE = 1024
+WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its first step for longer than max_queue_s"}
+
+
+class Deadlines:
+    """A heap: what it costs grows with the requests that have a deadline, and is not paid in each step."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, str, Group]] = []
+        self._numbers = count()
+        self._prune_at = MIN_PRUNE
+
+    def add(self, group: Group, now: float, wall: float) -> None:
+        """now: on the loop's clock; wall: time.time() at the same moment."""
+        add = group.add
+        if add.deadline is not None:
+            self._push(now + add.deadline - wall, DEADLINE, group)
+        if add.max_queue_s is not None:
+            self._push(now + add.max_queue_s, QUEUE_TIMEOUT, group)
+
+    def next(self) -> float | None:
+        """When something is due, perhaps for a request that has ended since."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> Iterator[tuple[Request, str]]:
+        """Requests that must end now, and why (DEADLINE or QUEUE_TIMEOUT)."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, kind, group = heapq.heappop(self._heap)
+            for request in list(group.requests):
+                if request.live and (kind is DEADLINE or _never_ran(request)):
+                    yield request, kind
+
+    def _push(self, at: float, kind: str, group: Group) -> None:
+        if len(self._heap) >= self._prune_at:  # what has ended long before its deadline is not kept for it
+            self._heap = [entry for entry in self._heap if entry[3].requests]
+            heapq.heapify(self._heap)
+            self._prune_at = max(MIN_PRUNE, 2 * len(self._heap))
+        heapq.heappush(self._heap, (at, next(self._numbers), kind, group))
+
+
+def _never_ran(request: Request) -> bool:
+    return request.state is State.WAITING and not request.num_output_tokens and not request.num_preempted

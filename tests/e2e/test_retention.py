@@ -1,0 +1,89 @@
+"""retain_s over real sockets: a client that lost its connection gets its answer, and it was computed once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import uuid
+
+import pytest
+
+from e2e.server import Server, until
+
+PROMPT = list(range(40, 60))
+
+
+def body(request_id: str, **more) -> dict:
+    return {
+        "prompt": PROMPT,
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "return_token_ids": True,
+        "request_id": request_id,
+        "retain_s": 30,
+        **more,
+    }
+
+
+def send(server: Server, content: dict) -> socket.socket:
+    """POST it and read nothing yet."""
+    raw = json.dumps(content).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: x",
+        "Content-Type: application/json",
+        f"Content-Length: {len(raw)}",
+    )
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + raw)
+    return connection
+
+
+def tokens_made(server: Server) -> int:
+    return int(server.metric("generation_tokens_total"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_lost_its_connection_gets_every_token_and_none_is_made_twice(server, stream):
+    name, before = uuid.uuid4().hex, tokens_made(server)
+    connection = send(server, body(name, stream=stream))
+    until(lambda: tokens_made(server) > before + 20, 30, "the request runs")
+    connection.close()
+    for _ in range(4):  # whichever API server is asked
+        choice = server.post("/v1/completions", body(name)).json["choices"][0]
+        assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == 1500
+        spans = choice["weight_versions"]
+        assert (spans[0]["start"], spans[-1]["end"]) == (0, 1500)
+    assert tokens_made(server) - before == 1500
+
+
+def test_a_live_request_taken_over_by_another_connection_ends_for_the_first(server):
+    name = uuid.uuid4().hex
+    before = tokens_made(server)
+    first = send(server, body(name))
+    until(lambda: tokens_made(server) > before + 20, 30, "the request runs")
+    second = server.post("/v1/completions", body(name)).json["choices"][0]
+    assert len(second["token_ids"]) == 1500
+    answer = first.recv(65536).decode()
+    assert answer.startswith("HTTP/1.1 409") and "attached_elsewhere" in answer
+    first.close()
+    assert tokens_made(server) - before == 1500
+
+
+def test_another_body_under_the_same_id_and_a_retained_request_without_an_id_are_refused(server):
+    name = uuid.uuid4().hex
+    server.post("/v1/completions", body(name, max_tokens=5))
+    reply = server.post("/v1/completions", body(name, max_tokens=6))
+    assert reply.status == 409 and reply.json["error"]["code"] == "duplicate_request_id"
+    nameless = body(name)
+    del nameless["request_id"]
+    reply = server.post("/v1/completions", nameless)
+    assert reply.status == 400 and "request_id" in reply.json["error"]["message"]
+
+
+def test_a_deadline_ends_a_request_with_the_tokens_it_has(server):
+    reply = server.post("/v1/completions", {**body("d"), "retain_s": 0, "deadline_s": 0.3, "max_tokens": 4000})
+    choice = reply.json["choices"][0]
+    assert reply.status == 200 and choice["finish_reason"] == "abort" and choice["stop_reason"] == "deadline"
+    assert 0 < len(choice["token_ids"]) < 4000

@@ -1,0 +1,97 @@
+"""A request ends at its deadline, or when it has waited too long for its first step; once, with what it has."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fake_runner import expected_tokens
+from fastdeploy.engine.deadlines import MIN_PRUNE
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+def add(h: Harness, name: str, tokens: int = 30, **fields) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    h.send(m.AddRequest(name, [1, 2, 3], params, **fields))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_deadline_ends_it_with_what_it_has_whatever_state_the_engine_is_in(paused):
+    h = Harness()
+    add(h, "r", deadline=time.time() + 5.0)
+    h.turn(4)
+    if paused:
+        h.pause(mode="keep")
+    seen = len(h.stream("r").tokens)
+    h.now += 4.0
+    h.turn()
+    assert not h.stream("r").finals
+    h.now += 1.5
+    h.turn()
+    (final,) = h.stream("r").finals
+    assert (final.finish_reason, final.stop_reason) == ("abort", "deadline") and "deadline" in final.message
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], seen + (not paused))
+    assert not len(h.engine.requests) and h.engine.kv.num_free == h.runner.info.num_blocks
+
+
+def test_who_waits_too_long_for_its_first_step_ends_without_a_token():
+    h = Harness(max_num_seqs=1)
+    add(h, "first")
+    h.turn(2)
+    add(h, "second", max_queue_s=5.0)
+    h.turn()
+    h.now += 6.0
+    h.turn()
+    (final,) = h.stream("second").finals
+    assert final.stop_reason == "queue_timeout" and final.message.startswith("Abort before prefill")
+    assert h.stream("second").tokens == []
+    h.run_out()
+    assert len(h.stream("first").tokens) == 30
+
+
+def test_who_has_begun_is_not_in_the_queue_any_more():
+    h = Harness()
+    add(h, "r", max_queue_s=5.0)
+    h.turn(2)
+    h.pause(mode="keep", clear_cache=True)  # back in the queue, with tokens
+    h.now += 6.0
+    h.turn()
+    h.resume()
+    h.run_out()
+    assert h.stream("r").reason == "length"
+
+
+def test_an_idle_or_frozen_loop_wakes_up_for_it():
+    h = Harness(heartbeat_s=1000.0)
+    h.pause(mode="keep", admission="hold")
+    add(h, "r", deadline=time.time() + 5.0)
+    h.turn()
+    assert 0 < h.engine._patience() <= 5.0
+
+
+def test_every_choice_of_a_group_ends():
+    h = Harness()
+    add(h, "g", n=3, deadline=time.time() + 1.0)
+    h.turn(3)
+    h.now += 2.0
+    h.turn()
+    assert [h.stream("g", i).finals[0].stop_reason for i in range(3)] == ["deadline"] * 3
+
+
+def test_one_that_ended_long_before_its_deadline_is_forgotten():
+    h = Harness()
+    for i in range(MIN_PRUNE + 2):
+        add(h, f"r{i}", tokens=1, deadline=time.time() + 1e6)
+        h.engine.turn(block=False)
+    h.run_out()
+    assert len(h.engine.deadlines._heap) <= 10
+
+
+def test_a_queue_time_out_of_range_is_refused():
+    h = Harness()
+    add(h, "r", max_queue_s=-1.0)
+    h.turn()
+    assert h.rejected("r").detail["param"] == "max_queue_s"

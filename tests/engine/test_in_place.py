@@ -1,0 +1,120 @@
+"""Updates in place: there is one copy of the weights, and nothing runs on a broken one."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure, hold_ids, paused
+from fake_runner import FakeRunner, expected_tokens
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+def test_in_place_needs_a_paused_engine(folders):
+    h = Harness()
+    for args in (
+        m.BeginUpdateArgs(in_place=True),
+        m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")), in_place=True),
+    ):
+        assert failure(h, args).code == "wrong_order"
+    h.add("r", PROMPT, max_tokens=50)
+    h.turn(3)
+    h.call(m.PauseArgs(mode="wait"))
+    h.turn()
+    assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "wrong_order", "draining is not paused"
+    assert hold_ids(h) == ["anonymous-1"] and h.engine.weights.session is None
+
+
+def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_only_its_own_hold(folders):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(4)
+    h.pause(mode="keep")
+    session = begin(h, in_place=True)
+    chunk(h, session, folders / "w1")
+    assert h.resume().result["still_held_by"] == ["in_place"]
+    refused = failure(h, m.ResumeArgs("in_place"))
+    assert (refused.code, refused.detail["param"]) == ("resume_refused", "hold_id")
+    seen = len(h.stream("r").tokens)
+    h.turn(3)
+    assert len(h.stream("r").tokens) == seen and h.status()["is_paused"]
+    assert commit(h, session).failure is None
+    assert hold_ids(h) == []
+    h.run_out()
+    assert {s.epoch for s in h.stream("r").spans} == {0, 1} and h.stream("r").reason == "length"
+    h.pause(mode="keep", hold_id="mine")
+    assert h.update(folders / "w2", in_place=True).failure is None
+    assert hold_ids(h) == ["mine"], "an update never resumes"
+
+
+def abort_it(h: Harness, session: str, folders) -> None:
+    h.ask(m.AbortUpdateArgs(session))
+
+
+def let_it_expire(h: Harness, session: str, folders) -> None:
+    h.now += 301.0
+
+
+def send_it_garbage(h: Harness, session: str, folders) -> None:
+    chunk(h, session, folders / "garbage")
+
+
+def reset_it(h: Harness, session: str, folders) -> None:
+    h.ask(m.ResetArgs())
+
+
+@pytest.mark.parametrize("fail", [abort_it, let_it_expire, send_it_garbage, reset_it])
+@pytest.mark.parametrize("good", ["session", "one call", "beside"])
+def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(folders, fail, good):
+    h = Harness()
+    h.add("r", PROMPT, max_tokens=20)
+    h.turn(4)
+    h.pause(mode="keep")
+    session = begin(h, in_place=True)
+    chunk(h, session, folders / "w1")
+    fail(h, session, folders)
+    h.turn(3)
+    h.resume()
+    assert failure(h, m.ResumeArgs("in_place")).code == "resume_refused"
+    h.add("later", PROMPT, max_tokens=5)
+    h.turn(3)
+    assert h.status()["is_paused"] and hold_ids(h) == ["in_place"] and not h.stream("later").tokens
+    assert failure(h, m.BeginUpdateArgs(partial=True)).code == "wrong_order", "there is nothing that it could complete"
+    assert failure(h, m.WeightInfoArgs(checksums=True)).code == "wrong_order"
+    if good == "session":
+        session = begin(h, in_place=True)
+        chunk(h, session, folders / "w2")
+        assert commit(h, session).failure is None
+    else:
+        assert h.update(folders / "w2", in_place=good == "one call").failure is None
+    h.run_out()
+    assert h.stream("later").tokens == expected_tokens(PROMPT, 5, weights=2) and not h.status()["is_paused"]
+
+
+@pytest.mark.parametrize("fail", [abort_it, let_it_expire, reset_it])
+def test_a_session_in_place_that_staged_nothing_gives_the_engine_back(folders, fail):
+    h = paused()
+    session = begin(h, in_place=True)
+    fail(h, session, folders)
+    h.turn(3)
+    assert "in_place" not in hold_ids(h)
+    h.resume()
+    assert_serves(h, 0)
+
+
+def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next(folders):
+    h = paused()
+    begin(h, in_place=True)
+    h.call(m.AbortUpdateArgs())
+    h.call(m.BeginUpdateArgs(in_place=True))
+    h.turn(4)
+    h.resume()
+    assert hold_ids(h) == ["in_place"] and h.engine.weights.session.in_place
+
+
+def test_the_fake_would_notice_a_step_without_whole_weights(folders):
+    runner = FakeRunner()
+    staging = runner.begin_update(partial=False, in_place=True)
+    staging.add(m.FolderSource(str(folders / "w1")), {})
+    with pytest.raises(AssertionError, match="without weights"):
+        runner.execute(None)

@@ -1,0 +1,178 @@
+"""What changes no weights: labels, resets, forgotten caches; and what is told about weights."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from engine.weight_calls import PROMPT, assert_serves, begin, chunk, failure, hold_ids, paused
+from fake_runner import expected_tokens
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
+    """26"""
+    h = Harness()
+    h.add("r", list(range(1, 17)), n=2, max_tokens=12)
+    h.turn(5)
+    before = [len(h.stream("r", i).tokens) for i in range(2)]
+    result = h.ask(m.SetVersionArgs("v9")).result
+    assert (result["version"], result["epoch"], h.engine.epoch) == ("v9", 0, 0)
+    h.run_out()
+    for i, count in enumerate(before):
+        stream = h.stream("r", i)
+        assert stream.reason == "length" and stream.tokens == expected_tokens(list(range(1, 17)), 12)
+        assert [s.version for s in stream.spans] == ["0"] * count + ["v9"] * (12 - count)
+        assert {s.epoch for s in stream.spans} == {0} and not any(s.recomputed for s in stream.spans)
+    h.add("again", list(range(1, 17)), max_tokens=2)
+    h.run_out()
+    assert h.stream("again").finals[0].finish_reason == "length" and h.engine.kv.hit_tokens >= 15
+
+
+def test_a_relabel_of_a_paused_engine_leaves_it_paused():
+    h = paused()
+    h.ask(m.SetVersionArgs("v9"))
+    assert h.status()["is_paused"] and h.status()["version"] == "v9"
+
+
+def test_a_relabel_is_no_publication():
+    h = Harness(lost_commit=True)
+    h.ask(m.SetVersionArgs("v9"))
+    assert hold_ids(h) == ["republish"]
+
+
+def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(folders):
+    h = Harness()
+    h.connect("b")
+    prompt = list(range(1, 17))
+    h.add("warm", prompt, max_tokens=2)
+    h.run_out()
+    h.add("mine", [1, 2], n=2, max_tokens=40)
+    h.add("theirs", [3, 4], client="b", max_tokens=40)
+    h.turn(3)
+    h.pause(mode="keep")
+    h.pause(mode="keep", hold_id="named")
+    session = begin(h)
+    chunk(h, session, folders / "w1")
+    result = h.ask(m.ResetArgs(version="fresh")).result
+    assert (result["aborted"], result["released"], result["sessions_aborted"]) == (2, ["anonymous-1"], [session])
+    assert (result["version"], result["epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
+    for stream in (h.stream("mine", 0), h.stream("mine", 1), h.stream("theirs", client="b")):
+        assert stream.reason == "abort" and stream.tokens
+    assert failure(h, m.CommitUpdateArgs(session)).code == "session_not_found"
+    h.resume("named")
+    hits = h.engine.kv.hit_tokens
+    h.add("after", prompt, max_tokens=2)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == hits, "its KV was forgotten"
+    assert {s.version for s in h.stream("after").spans} == {"fresh"}
+
+
+def test_reset_of_an_idle_engine_is_harmless_and_answers_a_pause_that_drains():
+    h = Harness()
+    assert h.ask(m.ResetArgs()).result["aborted"] == 0
+    h.add("r", PROMPT, max_tokens=90)
+    h.turn(3)
+    call = h.call(m.PauseArgs(mode="wait"))
+    h.turn()
+    h.ask(m.ResetArgs())
+    assert h.reply(call).failure.code == "pause_interrupted" and not h.status()["rejecting_new_requests"]
+    assert_serves(h, 0)
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("pause", [None, "keep", "wait"])
+def test_the_cache_is_reset_in_every_state_frozen_requests_or_not(running, pause):
+    """29"""
+    h = Harness()
+    prompt = list(range(1, 17))
+    h.add("r", prompt, max_tokens=12)
+    h.turn(4)
+    if pause == "keep":
+        h.pause(mode="keep")
+    elif pause == "wait":
+        h.call(m.PauseArgs(mode="wait"))
+        h.turn()
+    computed = h.runner.computed_tokens
+    result = h.ask(m.ResetCacheArgs(running=running)).result
+    assert result == {"success": True, "requests_to_recompute": int(running)}
+    assert h.status()["is_paused"] == (pause == "keep")
+    h.resume()
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(prompt, 12)
+    recomputed = h.runner.computed_tokens - computed > 16
+    assert recomputed == running, "KV of running requests goes if asked for, and only then"
+
+
+def test_after_a_reset_no_request_matches_what_was_cached_before():
+    h = Harness()
+    prompt = list(range(1, 17))
+    h.add("r", prompt, max_tokens=2)
+    h.run_out()
+    h.ask(m.ResetCacheArgs())
+    h.add("after", prompt, max_tokens=2)
+    h.run_out()
+    assert h.engine.kv.hit_tokens == 0
+
+
+def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders):
+    h = Harness()
+    begin(h, version="v1", partial=True, placed_by="sglang", lease_s=9.0)
+    chunk(h, h.engine.weights.session.id, folders / "w1")
+    h.now += 2.0
+    info = h.ask(m.WeightInfoArgs()).result
+    assert (info["version"], info["epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
+    told = info["session"]
+    assert told["session_id"] == h.engine.weights.session.id and told["placed_by"] == "sglang"
+    assert (told["version"], told["partial"], told["in_place"], told["state"]) == ("v1", True, False, "open")
+    assert (told["tensors_received"], told["nbytes_received"], told["lease_left_s"]) == (3, 12, 7.0)
+    h.runner.may_stage.clear()
+    h.add("r", PROMPT, max_tokens=8)
+    call = h.call(m.WeightInfoArgs(checksums=True))
+    h.run_out()
+    assert h.reply(call) is None and h.stream("r").reason == "length", "steps go on meanwhile"
+    h.runner.may_stage.set()
+    h.turn(2)
+    one = hashlib.sha256(b"0").hexdigest()
+    result = h.reply(call).result
+    assert result["checksums"] == {"weights": one}
+    assert result["checksum"] == hashlib.sha256(f"weights:{one}\n".encode()).hexdigest()
+
+
+def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as_those_that_serve(folders):
+    h = Harness()
+    h.runner.may_stage.clear()
+    update = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))
+    call = h.call(m.WeightInfoArgs(checksums=True))
+    h.turn(2)
+    h.runner.may_stage.set()
+    h.turn(6)
+    assert h.reply(update).failure is None
+    reply = h.reply(call)
+    assert reply.failure is not None and reply.failure.code == "wrong_order"
+
+
+def test_metrics_tell_of_sessions_commits_and_sleep(folders):
+    h = Harness()
+
+    def value(name: str) -> float:
+        text = h.ask(m.MetricsArgs()).result["text"]
+        return float(next(line for line in text.splitlines() if line.startswith(f"fastdeploy:{name} ")).split()[-1])
+
+    begin(h)
+    assert value("weight_session_open") == 1 and value("weight_updates_failed") == 0
+    h.ask(m.AbortUpdateArgs())
+    assert value("weight_session_open") == 0 and value("weight_updates_failed") == 1
+    h.update(folders / "w1")
+    assert value("weight_epoch") == 1 and value("weight_updates_failed") == 1 and value("weight_commit_seconds") == 0
+    h.ask(m.SleepArgs(("weight",)), turns=5)
+    assert value('asleep{tag="weight"}') == 1 and value('asleep{tag="kv_cache"}') == 0
+
+
+def test_a_call_the_engine_does_not_know_is_an_error_and_not_its_end():
+    h = Harness()
+    del h.engine._on_call[m.ModelInfoArgs]
+    assert failure(h, m.ModelInfoArgs()).code == "invalid_field"
+    assert_serves(h, 0)

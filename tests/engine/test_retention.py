@@ -1,0 +1,198 @@
+"""A request with retain_s outlives its client, and is never run twice (known failure 19)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_runner import expected_tokens
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+PROMPT = [1, 2, 3]
+
+
+def ask(h: Harness, client: str = "a", body: str = "body", tokens: int = 20, n: int = 1, **fields) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0)
+    fields = {"retain_s": 10.0, **fields}
+    h.send(m.AddRequest("r", PROMPT, params, n=n, fingerprint=body, **fields), client)
+
+
+def hang_up(h: Harness, client: str = "a") -> None:
+    h.send(m.CancelRequest("r"), client)
+
+
+def replay(h: Harness, client: str) -> None:
+    """What this client saw before it hung up is not part of what it sees now."""
+    h.transport.sent[client].clear()
+
+
+@pytest.mark.parametrize("client", ["a", "b"])
+@pytest.mark.parametrize("turns", [1, 4, 40])
+def test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice(client, turns):
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(turns)
+    hang_up(h)
+    h.turn(3)
+    replay(h, "a")
+    ask(h, client)
+    h.run_out()
+    h.turn()
+    stream = h.stream("r", client=client)
+    assert stream.tokens == expected_tokens(PROMPT, 20) and stream.reason == "length"
+    assert len(stream.logprobs) == len(stream.spans) == 20
+    assert h.runner.computed_tokens == len(PROMPT) + 19
+
+
+def test_it_survives_the_death_of_its_api_server():
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(4)
+    h.transport.gone.add("a")
+    h.now += 2.0  # a heartbeat finds it
+    h.turn(2)
+    ask(h, "b")
+    h.run_out()
+    assert h.stream("r", client="b").tokens == expected_tokens(PROMPT, 20)
+
+
+def test_without_retain_s_a_hang_up_cancels():
+    h = Harness()
+    ask(h, retain_s=0.0)
+    h.turn(4)
+    hang_up(h)
+    h.turn()
+    assert not len(h.engine.requests) and h.runner.computed_tokens < len(PROMPT) + 8
+
+
+def test_a_later_request_takes_over_and_the_earlier_is_told():
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(5)
+    ask(h, "b")
+    h.run_out()
+    assert h.rejected("r", "a").code == "attached_elsewhere"
+    assert h.stream("r", client="b").tokens == expected_tokens(PROMPT, 20)
+    assert not h.stream("r", client="a").finals
+
+
+@pytest.mark.parametrize("fields", [{"body": "another"}, {"retain_s": 0.0}])
+def test_the_id_with_another_body_or_without_retain_s_is_refused(fields):
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(3)
+    ask(h, "b", **fields)
+    h.run_out()
+    assert h.rejected("r", "b").code == "duplicate_request_id"
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 20)
+
+
+def test_a_result_is_kept_for_retain_s_after_its_end_and_no_longer():
+    h = Harness()
+    ask(h)
+    h.run_out()
+    h.now += 9.0
+    h.turn()
+    replay(h, "a")
+    ask(h)
+    h.turn()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 20) and len(h.engine.retention) == 1
+    h.now += 2.0
+    h.turn()
+    assert not len(h.engine.retention)
+    replay(h, "a")
+    ask(h)
+    h.turn(3)
+    assert 0 < len(h.stream("r").tokens) < 20, "it is a new request"
+
+
+def test_the_oldest_results_go_first_when_there_are_too_many():
+    h = Harness(max_retained=2)
+    for i in range(4):
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        h.send(m.AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
+        h.run_out()
+    assert len(h.engine.retention) == 2
+    h.transport.sent["a"].clear()
+    for i in (0, 3):
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        h.send(m.AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
+    h.engine.turn(block=False)
+    assert h.stream("r3").finals and not h.stream("r0").finals
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_attaching_is_no_new_request_to_a_paused_engine(mode):
+    h = Harness()
+    ask(h)
+    h.turn(6)
+    hang_up(h)
+    h.turn()
+    h.pause(mode=mode)
+    replay(h, "a")
+    ask(h)
+    h.turn()
+    seen = len(h.stream("r").tokens)
+    assert seen >= 6 and h.rejected("r") is None
+    h.resume()
+    h.run_out()
+    stream = h.stream("r")
+    assert stream.reason == ("abort" if mode == "abort" else "length")
+    assert stream.tokens == expected_tokens(PROMPT, 20)[: len(stream.tokens)]
+    assert len(stream.tokens) == (seen if mode == "abort" else 20)
+
+
+def test_the_spans_of_a_detached_request_say_which_weights_made_what(tmp_path):
+    (tmp_path / "w1").mkdir()
+    h = Harness()
+    ask(h)
+    h.turn(5)
+    hang_up(h)
+    h.turn()
+    h.update(tmp_path / "w1", version="v1")
+    replay(h, "a")
+    ask(h)
+    h.run_out()
+    versions = [span.version for span in h.stream("r").spans]
+    assert versions == sorted(versions) and set(versions) == {"0", "v1"} and len(versions) == 20
+
+
+def test_a_stop_string_found_before_the_hang_up_ends_the_replay_too():
+    h = Harness()
+    ask(h, n=2)
+    h.turn(5)
+    h.send(m.CancelRequest("r", 0, "stop"))
+    h.turn(2)
+    hang_up(h)
+    h.turn()
+    replay(h, "a")
+    ask(h, n=2)
+    h.run_out()
+    first, second = h.stream("r", 0), h.stream("r", 1)
+    assert first.reason == "stop" and 0 < len(first.tokens) < 20
+    assert second.reason == "length" and len(second.tokens) == 20
+
+
+def test_an_abort_ends_a_detached_request_and_its_result_stays():
+    h = Harness()
+    ask(h)
+    h.turn(5)
+    hang_up(h)
+    h.turn()
+    count = h.ask(m.AbortArgs(["r"])).result["aborted"][0]["output_token_count"]
+    replay(h, "a")
+    ask(h)
+    h.turn()
+    assert h.stream("r").reason == "abort" and len(h.stream("r").tokens) == count > 0
+
+
+def test_retain_s_out_of_range_is_refused():
+    h = Harness()
+    ask(h, retain_s=1e9)
+    h.turn()
+    assert h.rejected("r").detail["param"] == "retain_s"

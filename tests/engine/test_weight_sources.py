@@ -1,0 +1,58 @@
+"""Where new weights may come from: nothing is opened outside the allowed roots, however it is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.weight_calls import begin, chunk, failure
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+@pytest.mark.parametrize("name", ["", "/", "..", "a/b", "/a/b", "x\0y", "x" * 256])
+def test_shared_memory_is_a_plain_name(name):
+    h = Harness()
+    refused = failure(h, m.UpdateWeightsArgs(m.SharedMemorySource(name)))
+    assert (refused.code, refused.detail["param"]) == ("invalid_field", "shared_memory")
+
+
+@pytest.mark.parametrize(("roots", "allowed"), [(("/",), True), (("/dev/shm",), True), (("/srv",), False), ((), False)])
+def test_shared_memory_is_allowed_where_its_folder_is(roots, allowed):
+    h = Harness(model_roots=roots)
+    reply = h.ask(m.UpdateWeightsArgs(m.SharedMemorySource("/w1")), turns=3)
+    assert (reply.failure is None) == allowed and h.runner.weights == int(allowed)
+    if not allowed:
+        assert reply.failure.detail["param"] == "shared_memory"
+
+
+def test_shared_memory_has_no_negative_size():
+    assert failure(Harness(), m.UpdateWeightsArgs(m.SharedMemorySource("w1", -1))).detail["param"] == "nbytes"
+
+
+def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_roots(tmp_path):
+    uploads, other = tmp_path / "uploads", tmp_path / "other"
+    for folder in (uploads, other):
+        folder.mkdir()
+    (other / "fastdeploy-upload-secret").write_text("s")
+    (uploads / "fastdeploy-upload-link").symlink_to(other / "fastdeploy-upload-secret")
+    (uploads / "secret").write_text("s")
+    h = Harness(model_roots=(), upload_dir=str(uploads))
+    for path in (
+        other / "fastdeploy-upload-secret",
+        uploads / "fastdeploy-upload-link",
+        uploads / "secret",
+        uploads / ".." / "other" / "fastdeploy-upload-secret",
+        uploads,
+    ):
+        refused = failure(h, m.UpdateWeightsArgs(m.FileSource(str(path))))
+        assert refused.code == "invalid_field", path
+    (uploads / "fastdeploy-upload-1").write_text("not a checkpoint of the fake's, but let in")
+    refused = failure(h, m.UpdateWeightsArgs(m.FileSource(str(uploads / "fastdeploy-upload-1"))), turns=3)
+    assert refused.code == "weight_update_refused"
+
+
+def test_a_chunk_from_outside_the_roots_is_refused(folders):
+    h = Harness(model_roots=(str(folders),))
+    session = begin(h)
+    refused = chunk(h, session, "/").failure
+    assert (refused.code, refused.detail["param"]) == ("invalid_field", "model_path")

@@ -1,0 +1,46 @@
+"""What a trainer does to the weights of a harness."""
+
+from __future__ import annotations
+
+from fake_runner import expected_tokens
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+PROMPT = [1, 2, 3]
+
+
+def begin(h: Harness, **args) -> str:
+    reply = h.ask(m.BeginUpdateArgs(**args))
+    assert reply.failure is None, reply
+    return reply.result["session_id"]
+
+
+def chunk(h: Harness, session: str, folder, **args) -> m.Reply:
+    return h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder)), **args), turns=2)
+
+
+def commit(h: Harness, session: str, **args) -> m.Reply:
+    return h.ask(m.CommitUpdateArgs(session, **args), turns=2)
+
+
+def failure(h: Harness, args: m.Args, turns: int = 2) -> m.Failure:
+    reply = h.ask(args, turns=turns)
+    assert reply.failure is not None, reply
+    return reply.failure
+
+
+def hold_ids(h: Harness) -> list[str]:
+    return [hold["id"] for hold in h.status()["holds"]]
+
+
+def assert_serves(h: Harness, weights: int) -> None:
+    name = f"probe{len(h.transport.sent['a'])}"
+    h.add(name, PROMPT, max_tokens=4)
+    h.run_out()
+    assert h.stream(name).tokens == expected_tokens(PROMPT, 4, weights=weights)
+
+
+def paused(**config) -> Harness:
+    h = Harness(**config)
+    h.pause(mode="keep")
+    return h

@@ -1,0 +1,179 @@
+"""What verl calls on a server handle, without verl: against the scripted server. test_verl.py has verl itself."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy.errors import InvalidField
+from fastdeploy.rl.verl_server import Limits, VerlServer
+from rl.fake_server import FakeServer, Fault
+
+PROMPT = [11, 12, 13, 14, 15]
+PARAMS = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "seed": 3, "max_tokens": 8}
+LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+@asynccontextmanager
+async def handle(*faults: Fault | None, limits: Limits = LIMITS):
+    async with FakeServer(*faults) as server:
+        yield server, VerlServer(server.url, limits, SimpleNamespace)
+
+
+def test_a_whole_answer_is_completed_and_says_which_step_made_it():
+    async def go():
+        async with handle() as (server, verl):
+            server.version, before = "41", copy.deepcopy(PARAMS)
+            out = await verl.generate(PROMPT, PARAMS, "r1")
+            assert out.stop_reason == "completed" and len(out.token_ids) == len(out.log_probs) == 8
+            assert [out.extra_fields[f"{which}global_steps"] for which in ("", "min_", "max_")] == [41, 41, 41]
+            assert before == PARAMS and server.requests[0]["request_id"] == "r1"
+            assert server.requests[0]["logprobs_mode"] == "processed"
+            assert (await verl.generate(PROMPT, PARAMS | {"logprobs": False}, "r2")).log_probs is None
+
+    run(go())
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
+def test_what_is_cut_off_is_aborted_with_what_there_is_so_that_verl_resubmits(kind, k):
+    async def go():
+        async with handle(Fault(kind, k)) as (server, verl):
+            out = await verl.generate(PROMPT, PARAMS, "r1")
+            assert out.stop_reason == "aborted" and len(out.token_ids) == len(out.log_probs) == k
+            assert len(server.requests) == 1, "verl's client goes on from there, not we"
+
+    run(go())
+
+
+def test_a_step_is_that_of_the_tokens_and_not_of_the_reply():
+    """known failure 32."""
+
+    async def go():
+        async with handle() as (server, verl):
+            server.version = "4"
+
+            def update(position):
+                if position == 6:
+                    server.version, server.epoch = "5", 1
+
+            server.before_token = update
+            fields = (await verl.generate(PROMPT, PARAMS, "r1")).extra_fields
+            assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (4, 5, 4)
+            await verl.set_global_steps(9)
+            assert server.calls[-1] == ("/v1/update_weights", {"version": "9"})
+            server.faults.append(Fault("abort", 0))
+            assert (await verl.generate(PROMPT, PARAMS, "r2")).extra_fields["global_steps"] == 9
+
+    run(go())
+
+
+def test_the_budget_is_as_asked_or_what_verl_leaves_of_the_response_and_never_beyond_the_context():
+    assert LIMITS.max_tokens(7, 5) == 7
+    assert LIMITS.max_tokens(None, 5) == 20 and LIMITS.max_tokens(None, 25) == 5
+    assert LIMITS.max_tokens(None, 40) == 1 and LIMITS.max_tokens(99, 60) == 4
+    with pytest.raises(InvalidField, match="prompt_ids"):
+        LIMITS.max_tokens(1, 64)
+
+    async def go():
+        async with handle() as (server, verl):
+            await verl.generate(PROMPT, {"max_new_tokens": 6}, "r")
+            assert server.requests[0]["max_tokens"] == 6 and "max_new_tokens" not in server.requests[0]
+
+    run(go())
+
+
+def test_images_are_refused_by_name():
+    async def go():
+        async with handle() as (_, verl):
+            with pytest.raises(InvalidField, match="image_data"):
+                await verl.generate(PROMPT, PARAMS, "r", image_data=[b"x"])
+
+    run(go())
+
+
+def test_abort_all_closes_the_door_until_the_resume_and_a_plain_one_parks_again():
+    async def go():
+        async with handle() as (server, verl):
+            pauses = []
+            server._v1_pause = lambda body: (
+                pauses.append(body)
+                or (
+                    server.holds.update({body["hold_id"]: body["admission"]})
+                    or {"counts": {"aborted": 3}, "forced_ids": []}
+                )
+            )
+            assert (await verl.abort_all_requests())["aborted_count"] == 3
+            assert pauses[0]["mode"] == "abort" and pauses[0]["clear_cache"] is True
+            assert list(server.holds.values()) == ["hold"]
+            await verl.abort_all_requests(reject_request=True)
+            assert list(server.holds.values()) == ["reject"]
+            server.faults.append(Fault("reject"))
+            rejected = await verl.generate(PROMPT, PARAMS, "late")
+            assert rejected.stop_reason == "aborted" and rejected.token_ids == []
+            await verl.abort_all_requests(reset_prefix_cache=False)
+            assert list(server.holds.values()) == ["hold"] and pauses[-1]["clear_cache"] is False
+            server.holds["somebody"] = "hold"
+            await verl.resume_generation()
+            assert server.holds == {"somebody": "hold"}
+
+    run(go())
+
+
+def test_sleeping_twice_and_waking_what_is_awake_are_fine():
+    async def go():
+        async with handle() as (server, verl):
+            asleep: set[str] = set()
+
+            def change(how):
+                def changed(body):
+                    tags = set(body["tags"])
+                    assert not (asleep & tags if how is set.update else tags - asleep), "the server refuses that"
+                    how(asleep, tags)
+                    return {}
+
+                return changed
+
+            server._v1_weights = lambda body: {"asleep": sorted(asleep)}
+            server._v1_sleep, server._v1_wakeup = change(set.update), change(set.difference_update)
+            steps = [
+                (verl.release_kv_cache, {"kv_cache"}),
+                (verl.release_kv_cache, {"kv_cache"}),
+                (verl.sleep, {"weight", "kv_cache"}),
+                (verl.sleep, {"weight", "kv_cache"}),
+                (lambda: verl.wake_up(["weights"]), {"kv_cache"}),
+                (verl.resume_kv_cache, set()),
+                (verl.wake_up, set()),
+            ]
+            for step, expected in steps:
+                await step()
+                assert asleep == expected
+            with pytest.raises(InvalidField, match="tags"):
+                await verl.wake_up(["brain"])
+        async with handle(limits=Limits(1, 1, 9, sleeps=False, frees_kv=False)) as (server, verl):
+            for call in (verl.sleep, verl.wake_up, verl.release_kv_cache, verl.resume_kv_cache):
+                await call()
+            assert server.calls == []
+
+    run(go())
+
+
+def test_one_request_is_aborted_by_its_id():
+    async def go():
+        async with handle() as (server, verl):
+            known = {"r1"}
+            server._v1_abort_requests = lambda body: {"aborted": [r for r in body["req_ids"] if r in known]}
+            assert await verl.abort_request("r1") == {"aborted": True, "request_id": "r1"}
+            assert server.paths()[-1] == "/reset_prefix_cache"
+            assert (await verl.abort_request("nobody"))["aborted"] is False
+            assert server.paths()[-1] == "/v1/abort_requests"
+
+    run(go())

@@ -1,0 +1,64 @@
+"""Abort and resubmit: prompt plus the tokens so far, the same seed, go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from checkpoints import prompt
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.entrypoints.llm import LLM
+
+LENGTH = 40
+PARAMS = {
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.1,
+    "seed": 99,
+    "logprobs": 2,
+    "logprobs_mode": "processed",
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(params=["qwen3", "qwen3_bf16"])
+def llm(request, checkpoints) -> Iterator[LLM]:
+    with LLM(str(checkpoints[request.param]), num_gpu_blocks_override=256, max_model_len=128) as llm:
+        yield llm
+
+
+def params(tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, **PARAMS, **more)
+
+
+def test_resubmitted_at_any_point_it_draws_what_an_undisturbed_run_draws(llm):
+    ids = prompt(21, 211)
+    whole = llm.generate([ids], params(LENGTH))[0].choices[0]
+    assert len(set(whole.token_ids)) > 10, "nothing to tell apart"
+    prompts = [ids + whole.token_ids[:k] for k in range(LENGTH)]
+    each = [params(LENGTH - k) for k in range(LENGTH)]
+    for k, reply in enumerate(llm.generate(prompts, each, resumed_tokens=range(LENGTH))):
+        rest = reply.choices[0]
+        assert whole.token_ids[:k] + rest.token_ids == whole.token_ids, f"resubmitted after {k} tokens"
+        assert whole.logprobs[:k] + rest.logprobs == whole.logprobs, f"resubmitted after {k} tokens"
+
+
+def test_without_resumed_tokens_the_penalties_would_draw_others(llm):
+    ids = prompt(21, 211)
+    whole = llm.generate([ids], params(LENGTH))[0].choices[0]
+    rest = llm.generate([ids + whole.token_ids[:20]], params(LENGTH - 20))[0].choices[0]
+    assert rest.logprobs != whole.logprobs[20:]
+
+
+def test_one_choice_of_a_group_can_be_resubmitted_alone(llm):
+    ids = prompt(9, 211)
+    group = llm.generate([ids], params(LENGTH), n=4)[0].choices
+    assert len({tuple(choice.token_ids) for choice in group}) == 4
+    for k in (0, 13):
+        again = llm.generate([ids + group[2].token_ids[:k]], params(LENGTH - k), resumed_tokens=k, first_choice=2)[
+            0
+        ].choices[0]
+        assert again.token_ids == group[2].token_ids[k:] and again.logprobs == group[2].logprobs[k:]
