@@ -15,7 +15,9 @@ class ScheduledChunk(NamedTuple):
     block_table: KV block ids; position p lives in slot ``p % block_size`` of block_table[p // block_size].
     sample: the chunk reaches the end of what is known, so draw the next token, at absolute position
     ``start + len(token_ids)``, from the logits of the last row.
-    all_token_ids / num_prompt_tokens: the whole sequence known so far (read-only view), for penalties.
+    key: names the sequence; its second part, the number of the choice, keys random numbers.
+    all_token_ids / num_prompt_tokens: the whole sequence known so far (read-only view), for penalties: what follows the
+    first num_prompt_tokens is output, be it of an earlier attempt.
     banned: ids that may not be drawn (EOS and stop ids while min_tokens is not reached).
     prompt_logprobs: how many of its tokens, from the first, have a prompt token behind them whose logprob is asked for.
     request: the scheduler's own handle; a runner does not look at it.

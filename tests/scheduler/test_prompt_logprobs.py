@@ -98,13 +98,15 @@ def test_an_abort_in_the_middle_returns_those_that_are_known():
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
-def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(kv, turns):
+def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(tmp_path, kv, turns):
     """The weights of the prompt logprobs are those of the first token."""
     h = Harness(max_num_batched_tokens=8)
     h.add("r", PROMPT, prompt_logprobs=1, max_tokens=20)
     h.turn(turns)
     first_by_old = h.stream("r").tokens != []
-    h.update("w3" if kv == "keep" else "w3-recompute", kv=kv)
+    folder = tmp_path / ("w3" if kv == "keep" else "w3-recompute")
+    folder.mkdir()
+    assert h.update(folder, kv=kv).failure is None
     h.run_out()
     first = h.stream("r").spans[0].epoch
     assert told(h, "r") == whole(PROMPT, weights=3 if first else 0) and (first == 0) >= first_by_old

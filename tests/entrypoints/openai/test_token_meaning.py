@@ -192,6 +192,6 @@ def test_bookkeeping_and_hints_are_taken_and_dropped(module_stack, field):
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image_embeds"])
 def test_content_that_is_not_text_is_refused(module_stack, kind):
     """known failure 34."""
-    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]}
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}, "text": "b"}]}
     reply = module_stack.post("/v1/chat/completions", messages=[message])
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.0.content.1"
