@@ -140,7 +140,8 @@ class FakeRunner:
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
 
     def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
-        assert "weight" not in self.asleep and (self.has_weights or not partial)
+        if "weight" in self.asleep or (partial and not self.has_weights):
+            raise WrongOrder("asleep, or nothing to complete")
         self.stagings.append(FakeStaging(self, partial, in_place))
         return self.stagings[-1]
 

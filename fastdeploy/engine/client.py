@@ -166,28 +166,31 @@ class EngineClient:
         """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
         case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
         await self.require_engine()
-        if request.retain_s > 0 and (open_stream := self._streams.get(request.request_id)) is not None:
-            self._take_over(open_stream, request)
-        if request.request_id in self._cancelled:
+        name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
+        while True:  # others of this name may come and go while this one waits
+            if (open_stream := self._streams.get(name)) is not None:
+                self._take_over(open_stream, fingerprint)
+            if (cancelled := self._cancelled.get(name)) is None:
+                break
             # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
             # so that its id can be used again without mixing the tokens of the two.
             await self.call(m.PauseStatusArgs(), self._stall_s)
-            self._cancelled.pop(request.request_id, None)
-        if request.request_id in self._streams:
-            raise errors.DuplicateRequest(f"request_id: {request.request_id!r} is alive", param="request_id")
-        stream = RequestStream(request.request_id, request.n, self._cancel, self._forget, event, request.fingerprint)
+            if self._cancelled.get(name) == cancelled:  # else it was cancelled once more after the question
+                del self._cancelled[name]
+        stream = RequestStream(name, request.n, self._cancel, self._forget, event, fingerprint)
         self._send(request)  # raises for what the wire cannot carry: then nothing is alive
-        self._streams[request.request_id] = stream
+        self._streams[name] = stream
         return stream
 
-    def _take_over(self, stream: RequestStream, request: m.AddRequest) -> None:
+    def _take_over(self, stream: RequestStream, fingerprint: str) -> None:
         """A later request with the same id and body attaches to what ``stream`` reads: that one gets no more."""
-        if stream.fingerprint != request.fingerprint:
+        name = stream.request_id
+        if not fingerprint or stream.fingerprint != fingerprint:
             raise errors.DuplicateRequest(
-                f"request_id: {request.request_id!r} is alive, with another body", param="request_id"
+                f"request_id: {name!r} is alive, without retain_s or with another body", param="request_id"
             )
-        stream.fail(errors.AttachedElsewhere(f"a later request with request_id {request.request_id!r} took over"))
-        self._cancel(request.request_id, None, "abort")
+        stream.fail(errors.AttachedElsewhere(f"a later request with request_id {name!r} took over"))
+        self._cancel(name, None, "abort")
 
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
         self._send(m.CancelRequest(request_id=request_id, choice=choice, reason=reason))
@@ -199,11 +202,13 @@ class EngineClient:
         self._streams.pop(request_id, None)
 
     async def abort_open(self, bound_s: float) -> None:
-        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``."""
-        if self._streams and self.connected.is_set():
+        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``. One with
+        retain_s is answered so at once, and runs on: another API server will have it."""
+        to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
+        if to_abort and self.connected.is_set():
             try:
                 async with asyncio.timeout(bound_s):
-                    await self.call(m.AbortArgs(request_ids=list(self._streams)), bound_s)
+                    await self.call(m.AbortArgs(request_ids=to_abort), bound_s)
             except (TimeoutError, errors.FastDeployError) as error:
                 logger.warning("could not abort the open requests: %r", error)
         for stream in list(self._streams.values()):

@@ -17,12 +17,12 @@ from typing import Any
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
-from fastdeploy.engine.deadlines import WHY, Deadlines
+from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
 from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import Counts, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.engine.retention import DETACHED, MAX_RETAIN_S, Record, Retention
+from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
 from fastdeploy.engine.sampling_params import MAX_INT32
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
@@ -240,13 +240,15 @@ class CommonEngine:
 
     def _attach(self, client: str, record: Record) -> None:
         """It gets everything from the first token; whoever was attached gets no more, and is told."""
+        self._hand_over([])  # who has just come to an end is in the record by now
         group = record.group
-        if group.client != DETACHED and group.client != client:
-            elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
-            self.delivery.send(group.client, m.Rejected(group.add.request_id, _failure(elsewhere)))
-        group.client = client
-        if record.outputs:
-            self.delivery.send_now(client, list(record.outputs.values()))
+        if not record.ended:
+            if group.client not in (DETACHED, client):
+                elsewhere = AttachedElsewhere(f"a later request with request_id {group.add.request_id!r} took over")
+                self.delivery.send(group.client, m.Rejected(group.add.request_id, _failure(elsewhere)))
+            group.client = client
+        if outputs := record.replay():
+            self.delivery.send_now(client, outputs)
 
     def _end_what_is_due(self) -> None:
         now = self._clock()
@@ -268,10 +270,8 @@ class CommonEngine:
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
         add.sampling.check()  # a row that a step cannot compute would fail the step of everybody
-        if not 0.0 <= add.retain_s <= MAX_RETAIN_S:
-            raise InvalidField("retain_s", f"expected seconds from 0 to {MAX_RETAIN_S:g}, got {add.retain_s!r}")
-        if add.max_queue_s is not None and not add.max_queue_s > 0.0:
-            raise InvalidField("max_queue_s", f"expected seconds above 0, got {add.max_queue_s!r}")
+        check_retainable(add)
+        check_deadlines(add)
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
@@ -402,6 +402,7 @@ class CommonEngine:
         check_label("version", args.version)
         aborted = self.abort_all("the trainer starts over (reset)")
         self._hand_over([])  # the final outputs go before the reply
+        self.retention.forget_ended()  # of the run before: the ids of the next one may be the same
         sessions = self.weights.drop_session("dropped by a reset")
         released = self.pause.resume(m.ResumeArgs())["released"]
         self.scheduler.drop_kv()
@@ -498,6 +499,7 @@ class CommonEngine:
         for request in self.requests:
             assert request.live or request in scheduler.ended, request
         assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
+        self.retention.check_integrity(self.requests)
         if not len(self.requests):
             assert self.kv.num_free == self.info.num_blocks
 

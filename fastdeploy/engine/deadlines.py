@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from itertools import count
 
-from fastdeploy.engine.request import Group, Request, State
+from fastdeploy.engine.request import Group, Request
+from fastdeploy.errors import InvalidField
+from fastdeploy.inter_communicator.messages import AddRequest
 
 DEADLINE, QUEUE_TIMEOUT = "deadline", "queue_timeout"
 MIN_PRUNE = 1024
@@ -38,7 +41,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, group = heapq.heappop(self._heap)
             for request in list(group.requests):
-                if request.live and (kind is DEADLINE or _never_ran(request)):
+                if request.live and (kind is DEADLINE or not group.scheduled):
                     yield request, kind
 
     def _push(self, at: float, kind: str, group: Group) -> None:
@@ -49,5 +52,9 @@ class Deadlines:
         heapq.heappush(self._heap, (at, next(self._numbers), kind, group))
 
 
-def _never_ran(request: Request) -> bool:
-    return request.state is State.WAITING and not request.num_output_tokens and not request.num_preempted
+def check_deadlines(add: AddRequest) -> None:
+    """Raises InvalidField naming the field that is out of range."""
+    if add.deadline is not None and not math.isfinite(add.deadline):
+        raise InvalidField("deadline_s", f"expected a finite time, got {add.deadline!r}")
+    if add.max_queue_s is not None and not (math.isfinite(add.max_queue_s) and add.max_queue_s > 0.0):
+        raise InvalidField("max_queue_s", f"expected seconds above 0, got {add.max_queue_s!r}")

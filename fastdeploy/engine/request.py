@@ -117,6 +117,7 @@ class Request:
 
     def advance(self, event: Event) -> None:
         self.state = TRANSITIONS[self.state, event]
+        self.group.scheduled |= event is Event.ADMIT
 
     def append(self, token_id: int, epoch: int, version: str, now: float) -> Span:
         """Add one sampled token; returns the span that labels it."""
@@ -135,10 +136,10 @@ class Request:
 
 class Group:
     """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
-    drains (mode wait) runs all of them to their end. ``client_id``: what the client calls it, perhaps together with
-    others."""
+    drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, whatever became of it.
+    ``client_id``: what the client calls it, perhaps together with others."""
 
-    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "started")
+    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "scheduled", "started")
 
     def __init__(self, client: str, add: AddRequest):
         self.client = client
@@ -146,6 +147,7 @@ class Group:
         self.add = add
         self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
+        self.scheduled = False
         self.started = False
 
 

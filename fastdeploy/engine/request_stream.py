@@ -12,7 +12,8 @@ class RequestStream:
     """Filled by the engine client, read by one handler, which closes it in every case (``with stream:``).
 
     A stream that is closed before all n choices have ended cancels them at the engine. ``event`` is set whenever there
-    is something to :meth:`take`; several streams may share one.
+    is something to :meth:`take`; several streams may share one. fingerprint: of the body, where the request has
+    retain_s and outlives this stream; else "".
     """
 
     def __init__(

@@ -7,34 +7,93 @@ at the API server, so a detached request runs to its EOS or its length; whoever 
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from itertools import count
 
 import msgspec
 
-from fastdeploy.engine.request import Group
-from fastdeploy.errors import DuplicateRequest
-from fastdeploy.inter_communicator.messages import AddRequest, Output
+from fastdeploy.engine.request import Group, RequestTable
+from fastdeploy.errors import DuplicateRequest, InvalidField
+from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Output, Span
 
 DETACHED = ""  # the client of a request that nobody is attached to
 MAX_RETAIN_S = 86400.0
+MIN_PRUNE = 256
 
 
 @dataclass
-class Record:
-    """All outputs of one request so far, merged by choice. expires_at: once every choice has ended."""
+class ChoiceRecord:
+    """All outputs of one choice so far, joined. ``final`` is the one that ended it."""
 
-    group: Group
-    outputs: dict[int, Output] = field(default_factory=dict)
-    expires_at: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    final: Output | None = None
 
     def add(self, output: Output) -> None:
-        before = self.outputs.get(output.choice)
-        self.outputs[output.choice] = output if before is None else _joined(before, output)
+        assert self.final is None, "an output after the final one"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.cached_tokens = self.cached_tokens or output.cached_tokens
+        for span in output.spans:
+            self._add_span(span)
+        if output.finish_reason is not None:
+            self.final = output
+
+    def _add_span(self, span: Span) -> None:
+        last = self.spans[-1] if self.spans else None
+        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
+            self.spans[-1] = msgspec.structs.replace(last, end=span.end)
+        else:
+            self.spans.append(span)
+
+    def replay(self, request_id: str, choice: int) -> list[Output]:
+        """One output with everything. An end that came by itself stays one of its own: only then is the last token
+        known to be text like any other, and not the EOS or stop id that ended the choice."""
+        whole = Output(
+            request_id=request_id,
+            choice=choice,
+            token_ids=list(self.token_ids),
+            logprobs=list(self.logprobs),
+            spans=list(self.spans),
+            prompt_logprobs=list(self.prompt_logprobs),
+            cached_tokens=self.cached_tokens,
+        )
+        final = self.final
+        if final is None:
+            return [whole]
+        end = {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason, "message": final.message,
+               "num_preempted": final.num_preempted}  # fmt: skip
+        if final.token_ids or not self.token_ids:
+            return [msgspec.structs.replace(whole, **end)]
+        return [whole, Output(request_id=request_id, choice=choice, **end)]
+
+
+class Record:
+    """What came of one request so far."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.choices: dict[int, ChoiceRecord] = {}
+        self._num_ended = 0
+
+    def add(self, output: Output) -> None:
+        choice = self.choices.setdefault(output.choice, ChoiceRecord())
+        choice.add(output)
+        self._num_ended += choice.final is not None
 
     @property
     def ended(self) -> bool:
-        finals = sum(output.finish_reason is not None for output in self.outputs.values())
-        return finals == self.group.add.n
+        return self._num_ended == self.group.add.n
+
+    def replay(self) -> list[Output]:
+        """Everything from the first token, for whoever attaches."""
+        request_id = self.group.add.request_id
+        return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 
 
 class Retention:
@@ -43,7 +102,10 @@ class Retention:
     def __init__(self, max_ended: int):
         self._max_ended = max_ended
         self._records: dict[str, Record] = {}
+        self._members: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._ended: dict[str, Record] = {}  # by request id, in the order of their end
+        self._expiries: list[tuple[float, int, Record]] = []  # a heap; what was dropped before its time is skipped
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -51,46 +113,72 @@ class Retention:
     def track(self, group: Group) -> None:
         if group.add.retain_s > 0:
             self._records[group.add.request_id] = Record(group)
+            self._members.setdefault(group.client_id, set()).add(group.add.request_id)
 
     def find(self, add: AddRequest) -> Record | None:
-        """The record that ``add`` asks for by its id and its fingerprint. Raises DuplicateRequest where the id is that
-        of another body."""
+        """The record that ``add`` asks for by its id and its fingerprint. Raises DuplicateRequest where the id, or the
+        one that the client knows it by, is that of another body."""
         record = self._records.get(add.request_id)
-        if record is None:
-            return None
-        if add.retain_s <= 0 or add.fingerprint != record.group.add.fingerprint:
-            raise DuplicateRequest(
-                f"request_id {add.request_id!r} is that of a retained request with another body", param="request_id"
-            )
+        kin = self._records.get(next(iter(self._members.get(add.group or add.request_id, ())), ""))
+        for known in (record, kin):
+            if known and (add.retain_s <= 0 or add.fingerprint != known.group.add.fingerprint):
+                name = known.group.client_id
+                message = f"request_id {name!r} is that of a retained request with another body"
+                raise DuplicateRequest(message, param="request_id")
         return record
 
     def observe(self, output: Output, now: float) -> None:
         """Every output of a retained request, whether it is sent to somebody or not."""
-        record = self._records.get(output.request_id)
-        if record is None:
-            return
+        record = self._records[output.request_id]
         record.add(output)
-        if record.ended and record.expires_at is None:
-            record.expires_at = now + record.group.add.retain_s
+        if record.ended:
             self._ended[output.request_id] = record
+            if len(self._expiries) > 2 * max(len(self._ended), MIN_PRUNE):
+                self._expiries = [entry for entry in self._expiries if self._is_kept(entry[2])]
+                heapq.heapify(self._expiries)
+            heapq.heappush(self._expiries, (now + record.group.add.retain_s, next(self._numbers), record))
             if len(self._ended) > self._max_ended:
-                self._drop(next(iter(self._ended)))
+                self._drop(next(iter(self._ended.values())))
 
     def expire(self, now: float) -> None:
-        for request_id in [i for i, r in self._ended.items() if r.expires_at is not None and r.expires_at <= now]:
-            self._drop(request_id)
+        while self._expiries and self._expiries[0][0] <= now:
+            record = heapq.heappop(self._expiries)[2]
+            if self._is_kept(record):
+                self._drop(record)
 
-    def _drop(self, request_id: str) -> None:
+    def forget_ended(self) -> None:
+        """Drop all results; what still runs is kept on."""
+        for record in list(self._ended.values()):
+            self._drop(record)
+
+    def _is_kept(self, record: Record) -> bool:
+        return self._ended.get(record.group.add.request_id) is record
+
+    def _drop(self, record: Record) -> None:
+        request_id, name = record.group.add.request_id, record.group.client_id
         del self._ended[request_id]
         del self._records[request_id]
+        self._members[name].discard(request_id)
+        if not self._members[name]:
+            del self._members[name]
+
+    def check_integrity(self, requests: RequestTable) -> None:
+        """Each record is that of a request in the engine, token by token, or of one that has left it."""
+        assert len(self._ended) <= self._max_ended
+        assert sum(map(len, self._members.values())) == len(self._records)
+        for request_id, record in self._records.items():
+            live = [r for r in requests.get(request_id) if r.group is record.group]
+            assert record.ended == (request_id in self._ended) == (not live), request_id
+            for request in live:
+                kept = record.choices[request.choice].token_ids if request.choice in record.choices else []
+                assert kept == request.token_ids[request.num_prompt_tokens :], request
+        for request in requests:
+            assert request.group.add.retain_s <= 0 or request.group.add.request_id in self._records, request
 
 
-def _joined(a: Output, b: Output) -> Output:
-    return msgspec.structs.replace(
-        b,
-        token_ids=a.token_ids + b.token_ids,
-        logprobs=a.logprobs + b.logprobs,
-        spans=a.spans + b.spans,
-        prompt_logprobs=a.prompt_logprobs + b.prompt_logprobs,
-        cached_tokens=a.cached_tokens or b.cached_tokens,
-    )
+def check_retainable(add: AddRequest) -> None:
+    """Raises InvalidField naming the field that is out of range."""
+    if not 0.0 <= add.retain_s <= MAX_RETAIN_S:
+        raise InvalidField("retain_s", f"expected seconds from 0 to {MAX_RETAIN_S:g}, got {add.retain_s!r}")
+    if add.retain_s > 0 and not add.fingerprint:
+        raise InvalidField("fingerprint", "expected one with retain_s: any body would attach to its result")

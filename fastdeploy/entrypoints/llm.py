@@ -63,7 +63,8 @@ class LLM:
         first_choice: int = 0,
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
-        per prompt. resumed_tokens (one for all, or one per prompt), first_choice: see messages.AddRequest. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
+        per prompt. resumed_tokens (one for all, or one per prompt), first_choice: see messages.AddRequest. Raises
+        RequestError for a prompt that is refused, and EngineError if the engine fails."""
         if not isinstance(prompts, Sequence):
             raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
         if type(n) is not int or n < 1:

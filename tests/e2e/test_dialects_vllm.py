@@ -75,13 +75,15 @@ def test_tokens_in_tokens_out_equals_a_completion(live):
 def test_keep_freezes_streams_and_holds_what_comes(live):
     """What SkyRL and TRL count on: nothing is aborted, nothing refused, and no token changes."""
     alone = generate(live, 1500)["token_ids"]
+    before = live.metric("generation_tokens_total")
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
     ok(live.post("/pause?mode=keep&clear_cache=false"))
     assert ok(live.get("/is_paused"))["is_paused"] is True
-    frozen = len(stream.tokens)
+    frozen = live.metric("generation_tokens_total") - before
+    until(lambda: len(stream.tokens) == frozen, 30, "the reader to have read what was made")
     late = InFlight(live, 20)
     until(lambda: counts(live)["queued"] == 1, 30, "the late one to be held")
-    assert len(stream.tokens) == frozen and late.choice is None
+    assert live.metric("generation_tokens_total") - before == frozen == len(stream.tokens) and late.choice is None
     ok(live.post("/resume"))
     assert stream.wait_end().finals == ["length"]
     assert stream.tokens == alone

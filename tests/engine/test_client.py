@@ -208,6 +208,67 @@ def test_an_id_that_is_alive_is_refused(endpoint):
     run(go())
 
 
+def retained(request_id: str = "r", fingerprint: str = "f") -> m.AddRequest:
+    return m.AddRequest(request_id, [1, 2], SamplingParams(), retain_s=9.0, fingerprint=fingerprint)
+
+
+def test_a_retained_request_sent_again_takes_over_and_one_with_another_body_does_not(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            first = await client.submit(retained())
+            with pytest.raises(errors.DuplicateRequest):
+                await client.submit(retained(fingerprint="g"))
+            with pytest.raises(errors.DuplicateRequest):
+                await client.submit(request())
+            assert not first.ended
+            second = await client.submit(retained())
+            with pytest.raises(errors.AttachedElsewhere):
+                await first.next()
+            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", None, "abort")
+            engine.emit("r", [1], finish_reason="stop")
+            assert [o.token_ids for o in await collect(second)] == [[1]]
+        engine.die()
+
+    run(go())
+
+
+def test_of_many_sent_again_at_once_the_last_gets_everything_and_the_others_are_told(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        async with connected(endpoint, engine) as client:
+            (await client.submit(retained())).close()
+            streams = await asyncio.gather(*(client.submit(retained()) for _ in range(4)))
+            live = [stream for stream in streams if not stream.ended]
+            assert len(live) == 1
+            for stream in streams:
+                if stream is not live[0]:
+                    with pytest.raises(errors.AttachedElsewhere):
+                        await stream.next()
+            # What the engine has sent before it read the last cancel never reaches the stream that is live.
+            assert "r" not in client._cancelled and client._streams["r"] is live[0]
+        engine.die()
+
+    run(go())
+
+
+def test_shutdown_leaves_a_retained_request_to_run_on(endpoint):
+    async def go():
+        engine = FakeEngine(endpoint)
+        aborted = []
+        engine.replies[m.AbortArgs] = lambda call: aborted.extend(call.args.request_ids) or m.Reply(call.call_id, {})
+        async with connected(endpoint, engine) as client:
+            stream = await client.submit(retained())
+            await client.submit(request("s"))
+            await client.abort_open(0.2)
+            with pytest.raises(errors.EngineDead):
+                await stream.next()
+        assert aborted == ["s"]
+        engine.die()
+
+    run(go())
+
+
 def test_late_outputs_of_a_cancelled_request_never_reach_a_new_one_of_the_same_id(endpoint):
     async def go():
         engine = FakeEngine(endpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -64,6 +65,28 @@ def test_who_has_begun_is_not_in_the_queue_any_more():
     assert h.stream("r").reason == "length"
 
 
+def test_who_was_half_prefilled_has_had_its_first_step():
+    h = Harness(max_num_batched_tokens=4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    h.send(m.AddRequest("r", list(range(1, 41)), params, max_queue_s=5.0))
+    h.turn(2)
+    h.pause(mode="keep", clear_cache=True)  # back in the queue, without a token
+    h.now += 6.0
+    h.turn()
+    h.resume()
+    h.run_out()
+    assert h.stream("r").reason == "length"
+
+
+def test_a_group_has_left_the_queue_with_its_first_choice():
+    h = Harness(max_num_seqs=1)
+    add(h, "g", tokens=4, n=2, max_queue_s=5.0)
+    h.turn(2)
+    h.now += 6.0
+    h.run_out()
+    assert [h.stream("g", i).reason for i in range(2)] == ["length"] * 2
+
+
 def test_an_idle_or_frozen_loop_wakes_up_for_it():
     h = Harness(heartbeat_s=1000.0)
     h.pause(mode="keep", admission="hold")
@@ -90,8 +113,15 @@ def test_one_that_ended_long_before_its_deadline_is_forgotten():
     assert len(h.engine.deadlines._heap) <= 10
 
 
-def test_a_queue_time_out_of_range_is_refused():
+@pytest.mark.parametrize("name, value, field", [
+    ("max_queue_s", -1.0, "max_queue_s"),
+    ("max_queue_s", math.inf, "max_queue_s"),
+    ("max_queue_s", math.nan, "max_queue_s"),
+    ("deadline", math.nan, "deadline_s"),
+    ("deadline", math.inf, "deadline_s"),
+])  # fmt: skip
+def test_a_time_out_of_range_is_refused(name, value, field):
     h = Harness()
-    add(h, "r", max_queue_s=-1.0)
+    add(h, "r", **{name: value})
     h.turn()
-    assert h.rejected("r").detail["param"] == "max_queue_s"
+    assert h.rejected("r").detail["param"] == field

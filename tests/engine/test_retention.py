@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_runner import expected_tokens
+from fastdeploy.engine.retention import MIN_PRUNE
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
 from harness import Harness
@@ -14,8 +15,8 @@ PROMPT = [1, 2, 3]
 
 def ask(h: Harness, client: str = "a", body: str = "body", tokens: int = 20, n: int = 1, **fields) -> None:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0)
-    fields = {"retain_s": 10.0, **fields}
-    h.send(m.AddRequest("r", PROMPT, params, n=n, fingerprint=body, **fields), client)
+    fields = {"request_id": "r", "retain_s": 10.0, **fields}
+    h.send(m.AddRequest(prompt_token_ids=PROMPT, sampling=params, n=n, fingerprint=body, **fields), client)
 
 
 def hang_up(h: Harness, client: str = "a") -> None:
@@ -42,7 +43,8 @@ def test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice(clien
     h.turn()
     stream = h.stream("r", client=client)
     assert stream.tokens == expected_tokens(PROMPT, 20) and stream.reason == "length"
-    assert len(stream.logprobs) == len(stream.spans) == 20
+    assert len(stream.logprobs) == 20
+    assert [i for span in stream.spans for i in range(span.start, span.end)] == list(range(20))
     assert h.runner.computed_tokens == len(PROMPT) + 19
 
 
@@ -158,7 +160,7 @@ def test_the_spans_of_a_detached_request_say_which_weights_made_what(tmp_path):
     replay(h, "a")
     ask(h)
     h.run_out()
-    versions = [span.version for span in h.stream("r").spans]
+    versions = [span.version for span in h.stream("r").spans for _ in range(span.start, span.end)]
     assert versions == sorted(versions) and set(versions) == {"0", "v1"} and len(versions) == 20
 
 
@@ -176,6 +178,91 @@ def test_a_stop_string_found_before_the_hang_up_ends_the_replay_too():
     first, second = h.stream("r", 0), h.stream("r", 1)
     assert first.reason == "stop" and 0 < len(first.tokens) < 20
     assert second.reason == "length" and len(second.tokens) == 20
+
+
+def test_an_end_that_the_api_server_found_is_replayed_apart_from_the_tokens():
+    """Else the last token, which completed the stop string, would be taken for a stop id and be no text."""
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(5)
+    h.send(m.CancelRequest("r", 0, "stop"))
+    h.turn()
+    ask(h, "b")
+    h.turn()
+    tokens, end = (o for x in h.transport.sent["b"] if isinstance(x, m.Outputs) for o in x.outputs)
+    assert tokens.token_ids == h.stream("r", client="a").tokens and tokens.finish_reason is None
+    assert end.finish_reason == "stop" and not end.token_ids
+
+
+def test_who_attaches_in_the_moment_of_a_stop_is_told_of_the_end():
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.turn(5)
+    h.send(m.CancelRequest("r", 0, "stop"))
+    ask(h, "b")
+    h.turn()
+    assert h.stream("r", client="b").reason == "stop"
+
+
+def test_a_result_may_be_fetched_by_several_at_once_and_nobody_is_turned_away():
+    h = Harness()
+    h.connect("b")
+    ask(h)
+    h.run_out()
+    replay(h, "a")
+    ask(h, "b")
+    ask(h, "a")
+    h.turn()
+    assert h.rejected("r", "a") is None and h.rejected("r", "b") is None
+    for client in "ab":
+        assert h.stream("r", client=client).tokens == expected_tokens(PROMPT, 20)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_prompts_sent_together_belong_to_one_body(ended):
+    h = Harness()
+    ask(h, request_id="r-0", group="r")
+    ask(h, request_id="r-1", group="r")
+    h.run_out() if ended else h.turn(3)
+    ask(h, request_id="r-2", group="r", body="another")
+    ask(h, request_id="r", body="another")
+    h.turn()
+    assert [h.rejected(name).code for name in ("r-2", "r")] == ["duplicate_request_id"] * 2
+    replay(h, "a")
+    for i in (0, 1):
+        ask(h, request_id=f"r-{i}", group="r")
+    h.run_out()
+    h.turn()
+    assert h.stream("r-0").tokens == h.stream("r-1").tokens == expected_tokens(PROMPT, 20)
+
+
+def test_a_trainer_that_starts_over_gets_no_answer_of_its_run_before():
+    h = Harness()
+    ask(h)
+    h.run_out()
+    h.ask(m.ResetArgs())
+    assert not len(h.engine.retention)
+    replay(h, "a")
+    ask(h)
+    h.turn(3)
+    assert 0 < len(h.stream("r").tokens) < 20
+
+
+def test_what_was_dropped_before_its_time_is_forgotten_altogether():
+    h = Harness(max_retained=1)
+    for i in range(2 * MIN_PRUNE + 3):
+        ask(h, request_id=f"r{i}", tokens=1, retain_s=80000.0)
+        h.engine.turn(block=False)
+    assert len(h.engine.retention) == 1 and len(h.engine.retention._expiries) <= 3
+
+
+def test_a_retained_request_without_a_fingerprint_is_refused():
+    h = Harness()
+    ask(h, body="")
+    h.turn()
+    assert h.rejected("r").detail["param"] == "fingerprint"
 
 
 def test_an_abort_ends_a_detached_request_and_its_result_stays():

@@ -147,12 +147,13 @@ def request_id(body: GenerationBody, request: Request, prefix: str) -> str:
     return body.request_id or request.headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
 
 
-def lifetime(body: GenerationBody, request: Request) -> dict[str, Any]:
-    """The fields of GenerationRequest that say how long a request may live. Raises InvalidField for one that is to be
-    retained under no name."""
+def lifetime(body: GenerationBody, request: Request, arrived: float) -> dict[str, Any]:
+    """The fields of GenerationRequest that say how long a request may live. arrived: time.time() at the door, before it
+    was tokenised. Raises InvalidField for one that is to be retained under no name."""
     if body.retain_s and not (body.request_id or request.headers.get("x-request-id")):
         raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
     return {
+        "arrival": arrived,
         "deadline_s": body.deadline_s,
         "max_queue_s": body.max_queue_s,
         "retain_s": body.retain_s or 0.0,

@@ -20,7 +20,8 @@ class GenerationRequest(NamedTuple):
     """A checked request. One engine request per prompt; ``sampling`` holds one set of parameters per prompt.
 
     ids: of the prompts, where they are not to be made from the request_id. texts: ``text`` of each, where they differ.
-    first_choice, resumed_tokens, max_queue_s, retain_s, fingerprint: see AddRequest. deadline_s: from now on.
+    first_choice, resumed_tokens, max_queue_s, retain_s, fingerprint: see AddRequest. arrival: time.time() at the
+    door (0 = when it is sent to the engine); deadline_s counts from it.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class GenerationRequest(NamedTuple):
     max_queue_s: float | None = None
     retain_s: float = 0.0
     fingerprint: str = ""
+    arrival: float = 0.0
 
 
 class Generation:
@@ -77,7 +79,8 @@ class Generation:
             stream.close()
 
     def _engine_request(self, i: int) -> AddRequest:
-        r, now = self.request, time.time()
+        r = self.request
+        arrival = r.arrival or time.time()
         own_id = r.ids[i] if r.ids else r.request_id if len(r.prompts) == 1 else f"{r.request_id}-{i}"
         return AddRequest(
             request_id=own_id,
@@ -87,10 +90,10 @@ class Generation:
             n=r.n,
             priority=r.priority,
             cache_salt=r.cache_salt,
-            arrival=now,
+            arrival=arrival,
             first_choice=r.first_choice,
             resumed_tokens=r.resumed_tokens,
-            deadline=None if r.deadline_s is None else now + r.deadline_s,
+            deadline=None if r.deadline_s is None else arrival + r.deadline_s,
             max_queue_s=r.max_queue_s,
             retain_s=r.retain_s,
             fingerprint=r.fingerprint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,6 +31,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
 async def prepare(context: ServingContext, body: ChatBody, request: Request) -> GenerationRequest:
     """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
+    arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
@@ -57,7 +59,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, [ids]),
-        **lifetime(body, request),
+        **lifetime(body, request, arrived),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -30,6 +31,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 
 async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
     """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
+    arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
     prompts = await tokenise(context, body)
@@ -47,7 +49,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, prompts),
-        **lifetime(body, request),
+        **lifetime(body, request, arrived),
     )
 
 
