@@ -229,7 +229,7 @@ class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Give memory back to the system; answered when it is. tags: of "weight" and "kv_cache" (none = what is awake).
     Implies a pause of this ``mode`` by the system hold "sleep". discard: the weights are not kept for the wake-up:
-    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps already."""
+    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"
