@@ -12,11 +12,13 @@ from harness import Harness
 
 @dataclass
 class Expected:
-    """One choice of one accepted request. ``closed``: its client wants no more of it, or is gone; ``closing``: it has
-    said so, and only an abort that the engine reads before that may still be answered."""
+    """One choice of one accepted request. ``sent_epoch``: of the weights that served when it was sent. ``closed``: its
+    client wants no more of it, or is gone; ``closing``: it has said so, and only an abort that the engine reads before
+    that may still be answered."""
 
     add: m.AddRequest
     limit: int  # of output tokens
+    sent_epoch: int
     tokens: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     reason: str | None = None
@@ -37,7 +39,7 @@ class Witness:
         self.weights = {0: 0}
         self.versions = {0: "0"}
         self.streams: dict[tuple[str, str, int], Expected] = {}
-        self.undecided: list[tuple[str, m.AddRequest]] = []
+        self.undecided: list[tuple[str, m.AddRequest, int]] = []
         self.calls: dict[tuple[str, int], m.Args] = {}
         self.replies: list[tuple[m.Args, m.Reply]] = []
         self.dropped: set[str] = set()
@@ -46,7 +48,7 @@ class Witness:
     # ---------------------------------------------------------------- what the clients did
 
     def added(self, client: str, add: m.AddRequest) -> None:
-        self.undecided.append((client, add))
+        self.undecided.append((client, add, self.h.engine.epoch))
 
     def called(self, client: str, call_id: int, args: m.Args) -> None:
         self.calls[client, call_id] = args
@@ -94,14 +96,14 @@ class Witness:
             for message in sent[self._read.get(client, 0) :]
             if isinstance(message, m.Rejected)
         }
-        for client, add in self.undecided:
+        for client, add, sent_epoch in self.undecided:
             if (client, add.request_id) in rejected:
                 continue
             limit = min(add.sampling.max_tokens, self.h.runner.info.max_model_len - len(add.prompt_token_ids))
             for choice in range(add.n):
                 key = client, add.request_id, choice
                 assert key not in self.streams or not self.streams[key].open, f"{key} was accepted while alive"
-                self.streams[key] = Expected(add, limit)
+                self.streams[key] = Expected(add, limit, sent_epoch)
         self.undecided = []
 
     def _rejected(self, client: str, message: m.Rejected) -> None:
@@ -130,7 +132,8 @@ class Witness:
         assert span.epoch == self.h.engine.epoch and span.version == self.versions[span.epoch], f"{where}: {span}"
         assert not stream.epochs or stream.epochs[-1] <= span.epoch, where
         if span.recomputed:
-            assert stream.epochs and stream.epochs[0] < span.epoch, f"{where}: nothing of another epoch was lost"
+            # It may be its prompt alone that was computed under the earlier epoch, and lost after the first token.
+            assert stream.epochs and stream.sent_epoch < span.epoch, f"{where}: nothing of another epoch was lost"
         banned = (EOS, *sampling.stop_token_ids) if at < sampling.min_tokens else ()
         so_far = stream.add.prompt_token_ids + stream.tokens
         expected = next_token(so_far, self.weights[span.epoch], self.h.runner.info.vocab_size, banned)

@@ -170,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
         keys = sorted({(client, rid) for client, rid, _ in self.witness.streams if client in self.live_clients()})
         if keys:
             client, request_id = data.draw(st.sampled_from(keys))
-            if all(add.request_id != request_id for _, add in self.witness.undecided):
+            if all(add.request_id != request_id for _, add, _ in self.witness.undecided):
                 self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
                 self.step()
 
