@@ -64,24 +64,19 @@ void fd_unpack_rows(const Weight* w, void* target, int64_t first, int64_t n) { u
 
 void fd_get_bias(const Weight* w, float* bias) { std::memcpy(bias, w->bias, static_cast<size_t>(w->n) * 4); }
 
-int fd_linear(const float* x, int64_t m, const Weight* w, float* out) {
-  return FD_MATRIX(w->bf16, linear, x, m, *w, out);
+int fd_decoder_layer(const LayerArgs* a) { return FD_MATRIX(a->qkv->bf16, decoder_layer, *a); }
+
+// norm: null, or the weight of an RMSNorm of x.
+int fd_linear(const float* x, const float* norm, float eps, int64_t m, const Weight* w, float* out) {
+  return FD_MATRIX(w->bf16, linear, x, norm, eps, m, *w, out);
 }
 
-int fd_gated_linear(const float* x, int64_t m, const Weight* w, float* out) {
-  return FD_MATRIX(w->bf16, gated_linear, x, m, *w, out);
+int fd_mlp(const float* x, int64_t m, const Weight* gate_up, const Weight* down, float* out) {
+  return FD_MATRIX(gate_up->bf16, mlp, x, m, *gate_up, *down, out);
 }
 
 int fd_embedding(const int32_t* ids, int64_t m, const Weight* w, float* out) {
   return FD_VECTOR(embedding, ids, m, *w, out);
-}
-
-int fd_rms_norm(const float* x, const float* weight, float* out, int64_t m, int64_t h, float eps) {
-  return FD_VECTOR(rms_norm, x, weight, out, m, h, eps);
-}
-
-int fd_add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t m, int64_t h, float eps) {
-  return FD_VECTOR(add_rms_norm, x, residual, weight, out, m, h, eps);
 }
 
 Cache* fd_new_cache(int bf16, int64_t layers, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim) {

@@ -56,30 +56,44 @@ struct AttentionArgs {
   float eps;
 };
 
+// residual [tokens, hidden] += o(attention(qkv(norm(residual)))), then += down(gated(norm(residual))). With `rows`, all
+// but the cache is computed for these token rows alone (ascending): they are the residual's first rows afterwards.
+struct LayerArgs {
+  float* residual;
+  const int64_t* rows;
+  int64_t num_rows;
+  const float *input_norm, *post_norm;
+  const Weight *qkv, *o, *gate_up, *down;
+  float eps;
+  AttentionArgs attention;  // but for qkv and out
+};
+
 #define FD_DECLARE_KERNELS(isa)                                                                              \
   namespace isa {                                                                                            \
-  void linear(const float* x, int64_t m, const Weight& w, float* out);                                       \
-  void gated_linear(const float* x, int64_t m, const Weight& w, float* out);                                 \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                \
-  void rms_norm(const float* x, const float* weight, float* out, int64_t m, int64_t h, float eps);           \
-  void add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t m, int64_t h,  \
-                    float eps);                                                                              \
-  void silu_mul(const float* gate_up, float* out, int64_t m, int64_t n);                                     \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
+  void decoder_layer(const LayerArgs& a);                                                                    \
+  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);         \
+  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);       \
   void attention(const AttentionArgs& a);                                                                    \
+  }
+FD_DECLARE_KERNELS(avx2)
+FD_DECLARE_KERNELS(avx512)
+FD_DECLARE_KERNELS(amx)  // bfloat16 only
+#undef FD_DECLARE_KERNELS
+
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                       \
+  namespace isa {                                                                                            \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                    \
   void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
               const float* top_p, const float* min_p, const double* uniform, int32_t* out);                  \
   void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,           \
                 float* chosen, float* top_values, int32_t* top_ids);                                         \
   }
-FD_DECLARE_KERNELS(avx2)
-FD_DECLARE_KERNELS(avx512)
-#undef FD_DECLARE_KERNELS
+FD_DECLARE_VECTOR_KERNELS(avx2)
+FD_DECLARE_VECTOR_KERNELS(avx512)
+#undef FD_DECLARE_VECTOR_KERNELS
 
-namespace amx {  // bfloat16 only
-void linear(const float* x, int64_t m, const Weight& w, float* out);
-void gated_linear(const float* x, int64_t m, const Weight& w, float* out);
-void attention(const AttentionArgs& a);
+namespace amx {
 double probe_read(const void* data, int64_t bytes);  // reads it all on all threads
 int64_t probe_peak(int64_t rounds);                  // multiplies tiles in registers; returns the operations done
 }  // namespace amx

@@ -4,10 +4,9 @@
 // Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend on its own row of x
 // and its own column of the weight, and on nothing else.
 #include <algorithm>
+#include <cstring>
 
-#include "kernels.h"
-#include "memory.h"
-#include "simd.h"
+#include "left.h"
 #include "thread_pool.h"
 
 namespace fd {
@@ -88,39 +87,11 @@ void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64
   }
 }
 
-// With bfloat16 weights x is rounded to bfloat16 (as AMX does) and padded to whole pairs of k tiles.
-const float* prepare_input(const float* x, int64_t m, const Weight& w, int64_t* ldx) {
-  *ldx = w.k_padded;
-  if (!w.bf16) return x;
-  float* rounded = static_cast<float*>(scratch(kScratchInput, static_cast<size_t>(m * w.k_padded) * 4));
-  const int64_t grain = std::max<int64_t>(1, 65536 / w.k_padded);
-  parallel_for(m, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const float* from = x + r * w.k;
-      float* to = rounded + r * w.k_padded;
-      int64_t k = 0;
-      for (; k + 16 <= w.k; k += 16) store(to + k, round_bf16(load(from + k)));
-      if (k < w.k) store(to + k, round_bf16(load_n(from + k, static_cast<int>(w.k - k)))), k += 16;
-      for (; k < w.k_padded; k += 16) store(to + k, zero());
-    }
-  });
-  return rounded;
-}
-
-void store_columns(float* row, int64_t tile, int64_t n, F16 value) {
-  const int64_t column = tile * kColumns;
-  if (column + kColumns <= n) {
-    store(row + column, value);
-  } else if (column < n) {
-    store_n(row + column, value, static_cast<int>(n - column));
-  }
-}
-
 // Calls finish(row, pair, acc0, acc1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
-  int64_t ldx;
-  const float* input = prepare_input(x, m, w, &ldx);
+void for_all_pairs(const Left& left, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+  const int64_t m = left.m, ldx = w.k_padded;
+  const float* input = static_cast<const float*>(left.data);
   for (int64_t block = 0; block < m; block += kRowBlock) {
     const int64_t block_end = std::min(m, block + kRowBlock);
     const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
@@ -140,56 +111,75 @@ void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Ti
   }
 }
 
-F16 with_bias(const Weight& w, int64_t tile, F16 value) {
-  return w.bias == nullptr ? value : add(value, load(w.bias + tile * kColumns));
-}
+F16 rounded(const Weight& w, F16 value) { return w.bf16 ? round_bf16(value) : value; }
 
 }  // namespace
 
-void linear(const float* x, int64_t m, const Weight& w, float* out) {
+// float32 rows of k_padded: rounded to bfloat16 (as AMX does) and padded with zeros where the weights are bfloat16.
+Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
+  if (norm == nullptr && !w.bf16) return {x, m};
+  float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * w.k_padded) * 4));
+  parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* from = x + r * w.k;
+      float* to = rows + r * w.k_padded;
+      const F16 factor = set1(norm == nullptr ? 1.0f : norm_factor(from, w.k, eps));
+      for (int64_t k = 0; k < w.k; k += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, w.k - k));
+        F16 v = load_n(from + k, count);
+        if (norm != nullptr) v = mul(mul(v, factor), load_n(norm + k, count));
+        store_n(to + k, rounded(w, v), count);
+      }
+      std::memset(to + w.k, 0, static_cast<size_t>(w.k_padded - w.k) * 4);
+    }
+  });
+  return {rows, m};
+}
+
+void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
   const int64_t tiles = w.tiles();
   for_all_pairs(
-      x, m, w, (tiles + 1) / 2,
+      left, w, (tiles + 1) / 2,
       [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
         *tile0 = 2 * pair;
         *tile1 = std::min(2 * pair + 1, tiles - 1);
       },
       [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
         float* to = out + row * w.n;
-        store_columns(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-        if (2 * pair + 1 < tiles) store_columns(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+        const auto put = accumulate ? add_columns : store_columns;
+        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
+        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
       });
 }
 
-void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
-  const int64_t half = w.n / 2, half_tiles = half / kColumns;
+Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
+  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = left.m;
+  float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
   if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
-    float* both = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(m * w.n) * 4));
-    linear(x, m, w, both);
-    silu_mul(both, out, m, half);
-    return;
+    float* both = static_cast<float*>(scratch(kScratchGateUp, static_cast<size_t>(m * w.n) * 4));
+    multiply(left, w, both, false);
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t i = 0; i < half; i += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, half - i));
+        const float *gate = both + r * w.n + i, *up = gate + half;
+        store_n(rows + r * next.k_padded + i, rounded(next, mul(silu(load_n(gate, count)), load_n(up, count))), count);
+      }
+  } else {
+    for_all_pairs(
+        left, w, half_tiles,
+        [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+          *tile0 = pair;
+          *tile1 = pair + half_tiles;
+        },
+        [&](int64_t row, int64_t pair, F16 gate, F16 up) {
+          gate = with_bias(w, pair, gate);
+          up = with_bias(w, pair + half_tiles, up);
+          store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
+        });
   }
-  for_all_pairs(
-      x, m, w, half_tiles,
-      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
-        *tile0 = pair;
-        *tile1 = pair + half_tiles;
-      },
-      [&](int64_t row, int64_t pair, F16 gate, F16 up) {
-        gate = with_bias(w, pair, gate);
-        up = with_bias(w, pair + half_tiles, up);
-        store(out + row * half + pair * kColumns, mul(silu(gate), up));
-      });
-}
-
-void silu_mul(const float* gate_up, float* out, int64_t m, int64_t n) {
-  for (int64_t r = 0; r < m; ++r) {
-    const float *gate = gate_up + r * 2 * n, *up = gate + n;
-    for (int64_t i = 0; i < n; i += 16) {
-      const int count = static_cast<int>(std::min<int64_t>(16, n - i));
-      store_n(out + r * n + i, mul(silu(load_n(gate + i, count)), load_n(up + i, count)), count);
-    }
-  }
+  for (int64_t r = 0; r < m; ++r)
+    std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);
+  return {rows, m};
 }
 
 void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out) {

@@ -6,16 +6,16 @@
 // into blocks stores and reloads float32 accumulators, which changes no bit.
 //
 // Throughput: one TDPBF16PS per 16 cycles, latency 52, so four accumulators keep the unit busy: a 2 x 2 block uses all
-// eight tiles (4 accumulators, 2 left, 2 right). Below some 256 rows the way of the weights from memory is what takes
-// time: they are read once, in order, and prefetched to L2 by the very loop that multiplies.
+// eight tiles (4 accumulators, 2 left, 2 right) and loads a tile per multiplication. What bounds it:
+//   up to 32 rows   the way of the weights from memory: they are read once, in order, prefetched by the loop itself
+//   beyond          L2: it delivers some 33 bytes a cycle (measured), and a 2 x 2 block of which both sides come from
+//                   L2 wants 64. So K is cut such that the weights of a block stay in L1 while all rows go past.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.h"
-#include "memory.h"
-#include "simd.h"
+#include "left.h"
 #include "thread_pool.h"
 
 namespace fd {
@@ -23,15 +23,18 @@ namespace amx {
 namespace {
 
 constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kTileFloats = 256;
-constexpr int64_t kStrip = 32;  // rows of a 2 x 2 block
-// How far ahead weights are fetched when memory is the bound: 4 KiB, about what one core's memory latency is worth.
+constexpr int64_t kStrip = 32;             // rows of a 2 x 2 block
+constexpr int64_t kStripFloats = 32 * 32;  // its accumulators
+constexpr int64_t kGroup = 2;              // strips that go past the same weights before K moves on
+// How far ahead weights are fetched where memory is the bound: 4 KiB, about what one core's memory latency is worth.
 constexpr int64_t kPrefetchSteps = 2;
-
-// Rows of x whose bfloat16 copy, cut to a block of K, shares L2 (2 MiB on every AMX core so far) with the weights that
-// stream past.
-constexpr int64_t kInputBudget = int64_t{1} << 20;
-constexpr int64_t kMaxRowBlock = 512;
+// K tiles of a block whose weights (14 KiB) share L1 (48 KiB on every AMX core so far) with the rows that go past.
+constexpr int64_t kL1Steps = 7;
+// Left rows, cut to a block of K, that share L2 (2 MiB) with accumulators and the weights that stream past.
+constexpr int64_t kWholeBudget = int64_t{1} << 20, kCutBudget = int64_t{640} << 10;
+constexpr int64_t kMaxRows = 512;
+// A piece of work: enough weights that what a thread does once per piece costs nothing, and few enough to share out.
+constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -41,7 +44,7 @@ struct alignas(64) TileConfig {
 
 // Accumulators 0..3, left tiles 4 and 5, right tiles 6 and 7. With fewer than 16 rows in all, left tiles and
 // accumulators are cut to that: a decode step then loads no padding.
-void configure_tiles(int rows) {
+void configure_tiles(int64_t rows) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {
     config.row_bytes[t] = 64;
@@ -50,66 +53,45 @@ void configure_tiles(int rows) {
   _tile_loadconfig(&config);
 }
 
-// x in left-tile order, [row tile][k tile][rows][32]; rows = min(m, 16), the last row tile padded with zeros.
-struct Input {
-  const char* data;
-  int64_t rows;  // of a tile
-  int64_t k_tiles;
-  int64_t step;  // bytes from one k tile to the next
-  const char* tile(int64_t row_tile, int64_t k_tile) const { return data + (row_tile * k_tiles + k_tile) * step; }
+// How a Left lies in memory: [row tile][k tile][rows of a tile][32]. Rows beyond m in whole strips hold anything: a row
+// of the result depends on its own left row alone.
+struct LeftTiles {
+  char* data;
+  int64_t rows;     // of a tile: 16, or m if that is less
+  int64_t k_tiles;  // of a row
+
+  LeftTiles(void* data, int64_t m, const Weight& w)
+      : data(static_cast<char*>(data)), rows(std::min<int64_t>(m, 16)), k_tiles(w.k_padded / kDepth) {}
+
+  static size_t bytes(int64_t m, const Weight& w) {
+    return static_cast<size_t>((m <= 16 ? m : round_up(m, kStrip)) * w.k_padded * 2);
+  }
+  int64_t step() const { return rows * 64; }  // bytes from one k tile to the next
+  char* tile(int64_t row_tile, int64_t k_tile) const { return data + (row_tile * k_tiles + k_tile) * step(); }
+  char* row(int64_t r) const { return tile(r / 16, 0) + r % 16 * 64; }
 };
 
-void convert_row(const float* x, int64_t k, int64_t k_tiles, char* out, int64_t step) {
-  for (int64_t t = 0; t < k_tiles; ++t) {
-    const int64_t left = k - t * 32;
-    const __mmask16 lo = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    const __mmask16 hi = left >= 32 ? 0xffff : left > 16 ? static_cast<__mmask16>((1u << (left - 16)) - 1) : 0;
-    const __m512 a = _mm512_maskz_loadu_ps(lo, x + t * 32), b = _mm512_maskz_loadu_ps(hi, x + t * 32 + 16);
-    _mm512_storeu_si512(out + t * step, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-  }
-}
-
-Input convert_input(const float* x, int64_t m, const Weight& w) {
-  Input input;
-  input.rows = std::min<int64_t>(m, 16);
-  input.k_tiles = w.k_padded / kDepth;
-  input.step = input.rows * 64;
-  const int64_t row_tiles = m <= 16 ? 1 : round_up(m, kStrip) / 16;  // whole strips
-  char* data = static_cast<char*>(scratch(kScratchInput, static_cast<size_t>(row_tiles * input.k_tiles * input.step)));
-  input.data = data;
-  parallel_for(row_tiles, std::max<int64_t>(1, 65536 / (16 * w.k_padded)), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      char* tile = data + t * input.k_tiles * input.step;
-      for (int64_t r = 0; r < input.rows; ++r) {
-        const int64_t row = t * 16 + r;
-        if (row < m) {
-          convert_row(x + row * w.k, w.k, input.k_tiles, tile + r * 64, input.step);
-        } else {
-          for (int64_t k = 0; k < input.k_tiles; ++k) std::memset(tile + k * input.step + r * 64, 0, 64);
-        }
-      }
-    }
-  });
-  return input;
+__mmask16 first_lanes(int64_t count) {
+  return count >= 16 ? 0xffff : count > 0 ? static_cast<__mmask16>((1u << count) - 1) : 0;
 }
 
 // accumulators (+)= left x right over `steps` k tiles, for RowTiles x 2 tiles. `beside` runs once per k tile: while the
 // tile unit is busy, the rest of the core fetches weights and finishes earlier results.
 template <int RowTiles, typename Beside>
-inline void multiply(const char* a0, const char* a1, int64_t a_step, const char* b0, const char* b1, int64_t steps,
-                     Beside&& beside) {
+inline void multiply_tiles(const char* a0, const char* a1, int64_t a_step, const char* b0, const char* b1,
+                           int64_t steps, Beside& beside) {
   for (int64_t i = 0; i < steps; ++i) {
-    beside(i);
+    beside();
     _tile_loadd(6, b0, 64);
-    _tile_loadd(4, a0, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (RowTiles == 2) {
-      _tile_loadd(5, a1, 64);
-      _tile_dpbf16ps(2, 5, 6);
-    }
     _tile_loadd(7, b1, 64);
+    _tile_loadd(4, a0, 64);
+    if (RowTiles == 2) _tile_loadd(5, a1, 64);
+    _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
-    if (RowTiles == 2) _tile_dpbf16ps(3, 5, 7);
+    if (RowTiles == 2) {
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
     a0 += a_step;
     a1 += a_step;
     b0 += kTileBytes;
@@ -117,11 +99,14 @@ inline void multiply(const char* a0, const char* a1, int64_t a_step, const char*
   }
 }
 
-// The four accumulators start as zeros, or as what an earlier block of K left in c; at the end they go to `to`.
+// One strip, [32 rows][32 columns] of float32: its accumulators start as zeros (from: null), or as what an earlier
+// block of K left in `from`, and end in `to`.
 template <int RowTiles, typename Beside>
-inline void multiply_block(const Input& input, int64_t row_tile, int64_t k0, int64_t steps, const char* b0,
-                           const char* b1, const float* c, float* to, Beside&& beside) {
-  if (c == nullptr) {
+inline void multiply_strip(const LeftTiles& left, int64_t row_tile, int64_t k0, int64_t steps, const char* b0,
+                           const char* b1, const float* from, float* to, Beside& beside) {
+  constexpr int kStride = 2 * kColumns * 4;
+  constexpr int64_t kSecond = 16 * 2 * kColumns;  // row tile
+  if (from == nullptr) {
     _tile_zero(0);
     _tile_zero(1);
     if (RowTiles == 2) {
@@ -129,34 +114,46 @@ inline void multiply_block(const Input& input, int64_t row_tile, int64_t k0, int
       _tile_zero(3);
     }
   } else {
-    _tile_loadd(0, c, 64);
-    _tile_loadd(1, c + kTileFloats, 64);
+    _tile_loadd(0, from, kStride);
+    _tile_loadd(1, from + kColumns, kStride);
     if (RowTiles == 2) {
-      _tile_loadd(2, c + 2 * kTileFloats, 64);
-      _tile_loadd(3, c + 3 * kTileFloats, 64);
+      _tile_loadd(2, from + kSecond, kStride);
+      _tile_loadd(3, from + kSecond + kColumns, kStride);
     }
   }
-  const char* a0 = input.tile(row_tile, k0);
-  const char* a1 = RowTiles == 2 ? input.tile(row_tile + 1, k0) : a0;
-  multiply<RowTiles>(a0, a1, input.step, b0, b1, steps, beside);
-  _tile_stored(0, to, 64);
-  _tile_stored(1, to + kTileFloats, 64);
+  const char* a0 = left.tile(row_tile, k0);
+  const char* a1 = RowTiles == 2 ? left.tile(row_tile + 1, k0) : a0;
+  multiply_tiles<RowTiles>(a0, a1, left.step(), b0, b1, steps, beside);
+  _tile_stored(0, to, kStride);
+  _tile_stored(1, to + kColumns, kStride);
   if (RowTiles == 2) {
-    _tile_stored(2, to + 2 * kTileFloats, 64);
-    _tile_stored(3, to + 3 * kTileFloats, 64);
+    _tile_stored(2, to + kSecond, kStride);
+    _tile_stored(3, to + kSecond + kColumns, kStride);
   }
 }
 
-// Accumulators that are complete but not yet written out.
+// Rows of a pair of column tiles that are complete but not yet written out.
 struct Pending {
   const float* c = nullptr;
-  int64_t pair = 0, row = 0, done = 0, count = 0;
+  int64_t pair = 0, row = 0, end = 0;
 
   template <typename Finish>
-  inline void finish_rows(int64_t rows, Finish& finish) {
-    for (const int64_t end = std::min(count, done + rows); done < end; ++done) {
-      const float* from = c + (done / 16) * 2 * kTileFloats + (done % 16) * 16;
-      finish(row + done, pair, load(from), load(from + kTileFloats));
+  inline void finish_rows(int64_t count, Finish& finish) {
+    for (const int64_t stop = std::min(end, row + count); row < stop; ++row, c += 2 * kColumns)
+      finish(row, pair, load(c), load(c + kColumns));
+  }
+};
+
+// Prefetches two columns of weights side by side, `lines` of each at a time.
+template <_mm_hint Hint>
+struct Fetch {
+  const char *p0, *p1;
+  int64_t lines;
+
+  inline void go() {
+    for (int64_t l = 0; l < lines; ++l, p0 += 64, p1 += 64) {
+      _mm_prefetch(p0, Hint);
+      _mm_prefetch(p1, Hint);
     }
   }
 };
@@ -165,151 +162,208 @@ struct Pending {
 struct Pass {
   int64_t row0, rows, k0, steps;
   bool first, last;
-  float* partial;  // accumulators between blocks of K, [pair][strip][4 tiles]; null: K is not cut
+  float* partial;  // accumulators between blocks of K, [pair][strip][32][32]; null: K is not cut
 };
 
-// Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair in [begin, end).
+// Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
 template <typename Tiles, typename Finish>
-void run_pairs(const Input& input, const Weight& w, const Pass& pass, int64_t pairs, int64_t begin, int64_t end,
+void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
                const Tiles& tiles, Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
-  const int64_t column_bytes = w.tile_elements() * 2;
-  const int64_t strips = (pass.rows + kStrip - 1) / kStrip, steps = pass.steps;
+  const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
+  const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
+  const int64_t cuts = strips == 1 ? 1 : (steps + kL1Steps - 1) / kL1Steps;
   const int64_t rows_per_step = (kStrip + steps - 1) / steps;
-  alignas(64) float blocks[2][4 * kTileFloats];
+  alignas(64) float blocks[2][kGroup * kStripFloats];
   int current = 0;
   Pending pending;
-  configure_tiles(static_cast<int>(input.rows));
-  for (int64_t pair = begin; pair < end; ++pair) {
-    int64_t t0, t1;
-    tiles(pair, &t0, &t1);
-    const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
-    tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
-    const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
-    for (int64_t s = 0; s < strips; ++s) {
-      const int64_t row = s * kStrip, count = std::min(kStrip, pass.rows - row);
-      float* kept = pass.partial == nullptr ? nullptr : pass.partial + (pair * strips + s) * 4 * kTileFloats;
-      float* to = kept != nullptr && !pass.last ? kept : blocks[current ^= 1];
-      const float* from = pass.first ? nullptr : kept;
-      auto run = [&](auto&& beside) {
-        if (count > 16) {
-          multiply_block<2>(input, row / 16, pass.k0, steps, b0, b1, from, to, beside);
-        } else {
-          multiply_block<1>(input, row / 16, pass.k0, steps, b0, b1, from, to, beside);
+  configure_tiles(left.rows);
+  for (int64_t begin, end; pieces.next(&begin, &end);) {
+    for (int64_t pair = begin; pair < end; ++pair) {
+      int64_t t0, t1;
+      tiles(pair, &t0, &t1);
+      const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+      tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
+      const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
+      Fetch<_MM_HINT_T1> fetch_next{next0, next1, (16 + strips - 1) / strips};  // spread over all steps of this pair
+      for (int64_t group = 0; group < strips; group += kGroup) {
+        const int64_t group_rows = std::min(kGroup * kStrip, pass.rows - group * kStrip);
+        float* partial = pass.partial == nullptr ? nullptr : pass.partial + (pair * strips + group) * kStripFloats;
+        float* block = blocks[current ^= 1];
+        for (int64_t cut = 0; cut < cuts; ++cut) {
+          const int64_t k = steps * cut / cuts, count = steps * (cut + 1) / cuts - k;
+          const float* from = cut > 0 ? block : pass.first ? nullptr : partial;
+          float* to = cut + 1 < cuts || pass.last ? block : partial;
+          for (int64_t row = 0; row < group_rows; row += kStrip) {
+            auto run = [&](auto beside) {
+              const char *here0 = b0 + k * kTileBytes, *here1 = b1 + k * kTileBytes;
+              const int64_t row_tile = (pass.row0 + group * kStrip + row) / 16;
+              const float* old = from == nullptr ? nullptr : from + row * 32;
+              if (group_rows - row > 16) {
+                multiply_strip<2>(left, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
+              } else {
+                multiply_strip<1>(left, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
+              }
+            };
+            if (strips == 1) {
+              // Memory is the bound: fetch a fixed distance ahead, across the end of the pair.
+              int64_t left_here = std::max<int64_t>(0, steps - kPrefetchSteps);
+              const int64_t ahead = (steps - left_here) * kTileBytes;
+              Fetch<_MM_HINT_T0> fetch{b0 + ahead, b1 + ahead, 16};
+              run([&, fetch, left_here]() mutable {
+                if (left_here-- == 0) fetch = {next0, next1, 16};
+                fetch.go();
+                pending.finish_rows(rows_per_step, finish);
+              });
+            } else {
+              run([&] {
+                fetch_next.go();
+                pending.finish_rows(rows_per_step, finish);
+              });
+            }
+          }
         }
-      };
-      if (strips == 1) {
-        // Memory is the bound: fetch a fixed distance ahead, across the end of the pair.
-        const int64_t ahead = std::min(kPrefetchSteps, steps);
-        const char *p0 = b0 + ahead * kTileBytes, *p1 = b1 + ahead * kTileBytes;
-        run([&](int64_t i) {
-          if (i == steps - ahead) p0 = next0, p1 = next1;
-          for (int l = 0; l < 16; ++l, p0 += 64, p1 += 64) {
-            _mm_prefetch(p0, _MM_HINT_T1);
-            _mm_prefetch(p1, _MM_HINT_T1);
-          }
-          pending.finish_rows(rows_per_step, finish);
-        });
-      } else {
-        // Each strip fetches its part of the next pair, so that memory is read while every strip computes.
-        const int64_t lines = (32 + strips - 1) / strips;
-        int64_t line = s * steps * lines;
-        const int64_t half = steps * 16;
-        run([&](int64_t) {
-          for (int64_t l = 0; l < lines; ++l, ++line) {
-            if (line >= 2 * half) break;
-            _mm_prefetch(line < half ? next0 + line * 64 : next1 + (line - half) * 64, _MM_HINT_T1);
-          }
-          pending.finish_rows(rows_per_step, finish);
-        });
+        pending.finish_rows(kGroup * kStrip, finish);
+        if (pass.last) pending = {block, pair, pass.row0 + group * kStrip, pass.row0 + group * kStrip + group_rows};
       }
-      if (pass.last) pending = {to, pair, pass.row0 + row, 0, count};
     }
   }
-  pending.finish_rows(kStrip, finish);
-  _mm_sfence();  // writes past the cache become visible before the range counts as done
+  pending.finish_rows(kGroup * kStrip, finish);
+  _mm_sfence();  // writes past the cache become visible before the job counts as done
   _tile_release();
 }
 
-// The same for all m rows, on all threads.
+// The same for all rows, on all threads.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const float* x, int64_t m, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
-  const int64_t k_tiles = w.k_padded / kDepth;
-  const int64_t row_bytes = w.k_padded * 2;
-  const int64_t row_block = row_bytes * kMaxRowBlock <= kInputBudget ? kMaxRowBlock : kMaxRowBlock / 2;
-  for (int64_t row0 = 0; row0 < m; row0 += row_block) {
+void for_all_pairs(const Left& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+  const LeftTiles left(const_cast<void*>(rows.data), rows.m, w);
+  const int64_t k_tiles = left.k_tiles, row_bytes = k_tiles * 64;
+  const bool whole = row_bytes * kMaxRows <= kWholeBudget;
+  const int64_t row_block = whole ? kMaxRows : kMaxRows / 2;
+  for (int64_t row0 = 0; row0 < rows.m; row0 += row_block) {
     Pass pass = {};
     pass.row0 = row0;
-    pass.rows = std::min(row_block, m - row0);
-    const Input input = convert_input(x + row0 * w.k, pass.rows, w);
-    const int64_t k_blocks = pass.rows <= 64 ? 1 : (pass.rows * row_bytes + kInputBudget - 1) / kInputBudget;
-    const int64_t k_block = (k_tiles + k_blocks - 1) / k_blocks;
-    if (k_blocks > 1)
+    pass.rows = std::min(row_block, rows.m - row0);
+    const int64_t passes = whole || pass.rows <= 2 * kStrip ? 1 : (pass.rows * row_bytes + kCutBudget - 1) / kCutBudget;
+    if (passes > 1)
       pass.partial = static_cast<float*>(
-          scratch(kScratchAccumulator, static_cast<size_t>(pairs * round_up(pass.rows, kStrip) * 32) * 4));
-    for (pass.k0 = 0; pass.k0 < k_tiles; pass.k0 += k_block) {
-      pass.steps = std::min(k_block, k_tiles - pass.k0);
-      pass.first = pass.k0 == 0;
-      pass.last = pass.k0 + pass.steps == k_tiles;
-      parallel_for(pairs, 1, [&](int64_t begin, int64_t end) {
-        run_pairs(input, w, pass, pairs, begin, end, tiles, finish);
+          scratch(kScratchPartial, static_cast<size_t>(pairs * round_up(pass.rows, kStrip) * 32) * 4));
+    for (int64_t p = 0; p < passes; ++p) {
+      pass.k0 = k_tiles * p / passes;
+      pass.steps = k_tiles * (p + 1) / passes - pass.k0;
+      pass.first = p == 0;
+      pass.last = p + 1 == passes;
+      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * ((pass.rows + kStrip - 1) / kStrip)));
+      parallel_pieces(pairs, grain, [&](Pieces& pieces) {
+        run_pairs(left, w, pass, pairs, pieces, tiles, finish);
       });
     }
   }
 }
 
-// Results too large to still be in a cache when the next op reads them are written past it: an ordinary store would
-// first read the line it overwrites. Needs rows of whole, aligned cache lines.
+// Results too large to still be in a cache when they are read are written past it: an ordinary store would first read
+// the line it overwrites. Needs rows of whole, aligned cache lines.
 bool write_past_cache(const float* out, int64_t m, int64_t n) {
   constexpr int64_t kLarge = int64_t{4} << 20;
   return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
 }
 
-void store_columns(float* row, int64_t tile, int64_t n, F16 value, bool past_cache) {
-  const int64_t column = tile * kColumns;
-  if (past_cache) {
-    _mm512_stream_ps(row + column, value.v);
-  } else if (column + kColumns <= n) {
-    store(row + column, value);
-  } else if (column < n) {
-    store_n(row + column, value, static_cast<int>(n - column));
+void stream_columns(float* row, int64_t tile, int64_t, F16 value) { _mm512_stream_ps(row + tile * kColumns, value.v); }
+
+// x / (1 + e^-x) for a result that is rounded to bfloat16: within 1e-5 of it.
+__m512 rough_silu(__m512 x) {
+  const __m512 wanted = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+  const __m512 t = _mm512_min_ps(_mm512_max_ps(wanted, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(t, n);
+  __m512 p = _mm512_set1_ps(9.61812911e-3f);  // ln(2)^k / k!
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, n));
+  const __m512 guess = _mm512_rcp14_ps(d);
+  return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(d, guess, _mm512_set1_ps(2.0f))));
+}
+
+// Rows of float32 (times factor times norm) as left rows.
+void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out,
+                 int64_t step) {
+  const __m512 scale = _mm512_set1_ps(factor);
+  for (int64_t t = 0; t < k_tiles; ++t) {
+    const int64_t at = t * 32;
+    const __mmask16 lo = first_lanes(k - at), hi = first_lanes(k - at - 16);
+    __m512 a = _mm512_maskz_loadu_ps(lo, x + at), b = _mm512_maskz_loadu_ps(hi, x + at + 16);
+    if (norm != nullptr) {
+      a = _mm512_mul_ps(_mm512_mul_ps(a, scale), _mm512_maskz_loadu_ps(lo, norm + at));
+      b = _mm512_mul_ps(_mm512_mul_ps(b, scale), _mm512_maskz_loadu_ps(hi, norm + at + 16));
+    }
+    _mm512_storeu_si512(out + t * step, (__m512i)_mm512_cvtne2ps_pbh(b, a));
   }
 }
 
-F16 with_bias(const Weight& w, int64_t tile, F16 value) {
-  return w.bias == nullptr ? value : add(value, load(w.bias + tile * kColumns));
-}
-
-}  // namespace
-
-void linear(const float* x, int64_t m, const Weight& w, float* out) {
+template <typename Put>
+void multiply_with(const Left& left, const Weight& w, float* out, Put put) {
   const int64_t count = w.tiles();
-  const bool past_cache = write_past_cache(out, m, w.n);
   for_all_pairs(
-      x, m, w, (count + 1) / 2,
+      left, w, (count + 1) / 2,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = 2 * pair;
         *t1 = std::min(2 * pair + 1, count - 1);
       },
       [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
         float* to = out + row * w.n;
-        store_columns(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0), past_cache);
-        if (2 * pair + 1 < count) 
-          store_columns(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1), past_cache);
+        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
+        if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
       });
 }
 
-void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
-  const int64_t half = w.n / 2, half_tiles = half / kColumns;
-  if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
-    float* both = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(m * w.n) * 4));
-    linear(x, m, w, both);
-    avx512::silu_mul(both, out, m, half);
-    return;
+}  // namespace
+
+Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
+  const LeftTiles left(scratch(slot, LeftTiles::bytes(m, w)), m, w);
+  parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* row = x + r * w.k;
+      const float factor = norm == nullptr ? 1.0f : norm_factor(row, w.k, eps);
+      convert_row(row, norm, factor, w.k, left.k_tiles, left.row(r), left.step());
+    }
+  });
+  return {left.data, m};
+}
+
+void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
+  if (accumulate) {
+    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { add_columns(row, tile, n, v); });
+  } else if (write_past_cache(out, left.m, w.n)) {
+    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { stream_columns(row, tile, n, v); });
+  } else {
+    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { store_columns(row, tile, n, v); });
   }
-  const bool past_cache = write_past_cache(out, m, half);
+}
+
+Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
+  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = left.m;
+  if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
+    float* both = static_cast<float*>(scratch(kScratchGateUp, static_cast<size_t>(m * w.n) * 4));
+    multiply(left, w, both, false);
+    for (int64_t r = 0; r < m; ++r)
+      for (int64_t i = 0; i < half; i += 16) {
+        const int count = static_cast<int>(std::min<int64_t>(16, half - i));
+        float *gate = both + r * w.n + i, *up = gate + half, *to = both + r * half + i;
+        store_n(to, mul(silu(load_n(gate, count)), load_n(up, count)), count);
+      }
+    return make_left(slot, both, nullptr, 0, m, next);
+  }
+  const LeftTiles inner(scratch(slot, LeftTiles::bytes(m, next)), m, next);
+  auto put = [&](int64_t row, int64_t tile, __m256i values) {
+    char* to = inner.row(row) + tile / 2 * inner.step() + tile % 2 * 32;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
+  };
+  if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
+    for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
   for_all_pairs(
-      x, m, w, half_tiles,
+      left, w, half_tiles,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = pair;
         *t1 = pair + half_tiles;
@@ -317,8 +371,9 @@ void gated_linear(const float* x, int64_t m, const Weight& w, float* out) {
       [&](int64_t row, int64_t pair, F16 gate, F16 up) {
         gate = with_bias(w, pair, gate);
         up = with_bias(w, pair + half_tiles, up);
-        store_columns(out + row * half, pair, half, mul(silu(gate), up), past_cache);
+        put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rough_silu(gate.v), up.v)));
       });
+  return {inner.data, m};
 }
 
 }  // namespace amx

@@ -12,7 +12,19 @@ void free_pages(void* pointer, size_t bytes);
 
 // Per-thread scratch, 64-byte aligned, valid until the same thread asks for the same slot again; contents undefined.
 // One op uses each slot once; the workers of an op may read what the caller's slot holds.
-enum ScratchSlot { kScratchInput, kScratchAccumulator, kScratchQuery, kScratchTasks, kScratchTask, kNumScratchSlots };
+enum ScratchSlot {
+  kScratchInput,
+  kScratchInner,
+  kScratchQkv,
+  kScratchAttended,
+  kScratchPartial,
+  kScratchAccumulator,
+  kScratchGateUp,
+  kScratchQuery,
+  kScratchTasks,
+  kScratchTask,
+  kNumScratchSlots
+};
 void* scratch(ScratchSlot slot, size_t bytes);
 
 }  // namespace fd

@@ -52,7 +52,7 @@ void wait_for_change(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<int
 struct alignas(128) Share {
   std::atomic<uint64_t> bounds{0};
 
-  static uint64_t pack(uint64_t lo, uint64_t hi) { return (hi << 32) | lo; }
+  static uint64_t pack(int64_t lo, int64_t hi) { return static_cast<uint64_t>(hi) << 32 | static_cast<uint64_t>(lo); }
 
   bool take(uint32_t grain, bool from_front, int64_t* begin, int64_t* end) {
     uint64_t old = bounds.load(std::memory_order_acquire);
@@ -85,17 +85,13 @@ class Pool {
 
   int size() const { return static_cast<int>(shares_.size()); }
 
-  void run(int64_t n, int64_t grain, RangeFn fn, void* context) {
+  void run(int64_t n, int64_t grain, PiecesFn fn, void* context) {
     const int64_t threads = size();
     fn_ = fn;
     context_ = context;
     grain_ = static_cast<uint32_t>(grain);
-    const int64_t pieces = (n + grain - 1) / grain;
-    for (int64_t t = 0; t < threads; ++t) {
-      const int64_t lo = std::min(n, pieces * t / threads * grain);
-      const int64_t hi = std::min(n, pieces * (t + 1) / threads * grain);
-      shares_[t].bounds.store(Share::pack(lo, hi), std::memory_order_relaxed);
-    }
+    for (int64_t t = 0; t < threads; ++t)
+      shares_[t].bounds.store(Share::pack(n * t / threads, n * (t + 1) / threads), std::memory_order_relaxed);
     gate_.store(kOpen, std::memory_order_release);
     job_.fetch_add(1);
     if (workers_parked_.load() > 0) futex_wake_all(&job_);
@@ -112,12 +108,27 @@ class Pool {
  private:
   static constexpr uint32_t kOpen = 1u << 31;
 
-  void work(int self) {
-    int64_t begin, end;
-    for (int i = 0; i < size(); ++i) {
-      const int victim = (self + i) % size();
-      while (shares_[victim].take(grain_, i == 0, &begin, &end)) fn_(context_, begin, end);
+  class Shares final : public Pieces {
+   public:
+    Shares(Pool& pool, int self) : pool_(pool), self_(self) {}
+
+    bool next(int64_t* begin, int64_t* end) override {
+      for (; distance_ < pool_.size(); ++distance_) {
+        Share& share = pool_.shares_[(self_ + distance_) % pool_.size()];
+        if (share.take(pool_.grain_, distance_ == 0, begin, end)) return true;
+      }
+      return false;
     }
+
+   private:
+    Pool& pool_;
+    const int self_;
+    int distance_ = 0;  // to the thread whose share is being emptied
+  };
+
+  void work(int self) {
+    Shares pieces(*this, self);
+    fn_(context_, pieces);
   }
 
   bool enter() {
@@ -143,7 +154,7 @@ class Pool {
 
   std::vector<Share> shares_;
   std::vector<std::thread> workers_;
-  RangeFn fn_ = nullptr;
+  PiecesFn fn_ = nullptr;
   void* context_ = nullptr;
   uint32_t grain_ = 1;
   std::atomic<bool> stopping_{false};
@@ -151,6 +162,22 @@ class Pool {
   std::atomic<int> workers_parked_{0};
   alignas(128) std::atomic<uint32_t> gate_{0};  // kOpen | number of workers inside the job
   std::atomic<int> caller_parked_{0};
+};
+
+// All of a job as one piece.
+class Whole final : public Pieces {
+ public:
+  explicit Whole(int64_t n) : left_(n) {}
+
+  bool next(int64_t* begin, int64_t* end) override {
+    *begin = 0;
+    *end = left_;
+    left_ = 0;
+    return *end > 0;
+  }
+
+ private:
+  int64_t left_;
 };
 
 std::mutex pool_mutex;
@@ -181,11 +208,12 @@ int num_threads() {
   return wanted_threads;
 }
 
-void run_ranges(int64_t n, int64_t grain, RangeFn fn, void* context) {
+void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context) {
   if (n <= 0) return;
   std::unique_lock<std::mutex> lock(pool_mutex, std::try_to_lock);
   if (n <= grain || !lock.owns_lock() || wanted_threads == 1) {
-    fn(context, 0, n);
+    Whole pieces(n);
+    fn(context, pieces);
     return;
   }
   if (pool == nullptr) {

@@ -5,24 +5,43 @@
 
 namespace fd {
 
-using RangeFn = void (*)(void* context, int64_t begin, int64_t end);
+// One thread's way through a job: its own share first, front to back, then pieces off the end of the others'.
+class Pieces {
+ public:
+  // Takes the next piece, [*begin, *end) of at most `grain` items; false when nothing is left.
+  virtual bool next(int64_t* begin, int64_t* end) = 0;
 
-// Number of threads that run ranges, the caller included.
+ protected:
+  ~Pieces() = default;
+};
+
+using PiecesFn = void (*)(void* context, Pieces& pieces);
+
+// Number of threads that run jobs, the caller included.
 int num_threads();
 
 // Replaces the pool (tests, start-up). Must not run beside an op. n <= 0: FASTDEPLOY_CPU_THREADS, else all cores
 // that the process may use.
 void set_num_threads(int n);
 
-// Runs fn over [0, n) in pieces of at most `grain` items, on all threads; returns when all is done. Each thread starts
-// on a contiguous share (so weights stream in order) and, once through, takes pieces from the end of another's. If the
-// pool is busy with another caller's job, everything runs on the calling thread.
-void run_ranges(int64_t n, int64_t grain, RangeFn fn, void* context);
+// Shares [0, n) out among all threads in pieces of at most `grain` items; fn is called once on each thread that takes
+// part, and all is done when this returns. Each thread starts on a contiguous share, so that weights stream in order.
+// If the pool is busy with another caller's job, everything runs on the calling thread.
+void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context);
 
+// body(pieces): for work that carries something (tile registers, a result not yet written) from piece to piece.
+template <typename Body>
+inline void parallel_pieces(int64_t n, int64_t grain, Body body) {
+  run_pieces(
+      n, grain, [](void* context, Pieces& pieces) { (*static_cast<Body*>(context))(pieces); }, &body);
+}
+
+// body(begin, end) for each piece.
 template <typename Body>
 inline void parallel_for(int64_t n, int64_t grain, Body body) {
-  run_ranges(
-      n, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<Body*>(context))(begin, end); }, &body);
+  parallel_pieces(n, grain, [&](Pieces& pieces) {
+    for (int64_t begin, end; pieces.next(&begin, &end);) body(begin, end);
+  });
 }
 
 }  // namespace fd

@@ -38,8 +38,9 @@ def test_linears_and_embedding_share_one_packed_weight():
     with_bias = OPS.linear(paddle.to_tensor(x), biased).numpy()
     np.testing.assert_allclose(with_bias, y + np.concatenate(bias), rtol=1e-4, atol=1e-5)
     gate, up = np.split(y, 2, axis=1)
-    gated = OPS.gated_linear(paddle.to_tensor(x), weight).numpy()
-    np.testing.assert_allclose(gated, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)
+    down = _normal(6, 32, seed=9)
+    mlp = OPS.mlp(paddle.to_tensor(x), weight, OPS.pack_linear([down])).numpy()
+    np.testing.assert_allclose(mlp, (gate / (1 + np.exp(-gate)) * up) @ down.T, rtol=1e-3, atol=1e-3)
     gathered = OPS.embedding(np.array([33, 0], np.int32), weight).numpy()
     assert np.array_equal(gathered, stacked[[33, 0]].astype(np.float32))
     assert (weight.out_features, weight.in_features, weight.nbytes) == (64, 64, 64 * 64 * 4)
@@ -51,19 +52,20 @@ def test_bfloat16_ops_round_weights_once_and_compute_in_float32():
     assert np.array_equal(row, round_to_bfloat16(part[3]))
 
 
-def test_norms():
-    x, residual, weight = _tensor(7, 48), _tensor(7, 48, seed=1), _tensor(48, seed=2)
-    total = x.numpy().astype(np.float64) + residual.numpy()
-    expected = total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-5) * weight.numpy()
-    np.testing.assert_allclose(OPS.add_rms_norm(x, residual, weight, 1e-5).numpy(), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(residual.numpy(), total, rtol=1e-6)
-    np.testing.assert_allclose(OPS.rms_norm(residual, weight, 1e-5).numpy(), expected, rtol=1e-5, atol=1e-6)
+def test_norm_and_logits():
+    x, weight, head = _tensor(7, 48), _tensor(48, seed=2), _normal(9, 48, seed=1)
+    exact = x.numpy().astype(np.float64)
+    expected = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * weight.numpy()
+    np.testing.assert_allclose(OPS.rms_norm(x, weight, 1e-5).numpy(), expected, rtol=1e-5, atol=1e-6)
+    logits = OPS.logits(x, weight, 1e-5, OPS.pack_linear([head])).numpy()
+    np.testing.assert_allclose(logits, expected @ head.T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("op", ["linear", "gated_linear", "rms_norm"])
+@pytest.mark.parametrize("op", ["linear", "mlp", "rms_norm"])
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(op):
     x, weight = _normal(133, 64), OPS.pack_linear([_normal(70, 64, seed=1)])
-    arguments = (_tensor(64, seed=2), 1e-6) if op == "rms_norm" else (weight,)
+    down = OPS.pack_linear([_normal(20, 35, seed=3)])
+    arguments = {"linear": (weight,), "mlp": (weight, down), "rms_norm": (_tensor(64, seed=2), 1e-6)}[op]
     whole = getattr(OPS, op)(paddle.to_tensor(x), *arguments).numpy()
     for first, last in ((0, 1), (1, 2), (5, 23), (16, 48), (132, 133)):
         part = getattr(OPS, op)(paddle.to_tensor(x[first:last]), *arguments).numpy()

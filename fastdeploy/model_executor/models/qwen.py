@@ -13,23 +13,17 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.model_config import ModelConfig
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, KVCache, Ops, PackedLinear
+from fastdeploy.model_executor.ops.interface import (
+    AttentionBatch,
+    AttentionSpec,
+    DecoderLayer,
+    KVCache,
+    Ops,
+    PackedLinear,
+)
 from fastdeploy.model_executor.parameters import Parameter, Value
 
 EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class QwenLayer:
-    """qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size]."""
-
-    input_norm: paddle.Tensor
-    qkv: PackedLinear
-    attention: AttentionSpec
-    o: PackedLinear
-    post_norm: paddle.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class QwenWeights:
     """``lm_head`` is ``embedding`` itself where they are tied. ``values``: all, by the key of their parameter."""
 
     embedding: PackedLinear
-    layers: tuple[QwenLayer, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: paddle.Tensor
     lm_head: PackedLinear
     values: Mapping[str, Value]
@@ -117,7 +111,7 @@ class Qwen:
         embedding = values["embedding"]
         return QwenWeights(embedding, layers, values["norm"], values.get("lm_head", embedding), values)
 
-    def _layer(self, values: Mapping[str, Value], layer: int) -> QwenLayer:
+    def _layer(self, values: Mapping[str, Value], layer: int) -> DecoderLayer:
         c, key = self.config, f"layers.{layer}."
         attention = AttentionSpec(
             layer=layer,
@@ -131,7 +125,7 @@ class Qwen:
             k_norm=values.get(key + "k_norm"),
             norm_eps=c.rms_norm_eps,
         )
-        return QwenLayer(
+        return DecoderLayer(
             input_norm=values[key + "input_norm"],
             qkv=values[key + "qkv"],
             attention=attention,
@@ -146,24 +140,13 @@ class Qwen:
     ) -> paddle.Tensor | None:
         """token_ids int32 [T] -> hidden states float32 [len(rows), hidden_size] of these token rows (ascending, int64),
         ready for ``logits``, or None if there are none. Keys and values of all T tokens are in the cache afterwards."""
-        ops, eps = self.ops, self.config.rms_norm_eps
-        residual = ops.embedding(token_ids, weights.embedding)
-        hidden = ops.rms_norm(residual, weights.layers[0].input_norm, eps)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            attended = ops.attention(ops.linear(hidden, layer.qkv), cache, batch, layer.attention)
-            if index == last:  # the cache is complete: from here on only the rows that sample matter
-                if len(rows) == 0:
-                    return None
-                if len(rows) < len(token_ids):
-                    picked = paddle.to_tensor(rows)
-                    attended, residual = paddle.index_select(attended, picked), paddle.index_select(residual, picked)
-            hidden = ops.add_rms_norm(ops.linear(attended, layer.o), residual, layer.post_norm, eps)
-            hidden = ops.linear(ops.gated_linear(hidden, layer.gate_up), layer.down)
-            norm = weights.norm if index == last else weights.layers[index + 1].input_norm
-            hidden = ops.add_rms_norm(hidden, residual, norm, eps)
-        return hidden
+        hidden = self.ops.embedding(token_ids, weights.embedding)
+        for layer in weights.layers[:-1]:
+            hidden = self.ops.decoder_layer(hidden, layer, cache, batch)
+        # The last layer completes the cache; from there on only the rows that sample matter.
+        hidden = self.ops.decoder_layer(hidden, weights.layers[-1], cache, batch, rows)
+        return hidden if len(rows) else None
 
     def logits(self, weights: QwenWeights, hidden: paddle.Tensor) -> paddle.Tensor:
-        """hidden [N, hidden_size] -> float32 [N, vocab_size]."""
-        return self.ops.linear(hidden, weights.lm_head)
+        """hidden [N, hidden_size] -> float32 [N, vocab_size], in memory that the next call may overwrite."""
+        return self.ops.logits(hidden, weights.norm, self.config.rms_norm_eps, weights.lm_head)

@@ -11,12 +11,13 @@ import os
 import weakref
 from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import paddle
 
 from fastdeploy.errors import InvalidField
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer, SampleBatch
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "amx")
@@ -34,11 +35,10 @@ _SIGNATURES = {
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_get_bias": (None, [c_void_p, c_void_p]),
-    "fd_linear": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "fd_gated_linear": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_decoder_layer": (c_int, [c_void_p]),
+    "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
+    "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "fd_rms_norm": (c_int, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
-    "fd_add_rms_norm": (c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float]),
     "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
     "fd_free_cache": (None, [c_void_p]),
     "fd_cache_bytes": (c_int64, [c_void_p]),
@@ -82,6 +82,34 @@ class _AttentionArgs(ctypes.Structure):
         ("k_norm", c_void_p),
         ("eps", c_float),
     ]
+
+
+class _LayerArgs(ctypes.Structure):
+    """LayerArgs of kernels.h."""
+
+    _fields_ = [
+        ("residual", c_void_p),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("o", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("eps", c_float),
+        ("attention", _AttentionArgs),
+    ]
+
+
+class _Prepared(NamedTuple):
+    """One layer's arguments, and what they were made of. The cache is only watched: it is freed when its owner lets
+    go of it."""
+
+    layer: DecoderLayer
+    cache: weakref.ref[CpuKVCache]
+    args: _LayerArgs
+    address: int
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
@@ -148,9 +176,8 @@ class CpuOps:
         self.dtype = dtype
         self._bf16 = dtype == "bfloat16"
         self._lib = library if library is not None else load_library()
-        # Per layer, the arguments of the spec last seen: all but qkv, out and the batch stay from step to step.
-        # The cache is only watched: it is freed when its owner lets go of it.
-        self._specs: dict[int, tuple[AttentionSpec, weakref.ref[CpuKVCache], _AttentionArgs, int]] = {}
+        self._layers: dict[int, _Prepared] = {}  # by index; all but the batch stays from step to step
+        self._logits: paddle.Tensor | None = None  # kept: fresh pages for [M, V] would cost more than the product
         # The batch last seen and its addresses: it stays the same for all layers of a step.
         self._batch: AttentionBatch | None = None
         self._batch_addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -212,18 +239,50 @@ class CpuOps:
         self._lib.fd_get_bias(weight.handle, _address(bias))
         return bias
 
+    def decoder_layer(
+        self,
+        residual: paddle.Tensor,
+        layer: DecoderLayer,
+        cache: CpuKVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray | None = None,
+    ) -> paddle.Tensor:
+        prepared = self._prepare(layer, cache)
+        tokens, hidden = residual.shape
+        assert hidden == layer.qkv.in_features
+        args = prepared.args
+        args.residual = residual.data_ptr()
+        self._set_batch(args.attention, batch, cache, layer.attention, tokens)
+        if rows is None:
+            args.rows = None
+        else:
+            assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
+            assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
+            args.rows, args.num_rows = _address(rows), len(rows)
+        _check(self._lib.fd_decoder_layer(prepared.address))
+        return residual if rows is None else residual[: len(rows)]
+
+    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: CpuLinear) -> paddle.Tensor:
+        m, k = x.shape
+        assert k == head.in_features and norm.shape == [k]
+        if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
+            self._logits = _empty([m, head.out_features])
+        out = self._logits[:m]
+        _check(self._lib.fd_linear(x.data_ptr(), norm.data_ptr(), eps, m, head.handle, out.data_ptr()))
+        return out
+
     def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features
         out = _empty([m, weight.out_features])
-        _check(self._lib.fd_linear(x.data_ptr(), m, weight.handle, out.data_ptr()))
+        _check(self._lib.fd_linear(x.data_ptr(), None, 0.0, m, weight.handle, out.data_ptr()))
         return out
 
-    def gated_linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
+    def mlp(self, x: paddle.Tensor, gate_up: CpuLinear, down: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
-        assert k == weight.in_features and weight.out_features % 2 == 0
-        out = _empty([m, weight.out_features // 2])
-        _check(self._lib.fd_gated_linear(x.data_ptr(), m, weight.handle, out.data_ptr()))
+        assert k == gate_up.in_features and gate_up.out_features == 2 * down.in_features
+        out = _empty([m, down.out_features])
+        _check(self._lib.fd_mlp(x.data_ptr(), m, gate_up.handle, down.handle, out.data_ptr()))
         return out
 
     def embedding(self, token_ids: np.ndarray, weight: CpuLinear) -> paddle.Tensor:
@@ -232,24 +291,6 @@ class CpuOps:
         m = len(token_ids)
         out = _empty([m, weight.in_features])
         _check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
-        return out
-
-    def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
-        m, h = x.shape
-        assert weight.shape == [h]
-        out = _empty([m, h])
-        _check(self._lib.fd_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), m, h, eps))
-        return out
-
-    def add_rms_norm(
-        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
-    ) -> paddle.Tensor:
-        m, h = x.shape
-        assert residual.shape == [m, h] and weight.shape == [h]
-        out = _empty([m, h])
-        _check(
-            self._lib.fd_add_rms_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), m, h, eps)
-        )
         return out
 
     def new_kv_cache(
@@ -264,27 +305,47 @@ class CpuOps:
         ids = c_int32 * count
         self._lib.fd_copy_blocks(cache.handle, ids(*sources), ids(*targets), count)
 
-    def _args(self, cache: CpuKVCache, spec: AttentionSpec) -> tuple[_AttentionArgs, int]:
-        entry = self._specs.get(spec.layer)
-        if entry is not None and entry[0] is spec and entry[1]() is cache:
-            return entry[2], entry[3]
-        assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
-        assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
-        assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
-        args = _AttentionArgs(
-            cache=cache.handle,
-            layer=spec.layer,
-            heads=spec.num_heads,
-            scale=spec.scale,
-            rope_cos=spec.rope_cos.data_ptr(),
-            rope_sin=spec.rope_sin.data_ptr(),
-            q_norm=None if spec.q_norm is None else spec.q_norm.data_ptr(),
-            k_norm=None if spec.k_norm is None else spec.k_norm.data_ptr(),
+    def _prepare(self, layer: DecoderLayer, cache: CpuKVCache) -> _Prepared:
+        spec = layer.attention
+        found = self._layers.get(spec.layer)
+        if found is not None and found.layer is layer and found.cache() is cache:
+            return found
+        hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
+        assert layer.qkv.out_features == heads + 2 * spec.num_kv_heads * spec.head_dim
+        assert (layer.o.in_features, layer.o.out_features) == (heads, hidden)
+        assert layer.gate_up.in_features == layer.down.out_features == hidden
+        assert layer.gate_up.out_features == 2 * layer.down.in_features
+        assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
+        args = _LayerArgs(
+            input_norm=layer.input_norm.data_ptr(),
+            post_norm=layer.post_norm.data_ptr(),
+            qkv=layer.qkv.handle,
+            o=layer.o.handle,
+            gate_up=layer.gate_up.handle,
+            down=layer.down.handle,
             eps=spec.norm_eps,
+            attention=_attention_args(cache, spec),
         )
-        address = ctypes.addressof(args)
-        self._specs[spec.layer] = (spec, weakref.ref(cache), args, address)
-        return args, address
+        prepared = _Prepared(layer, weakref.ref(cache), args, ctypes.addressof(args))
+        self._layers[spec.layer] = prepared
+        return prepared
+
+    def _set_batch(
+        self, args: _AttentionArgs, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec, tokens: int
+    ) -> None:
+        if batch is not self._batch:
+            self._check_batch(batch, cache, spec)
+            self._batch = batch
+            self._batch_addresses = (
+                _address(batch.cu_tokens),
+                _address(batch.starts),
+                _address(batch.block_tables),
+                _address(batch.positions),
+            )
+        assert tokens == len(batch.positions)
+        args.tokens = tokens
+        args.sequences, args.table_width = batch.block_tables.shape
+        args.cu_tokens, args.starts, args.tables, args.positions = self._batch_addresses
 
     def _check_batch(self, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec) -> None:
         assert all(field.dtype == np.int32 and field.flags.c_contiguous for field in batch)
@@ -298,24 +359,13 @@ class CpuOps:
     def attention(
         self, qkv: paddle.Tensor, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
-        args, address = self._args(cache, spec)
+        args = _attention_args(cache, spec)
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
-        args.qkv, args.out, args.tokens = qkv.data_ptr(), out.data_ptr(), tokens
-        args.sequences, args.table_width = batch.block_tables.shape
-        if batch is not self._batch:
-            self._check_batch(batch, cache, spec)
-            self._batch = batch
-            self._batch_addresses = (
-                _address(batch.cu_tokens),
-                _address(batch.starts),
-                _address(batch.block_tables),
-                _address(batch.positions),
-            )
-        assert tokens == len(batch.positions)
-        args.cu_tokens, args.starts, args.tables, args.positions = self._batch_addresses
-        _check(self._lib.fd_attention(address))
+        args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
+        self._set_batch(args, batch, cache, spec, tokens)
+        _check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
@@ -345,6 +395,24 @@ class CpuOps:
             )
         )
         return chosen, values, best
+
+
+def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
+    """All but qkv, out and the batch."""
+    assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
+    assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
+    assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
+    return _AttentionArgs(
+        cache=cache.handle,
+        layer=spec.layer,
+        heads=spec.num_heads,
+        scale=spec.scale,
+        rope_cos=spec.rope_cos.data_ptr(),
+        rope_sin=spec.rope_sin.data_ptr(),
+        q_norm=None if spec.q_norm is None else spec.q_norm.data_ptr(),
+        k_norm=None if spec.k_norm is None else spec.k_norm.data_ptr(),
+        eps=spec.norm_eps,
+    )
 
 
 def _check(status: int) -> None:

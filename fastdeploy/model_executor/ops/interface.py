@@ -63,6 +63,18 @@ class AttentionSpec(NamedTuple):
     norm_eps: float
 
 
+class DecoderLayer(NamedTuple):
+    """One layer's weights. qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size]."""
+
+    input_norm: paddle.Tensor
+    qkv: PackedLinear
+    attention: AttentionSpec
+    o: PackedLinear
+    post_norm: paddle.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
 class SampleBatch(NamedTuple):
     """Per-row sampling parameters, numpy arrays of length S. temperature 0 = argmax (lowest id wins a tie).
     top_k 0 = off; top_p 1 = off; min_p 0 = off. uniform: float64 in [0, 1), the row's random number."""
@@ -91,22 +103,34 @@ class Ops(Protocol):
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
         """A copy of its bias, float32 [out_features], or None if it has none."""
 
-    def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-        """x [M, K] -> [M, N] = x @ W.T + bias, float32."""
+    def decoder_layer(
+        self,
+        residual: paddle.Tensor,
+        layer: DecoderLayer,
+        cache: KVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray | None = None,
+    ) -> paddle.Tensor:
+        """residual [T, H], which it may overwrite, plus attention and MLP, each of the RMSNorm of what it joins:
 
-    def gated_linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-        """weight packs gate then up, [2I, K]: x [M, K] -> silu(x @ gate.T) * (x @ up.T), [M, I]."""
+            residual += o(attention(qkv(rms_norm(residual, input_norm))))
+            residual += mlp(rms_norm(residual, post_norm))
+
+        rows (int64, ascending): return only these, [len(rows), H]; the cache is completed all the same. Norms take
+        their epsilon from ``layer.attention.norm_eps``."""
+
+    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
+        """x [M, H] -> rms_norm(x, norm) @ head.T, float32 [M, V]: in memory that the next call may overwrite."""
+
+    def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
+        """x [M, K] -> [M, N] = x @ W.T + bias, float32. A part of a layer, by itself."""
+
+    def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
+        """gate_up packs gate then up, [2I, K]; down is [N, I]: x [M, K] -> (silu(x @ gate.T) * (x @ up.T)) @ down.T,
+        [M, N]. A part of a layer, by itself."""
 
     def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
         """Rows token_ids (int32 [T]) of the weight, as float32 [T, K]; so tied embeddings are held once."""
-
-    def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
-        """x [M, H] -> x / sqrt(mean(x^2) + eps) * weight."""
-
-    def add_rms_norm(
-        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
-    ) -> paddle.Tensor:
-        """residual += x in place, then rms_norm(residual)."""
 
     def new_kv_cache(
         self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
@@ -119,7 +143,8 @@ class Ops(Protocol):
         self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
         """qkv [T, (num_heads + 2*num_kv_heads) * head_dim] (q, then k, then v): norm q and k if the spec says so,
-        rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim]."""
+        rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim].
+        A part of a layer, by itself."""
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         """logits [S, V] -> token ids int32 [S]. Probabilities are softmax(logits / temperature); keep the top_k best,

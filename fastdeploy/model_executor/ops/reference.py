@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer, SampleBatch
 
 ROWS = 16
 KEYS = 64
@@ -84,23 +84,40 @@ class ReferenceOps:
     def linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
         return _linear_in_tiles(x, weight)[: x.shape[0]]
 
-    def gated_linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
-        gate, up = paddle.split(_linear_in_tiles(x, weight), 2, axis=1)
-        return (paddle.nn.functional.silu(gate) * up)[: x.shape[0]]
+    def mlp(self, x: paddle.Tensor, gate_up: ReferenceLinear, down: ReferenceLinear) -> paddle.Tensor:
+        gate, up = paddle.split(_linear_in_tiles(x, gate_up), 2, axis=1)
+        return self.linear((paddle.nn.functional.silu(gate) * up)[: x.shape[0]], down)
+
+    def decoder_layer(
+        self,
+        residual: paddle.Tensor,
+        layer: DecoderLayer,
+        cache: ReferenceKVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray | None = None,
+    ) -> paddle.Tensor:
+        eps = layer.attention.norm_eps
+        qkv = self.linear(self.rms_norm(residual, layer.input_norm, eps), layer.qkv)
+        attended = self.attention(qkv, cache, batch, layer.attention)
+        if rows is not None:
+            picked = paddle.to_tensor(rows)
+            residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
+            if len(rows) == 0:
+                return residual
+        residual = residual + self.linear(attended, layer.o)
+        return residual + self.mlp(self.rms_norm(residual, layer.post_norm, eps), layer.gate_up, layer.down)
+
+    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: ReferenceLinear) -> paddle.Tensor:
+        return self.linear(self.rms_norm(x, norm, eps), head)
 
     def embedding(self, token_ids: np.ndarray, weight: ReferenceLinear) -> paddle.Tensor:
         return paddle.index_select(weight.weight, paddle.to_tensor(token_ids))
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
+        """x [..., H] -> x / sqrt(mean(x^2) + eps) * weight."""
         # numpy's square root is correctly rounded; Paddle's is an approximation that differs in an array's tail
         norm = np.sqrt((x * x).mean(-1, keepdim=True).numpy() + np.float32(eps))
         return x / paddle.to_tensor(norm) * weight
-
-    def add_rms_norm(
-        self, x: paddle.Tensor, residual: paddle.Tensor, weight: paddle.Tensor, eps: float
-    ) -> paddle.Tensor:
-        residual.add_(x)
-        return self.rms_norm(residual, weight, eps)
 
     def new_kv_cache(
         self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -1,0 +1,54 @@
+// A decoder layer, and the logits at the end, in terms of left.h. Compiled once per instruction set.
+#include <cstring>
+
+#include "left.h"
+#include "thread_pool.h"
+
+namespace fd {
+namespace FD_ISA {
+namespace {
+
+float* floats(ScratchSlot slot, int64_t count) {
+  return static_cast<float*>(scratch(slot, static_cast<size_t>(count) * 4));
+}
+
+// out[i] = x[rows[i]]; rows ascend, so that out may be x.
+void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width, float* out) {
+  for (int64_t i = 0; i < count; ++i)
+    std::memmove(out + i * width, x + rows[i] * width, static_cast<size_t>(width) * 4);
+}
+
+}  // namespace
+
+void decoder_layer(const LayerArgs& a) {
+  AttentionArgs attention_args = a.attention;
+  const int64_t hidden = a.qkv->k, width = a.o->k;
+  int64_t m = attention_args.tokens;
+  float* qkv = floats(kScratchQkv, m * a.qkv->n);
+  float* attended = floats(kScratchAttended, m * width);
+  multiply(make_left(kScratchInput, a.residual, a.input_norm, a.eps, m, *a.qkv), *a.qkv, qkv, false);
+  attention_args.qkv = qkv;
+  attention_args.out = attended;
+  attention(attention_args);
+  if (a.rows != nullptr) {
+    m = a.num_rows;
+    if (m == 0) return;
+    pick_rows(attended, a.rows, m, width, attended);
+    pick_rows(a.residual, a.rows, m, hidden, a.residual);
+  }
+  multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, a.residual, true);
+  const Left normed = make_left(kScratchInput, a.residual, a.post_norm, a.eps, m, *a.gate_up);
+  multiply(multiply_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, a.residual, true);
+}
+
+void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out) {
+  multiply(make_left(kScratchInput, x, norm, eps, m, w), w, out, false);
+}
+
+void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
+  const Left left = make_left(kScratchInput, x, nullptr, 0, m, gate_up);
+  multiply(multiply_gated(kScratchInner, left, gate_up, down), down, out, false);
+}
+
+}  // namespace FD_ISA
+}  // namespace fd

@@ -1,0 +1,146 @@
+"""A whole decoder layer and the logits: equal to the reference, and a row's bits are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer
+
+BLOCK = 16
+
+
+class Layer:
+    """Random weights of one layer; ``on(ops)`` packs them. A sequence's tokens lie in blocks of its own."""
+
+    def __init__(self, rng, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, biased: bool):
+        def weight(n: int, k: int) -> np.ndarray:
+            return (rng.standard_normal((n, k)) / k**0.5).astype(np.float32)
+
+        self.hidden, self.heads, self.kv_heads, self.dim = hidden, heads, kv_heads, dim
+        sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self.qkv = [weight(n, hidden) for n in sizes]
+        self.bias = [rng.standard_normal(n).astype(np.float32) for n in sizes] if biased else None
+        self.o, self.down = weight(hidden, heads * dim), weight(hidden, inner)
+        self.gate_up = [weight(inner, hidden), weight(inner, hidden)]
+        self.norms = [paddle.to_tensor(rng.uniform(0.5, 1.5, hidden).astype(np.float32)) for _ in range(2)]
+        angles = np.arange(256)[:, None] * rng.random(dim // 2)
+        self.rope = [paddle.to_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+
+    def on(self, ops) -> DecoderLayer:
+        spec = AttentionSpec(0, self.heads, self.kv_heads, self.dim, self.dim**-0.5, *self.rope, None, None, 1e-6)
+        return DecoderLayer(
+            input_norm=self.norms[0],
+            qkv=ops.pack_linear(self.qkv, self.bias),
+            attention=spec,
+            o=ops.pack_linear([self.o]),
+            post_norm=self.norms[1],
+            gate_up=ops.pack_linear(self.gate_up),
+            down=ops.pack_linear([self.down]),
+        )
+
+    def cache(self, ops, sequences: int):
+        return ops.new_kv_cache(1, sequences * 16, BLOCK, self.kv_heads, self.dim)
+
+
+def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> AttentionBatch:
+    """``lengths`` tokens of each of these sequences behind ``starts``."""
+    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    tables = np.array([range(s * 16, s * 16 + 16) for s in sequences], np.int32)
+    positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]).astype(np.int32)
+    return AttentionBatch(cu, np.array(starts, np.int32), tables, positions)
+
+
+SHAPES = {
+    "small": (64, 4, 2, 16, 96, True),
+    "odd": (70, 3, 1, 10, 37, False),  # no width is a whole tile, gate and up share one
+    "half a tile of depth": (96, 2, 2, 32, 48, False),
+    "wide": (256, 4, 2, 64, 5000, True),  # K of the last linear is cut into blocks
+}
+
+
+@pytest.fixture(params=SHAPES)
+def layer(request, rng) -> Layer:
+    return Layer(rng, *SHAPES[request.param])
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 40], [1] * 33, [130, 1]])
+def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, lengths):
+    batch = make_batch(list(range(len(lengths))), [0] * len(lengths), lengths)
+    x = rng.standard_normal((sum(lengths), layer.hidden)).astype(np.float32)
+    found = [
+        one.decoder_layer(paddle.to_tensor(x), layer.on(one), layer.cache(one, len(lengths)), batch).numpy()
+        for one in (ops, reference)
+    ]
+    if dtype == "float32":
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
+    else:  # what is rounded to bfloat16 on the way (norms, queries, probabilities, the MLP's inside): 8 bits each
+        difference = np.abs(found[0] - found[1])
+        assert difference.max() < 0.1 and difference.mean() < 0.01
+
+
+def test_the_rows_asked_for_are_those_of_the_whole_and_the_cache_is_complete(ops, rng, layer):
+    packed, x = layer.on(ops), rng.standard_normal((50, layer.hidden)).astype(np.float32)
+    caches = [layer.cache(ops, 2) for _ in range(2)]
+    batch = make_batch([0, 1], [0, 0], [30, 20])
+    rows = np.array([7, 29, 49], np.int64)
+    whole = ops.decoder_layer(paddle.to_tensor(x), packed, caches[0], batch).numpy()
+    some = ops.decoder_layer(paddle.to_tensor(x), packed, caches[1], batch, rows).numpy()
+    np.testing.assert_array_equal(some, whole[rows])
+    none = ops.decoder_layer(paddle.to_tensor(x), packed, caches[1], batch, rows[:0])
+    assert none.shape == [0, layer.hidden]
+    later, step = make_batch([0, 1], [30, 20], [1, 1]), rng.standard_normal((2, layer.hidden)).astype(np.float32)
+    found = [ops.decoder_layer(paddle.to_tensor(step), packed, cache, later).numpy() for cache in caches]
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_a_sequence_has_the_same_bits_alone_among_32_and_in_any_chunks(ops, threads, rng, layer):
+    packed, x = layer.on(ops), rng.standard_normal((32 * 9, layer.hidden)).astype(np.float32)
+    together = ops.decoder_layer(
+        paddle.to_tensor(x), packed, layer.cache(ops, 32), make_batch(list(range(32)), [0] * 32, [9] * 32)
+    ).numpy()
+    for sequence, count in ((0, 1), (13, 2), (31, 3)):
+        ops.set_num_threads(count)
+        mine, cache = slice(sequence * 9, sequence * 9 + 9), layer.cache(ops, 1)
+        alone = ops.decoder_layer(paddle.to_tensor(x[mine]), packed, cache, make_batch([0], [0], [9])).numpy()
+        np.testing.assert_array_equal(alone, together[mine])
+        cache, parts = layer.cache(ops, 1), []
+        for start, length in ((0, 4), (4, 1), (5, 4)):
+            part = paddle.to_tensor(x[mine][start : start + length])
+            parts.append(ops.decoder_layer(part, packed, cache, make_batch([0], [start], [length])).numpy())
+        np.testing.assert_array_equal(np.concatenate(parts), alone)
+
+
+def test_a_row_with_nan_leaves_the_other_sequences_alone(ops, rng, layer):
+    packed, x = layer.on(ops), rng.standard_normal((40, layer.hidden)).astype(np.float32)
+    batch = make_batch(list(range(40)), [0] * 40, [1] * 40)
+    clean = ops.decoder_layer(paddle.to_tensor(x), packed, layer.cache(ops, 40), batch).numpy()
+    x[17] = np.nan
+    dirty = ops.decoder_layer(paddle.to_tensor(x), packed, layer.cache(ops, 40), batch).numpy()
+    assert np.isnan(dirty[17]).all()
+    np.testing.assert_array_equal(np.delete(dirty, 17, 0), np.delete(clean, 17, 0))
+
+
+@pytest.mark.parametrize("rows,width", [(1, 896), (3, 17), (65, 100), (40, 4096)])
+def test_logits_agree_with_the_reference(ops, reference, dtype, rng, rows, width):
+    x = (rng.standard_normal((rows, width)) * 3).astype(np.float32)
+    norm, head = rng.uniform(0.5, 1.5, width).astype(np.float32), rng.standard_normal((50, width)).astype(np.float32)
+    actual, expected = (
+        one.logits(paddle.to_tensor(x), paddle.to_tensor(norm), 1e-6, one.pack_linear([head])).numpy()
+        for one in (ops, reference)
+    )
+    rtol = 1e-5 if dtype == "float32" else 1e-2  # the normed rows are rounded to bfloat16
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+
+
+def test_logits_of_a_row_have_the_same_bits_in_any_batch(ops, threads, rng):
+    x, norm = rng.standard_normal((200, 900)).astype(np.float32), paddle.ones([900])
+    head = ops.pack_linear([rng.standard_normal((77, 900)).astype(np.float32)])
+    together = ops.logits(paddle.to_tensor(x), norm, 1e-6, head).numpy()
+    for count in (1, 3):
+        ops.set_num_threads(count)
+        for rows in (slice(0, 1), slice(199, 200), slice(3, 50)):
+            np.testing.assert_array_equal(
+                ops.logits(paddle.to_tensor(x[rows]), norm, 1e-6, head).numpy(), together[rows]
+            )
