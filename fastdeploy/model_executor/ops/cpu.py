@@ -103,10 +103,10 @@ class _LayerArgs(ctypes.Structure):
 
 
 class _Prepared(NamedTuple):
-    """One layer's arguments, and what they were made of. The cache is only watched: it is freed when its owner lets
-    go of it."""
+    """One layer's arguments, and what they were made of. That is only watched: weights and cache are freed when their
+    owner lets go of them."""
 
-    layer: DecoderLayer
+    layer: weakref.ref[DecoderLayer]
     cache: weakref.ref[CpuKVCache]
     args: _LayerArgs
     address: int
@@ -308,7 +308,7 @@ class CpuOps:
     def _prepare(self, layer: DecoderLayer, cache: CpuKVCache) -> _Prepared:
         spec = layer.attention
         found = self._layers.get(spec.layer)
-        if found is not None and found.layer is layer and found.cache() is cache:
+        if found is not None and found.layer() is layer and found.cache() is cache:
             return found
         hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
         assert layer.qkv.out_features == heads + 2 * spec.num_kv_heads * spec.head_dim
@@ -326,7 +326,7 @@ class CpuOps:
             eps=spec.norm_eps,
             attention=_attention_args(cache, spec),
         )
-        prepared = _Prepared(layer, weakref.ref(cache), args, ctypes.addressof(args))
+        prepared = _Prepared(weakref.ref(layer), weakref.ref(cache), args, ctypes.addressof(args))
         self._layers[spec.layer] = prepared
         return prepared
 

@@ -10,6 +10,7 @@ sums run in an order fixed by the row's own position and the op's constants alon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,7 +64,8 @@ class AttentionSpec(NamedTuple):
     norm_eps: float
 
 
-class DecoderLayer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
     """One layer's weights. qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size]."""
 
     input_norm: paddle.Tensor
