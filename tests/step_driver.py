@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Sequence:
     choice: int = 0
     banned: tuple[int, ...] = ()
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    table: array[int] = field(default_factory=lambda: array("i"))
     prompt_len: int = 0
     logprobs: list[Logprob | None] = field(default_factory=list)
 
@@ -75,7 +76,7 @@ class Driver:
     def release(self, sequence: Sequence) -> None:
         """What a preemption does: the blocks go back, everything is to be computed again."""
         self.free[:0] = sequence.table
-        sequence.table, sequence.computed = [], 0
+        sequence.table, sequence.computed = array("i"), 0
 
     def chunk(self, s: Sequence, limit: int | None) -> ScheduledChunk:
         end = min(len(s.ids), s.computed + (limit or len(s.ids)))
@@ -97,7 +98,7 @@ class Driver:
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
     """The same request, not yet begun."""
     prompt = sequence.ids[: sequence.prompt_len]
-    return replace(sequence, ids=list(prompt), computed=0, table=[], logprobs=[], prompt_len=0, **changes)
+    return replace(sequence, ids=list(prompt), computed=0, table=array("i"), logprobs=[], prompt_len=0, **changes)
 
 
 def stage(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> Any:

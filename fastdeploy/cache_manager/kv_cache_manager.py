@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ class KVCacheManager:
         if source is not None:
             self._pinned.append(source)  # a later admission of the same plan must not overwrite it before the copy
             copy = BlockCopy(source, fresh[0])
-        request.blocks = shared + fresh
+        request.blocks = array("i", shared + fresh)
         request.num_computed = usable
         request.cursor = path[num_shared - 1] if num_shared else None
         request.num_published = num_shared
@@ -90,7 +91,7 @@ class KVCacheManager:
 
     def grow(self, request: Request) -> bool:
         """Make room for every token known; False (and nothing taken) if there is none."""
-        missing = self.blocks_for(request.num_tokens) - len(request.blocks)
+        missing = -(-len(request.token_ids) // self.block_size) - len(request.blocks)
         if missing <= 0:
             return True
         fresh = self.pool.allocate(missing)
@@ -132,7 +133,7 @@ class KVCacheManager:
     def release(self, request: Request) -> None:
         """Return all blocks, last first, so that a prefix outlives what continues it."""
         self._give_back(reversed(request.blocks))
-        request.blocks = []
+        request.blocks = array("i")
         request.num_computed = 0
         request.cursor = None
         request.num_published = 0

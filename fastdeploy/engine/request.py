@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from enum import Enum, StrEnum
 from typing import Any
@@ -48,6 +49,9 @@ class Request:
     There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
 
+    key: its second part is what keys random numbers: the number that the choice had when it was first asked for.
+    num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
+    blocks: grows in place; a new array after its KV was given up.
     order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single epoch.
     silent: its client wants no final output (it cancelled the request, or is gone).
@@ -58,9 +62,9 @@ class Request:
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_epoch", "first_token_at",
-        "group", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
-        "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key", "prompt_logprobs", "sampling",
-        "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key",
+        "prompt_logprobs", "sampling", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
@@ -72,10 +76,12 @@ class Request:
         self.token_ids: list[int] = list(add.prompt_token_ids)
         self.num_prompt_tokens = len(add.prompt_token_ids)
         self.max_output_tokens = max_output_tokens
+        self.num_new_prompt_tokens = self.num_prompt_tokens - add.resumed_tokens
+        self.key = (add.request_id, add.first_choice + choice)
         self.prompt_key = group.prompt_key
         self.state = State.WAITING
         self.num_computed = 0
-        self.blocks: list[int] = []
+        self.blocks = array("i")
         self.cursor: Any = None  # owned by KVCacheManager: the node of the last full block that is published,
         self.num_published = 0  # how many full blocks that makes, and whether the prompt's partial one is too
         self.tail_published = False
@@ -92,11 +98,6 @@ class Request:
         self.arrival = add.arrival or time.time()
         self.first_token_at = 0.0
         self.last_token_at = 0.0
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """The second is what keys random numbers: the number that the choice had when it was first asked for."""
-        return self.group.add.request_id, self.group.add.first_choice + self.choice
 
     @property
     def wants_prompt_logprobs(self) -> bool:

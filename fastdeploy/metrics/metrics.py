@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
 
 from fastdeploy.engine.request import FinishReason, Request
 from fastdeploy.scheduler.scheduler import NewToken
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
 
 
 class Gauges(NamedTuple):
@@ -30,6 +33,28 @@ class Gauges(NamedTuple):
     session_open: bool
     last_commit_s: float
     asleep: Collection[str]
+
+
+class Durations:
+    """A histogram that takes in all of a step at once: the library's own locks and searches for every value."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry):
+        self._name, self._text = name, text
+        self._counts = np.zeros(len(_SECONDS) + 1, np.int64)  # by bucket, the last one without an upper bound
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: list[float]) -> None:
+        """Below zero (the clock was set back) counts as zero."""
+        if seconds:
+            values = np.maximum(seconds, 0.0)
+            self._counts += np.bincount(np.searchsorted(_SECONDS, values), minlength=len(self._counts))
+            self._sum += float(values.sum())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
+        buckets = list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
 
 
 class EngineMetrics:
@@ -60,20 +85,20 @@ class EngineMetrics:
         self.finished = make(
             Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",)
         )
-        self.ttft = make(Histogram, "time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS)
-        self.tpot = make(Histogram, "time_per_output_token_seconds", "Gap between tokens", buckets=_SECONDS)
-        self.e2e = make(Histogram, "e2e_request_latency_seconds", "Arrival to last token", buckets=_SECONDS)
+        self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
+        self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")
+        self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
         self._by_reason = {reason: self.finished.labels(reason.value) for reason in FinishReason}
 
     def observe_tokens(self, tokens: list[NewToken]) -> None:
         self.tokens.inc(len(tokens))
-        for token in tokens:
-            (self.ttft if token.first else self.tpot).observe(max(token.gap_s, 0.0))
+        self.tpot.observe([token.gap_s for token in tokens if not token.first])
+        self.ttft.observe([token.gap_s for token in tokens if token.first])
 
     def observe_end(self, request: Request, now: float) -> None:
         assert request.finish_reason is not None
         self._by_reason[request.finish_reason].inc()
-        self.e2e.observe(max(now - request.arrival, 0.0))
+        self.e2e.observe([now - request.arrival])
 
     def render(self, gauges: Gauges) -> str:
         """The text exposition of everything, with the gauges as given."""

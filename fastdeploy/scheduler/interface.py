@@ -1,18 +1,24 @@
-"""The contract between scheduler and worker: one StepPlan down, one StepResult up. No Paddle here."""
+"""The contract between scheduler and worker: one StepPlan down, one StepResult up. No Paddle here.
+
+What is made for every sequence in every step is a msgspec.Struct, which takes a quarter of a NamedTuple's time to make.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import Logprob, Source
 
 
-class ScheduledChunk(NamedTuple):
+class ScheduledChunk(msgspec.Struct, frozen=True):
     """Compute ``token_ids`` at positions start, start+1, ... of one sequence.
 
-    block_table: KV block ids; position p lives in slot ``p % block_size`` of block_table[p // block_size].
+    block_table: KV block ids, of type "i"; position p lives in slot ``p % block_size`` of block_table[p // block_size].
     sample: the chunk reaches the end of what is known, so draw the next token, at absolute position
     ``start + len(token_ids)``, from the logits of the last row.
     key: names the sequence; its second part, the number of the choice, keys random numbers.
@@ -26,7 +32,7 @@ class ScheduledChunk(NamedTuple):
     key: tuple[str, int]
     token_ids: Sequence[int]
     start: int
-    block_table: Sequence[int]
+    block_table: array[int]
     sample: bool
     sampling: SamplingParams
     all_token_ids: Sequence[int]
@@ -57,7 +63,7 @@ class StepPlan(NamedTuple):
         return sum(len(c.token_ids) for c in self.chunks)
 
 
-class Sampled(NamedTuple):
+class Sampled(msgspec.Struct, frozen=True):
     """``logprob`` is None unless the chunk's sampling asked for logprobs."""
 
     token_id: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from bisect import insort
 from enum import Enum
-from typing import NamedTuple
+
+import msgspec
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.engine.request import Event, FinishReason, Request, State
@@ -23,7 +24,7 @@ class Gate(Enum):
     CLOSED = "closed"
 
 
-class NewToken(NamedTuple):
+class NewToken(msgspec.Struct, frozen=True):
     """One token of one request. gap_s: since the token before it, or since arrival for the first."""
 
     request: Request
@@ -112,7 +113,7 @@ class Scheduler:
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
         for request in self.running[:]:
-            if request.state is not State.RUNNING or request.num_tokens - request.num_computed != 1:
+            if len(request.token_ids) - request.num_computed != 1 or request.state is not State.RUNNING:
                 continue
             while not self.kv.grow(request):
                 victim = self._preempt()
@@ -126,7 +127,7 @@ class Scheduler:
 
     def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
         for request in self.running:
-            missing = request.num_tokens - request.num_computed
+            missing = len(request.token_ids) - request.num_computed
             if missing > 1 and request not in chunks:
                 if budget <= 0:
                     break
@@ -165,25 +166,26 @@ class Scheduler:
         return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
 
     def _chunk(self, request: Request, count: int) -> ScheduledChunk:
-        start = request.num_computed
-        sampling = request.sampling
-        banned: tuple[int, ...] = ()
-        if request.num_output_tokens < sampling.min_tokens:
-            known = self.info.eos_token_ids + sampling.stop_token_ids
-            banned = tuple(token for token in known if token < self.info.vocab_size)
+        start, token_ids, sampling = request.num_computed, request.token_ids, request.sampling
         return ScheduledChunk(
             key=request.key,
-            token_ids=request.token_ids[start : start + count],
+            token_ids=token_ids[start : start + count],
             start=start,
             block_table=request.blocks,
-            sample=start + count == request.num_tokens,
+            sample=start + count == len(token_ids),
             sampling=sampling,
-            all_token_ids=request.token_ids,
-            num_prompt_tokens=request.num_prompt_tokens - request.group.add.resumed_tokens,
-            banned=banned,
+            all_token_ids=token_ids,
+            num_prompt_tokens=request.num_new_prompt_tokens,
+            banned=self._banned(request) if sampling.min_tokens else (),
             request=request,
-            prompt_logprobs=self._prompt_logprobs_of(request, count),
+            prompt_logprobs=0 if sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
         )
+
+    def _banned(self, request: Request) -> tuple[int, ...]:
+        if request.num_output_tokens >= request.sampling.min_tokens:
+            return ()
+        known = self.info.eos_token_ids + request.sampling.stop_token_ids
+        return tuple(token for token in known if token < self.info.vocab_size)
 
     def _prompt_logprobs_of(self, request: Request, count: int) -> int:
         """How many of the next ``count`` tokens have a prompt token behind them that it wants the logprob of."""
@@ -208,19 +210,21 @@ class Scheduler:
             request: Request = chunk.request
             if chunk.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs[i]
-            request.num_computed += len(chunk.token_ids)
-            prefill_tokens += len(chunk.token_ids) if len(chunk.token_ids) > 1 else 0
+            count = len(chunk.token_ids)
+            request.num_computed += count
+            prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
             if sampled is None:
                 continue
             if self._prefilling.get(request.prompt_key) is request:
                 del self._prefilling[request.prompt_key]
-            first, before = request.num_output_tokens == 0, request.last_token_at or request.arrival
-            span = request.append(sampled.token_id, plan.epoch, plan.version, now)
-            tokens.append(NewToken(request, sampled.token_id, sampled.logprob, span, first, now - before))
+            gap_s = now - (request.last_token_at or request.arrival)
+            token_id = sampled.token_id
+            span = request.append(token_id, plan.epoch, plan.version, now)
+            tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
-            self._end_if_done(request, sampled.token_id)
+            self._end_if_done(request, token_id, span.end)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
@@ -230,13 +234,13 @@ class Scheduler:
         for sibling in waiting:
             self.waiting.promote(sibling)
 
-    def _end_if_done(self, request: Request, token: int) -> None:
+    def _end_if_done(self, request: Request, token: int, num_output_tokens: int) -> None:
         sampling = request.sampling
         if token in sampling.stop_token_ids:
             self.end(request, FinishReason.STOP, stop_reason=token)
         elif token in self.info.eos_token_ids and not sampling.ignore_eos:
             self.end(request, FinishReason.STOP)
-        elif request.num_output_tokens >= request.max_output_tokens:
+        elif num_output_tokens >= request.max_output_tokens:
             self.end(request, FinishReason.LENGTH)
 
     # ------------------------------------------------------------------ pause and weights

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from array import array
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
-from fastdeploy.worker.sampler import prompt_logprobs, sample
+from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
 from fastdeploy.worker.staging import WeightStaging
 
@@ -64,6 +64,7 @@ class ModelRunner:
         self.config = load_config(model_path)
         dtype = _resolve_dtype(dtype, self.config)
         self.ops = ops if ops is not None else get_ops(dtype, place)
+        self._sampler = Sampler(self.ops)
         wanted_len = _wanted_len(max_model_len, self.config)
         block_bytes = self._new_cache(1, block_size).nbytes
         if num_blocks is not None:
@@ -177,7 +178,7 @@ class ModelRunner:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         if self._spill is not None:
             self._spill.close()
-        del self.weights, self.cache, self.model, self.ops
+        del self.weights, self.cache, self.model, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
         weights = self.weights
@@ -200,7 +201,7 @@ class ModelRunner:
 
     def _compute(self, chunks: list[ScheduledChunk]) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
         """What each chunk drew, and the prompt logprobs by index of the chunk."""
-        token_ids, batch = _make_batch(chunks, self.cache.block_size)
+        token_ids, batch = _make_batch(chunks)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
@@ -215,7 +216,7 @@ class ModelRunner:
         result: list[Sampled | None] = [None] * len(chunks)
         if sampling:
             logits = self.model.logits(self.weights, hidden)
-            for i, one in zip(sampling, sample(self.ops, logits, [chunks[i] for i in sampling]), strict=True):
+            for i, one in zip(sampling, self._sampler.sample(logits, [chunks[i] for i in sampling]), strict=True):
                 result[i] = one
         return result, of_prompts
 
@@ -232,21 +233,23 @@ class ModelRunner:
         return found
 
 
-def _make_batch(chunks: list[ScheduledChunk], block_size: int) -> tuple[np.ndarray, AttentionBatch]:
+def _make_batch(chunks: list[ScheduledChunk]) -> tuple[np.ndarray, AttentionBatch]:
     """Token ids int32 [T] and the attention's view of the step."""
-    count = len(chunks)
-    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
-    cu_tokens = np.zeros(count + 1, np.int32)
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    cu_tokens = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(lengths, out=cu_tokens[1:])
-    total = int(cu_tokens[-1])
-    token_ids = np.fromiter(itertools.chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, total)
-    positions = np.arange(total, dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
-    used = (-(-(starts + lengths) // block_size)).tolist()
-    block_tables = np.zeros((count, max(used)), np.int32)
-    for i, chunk in enumerate(chunks):
-        block_tables[i, : used[i]] = chunk.block_table[: used[i]]
-    return token_ids, AttentionBatch(cu_tokens, starts, block_tables, positions)
+    token_ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
+    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
+    return token_ids, AttentionBatch(cu_tokens, starts, _padded([chunk.block_table for chunk in chunks]), positions)
+
+
+def _padded(tables: list[array[int]]) -> np.ndarray:
+    """int32 [len(tables), the longest], filled with 0. Joined as bytes: no id becomes a Python object."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), np.int32)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
+    return padded
 
 
 def _set_place(place: str) -> None:

@@ -23,19 +23,55 @@ NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8
 MIN_TEMPERATURE = 1e-30  # what is smaller divides by zero in float32
 
 
-def sample(ops: Ops, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled]:
-    """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs are
-    in the mode that the row asks for."""
-    asking = _rows_by_mode(chunks)
-    touched = [i for i, chunk in enumerate(chunks) if chunk.banned or chunk.sampling.has_penalties]
-    raw = logits.clone() if touched and asking.keys() - {PROCESSED} else logits
-    apply_penalties_and_bans(logits, chunks, touched)
-    token_ids = ops.sample(logits, _sample_batch(chunks))
-    sampled = [Sampled(token, None) for token in token_ids.tolist()]
-    for mode, rows in asking.items():
-        for i, logprob in zip(rows, _logprobs(ops, mode, raw, logits, token_ids, chunks, rows), strict=True):
-            sampled[i] = sampled[i]._replace(logprob=logprob)
-    return sampled
+class _Rows:
+    """What the rows of a step ask for. It does not change from step to step while the batch has the same members."""
+
+    def __init__(self, keys: list[tuple[str, int]], params: list[SamplingParams]):
+        self.keys, self.params = keys, params
+        self.by_mode = _rows_by_mode(params)
+        self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
+        self.temperature = np.array([p.temperature for p in params], np.float64)
+        self.top_k = np.array([p.top_k for p in params], np.int32)
+        self.top_p = np.array([p.top_p for p in params], np.float64)
+        self.min_p = np.array([p.min_p for p in params], np.float64)
+        self.seeds = np.array([p.seed for p in params], np.int64)
+        self.choices = np.array([choice for _, choice in keys], np.int64)
+
+    def sample_batch(self, positions: np.ndarray) -> SampleBatch:
+        """positions int64 [R]: of the tokens to be drawn."""
+        greedy = not self.temperature.any()
+        random = np.zeros(len(positions)) if greedy else uniform(self.seeds, self.choices, positions)
+        return SampleBatch(self.temperature, self.top_k, self.top_p, self.min_p, random)
+
+
+class Sampler:
+    """Draws the tokens of one step after the other."""
+
+    def __init__(self, ops: Ops):
+        self._ops = ops
+        self._rows = _Rows([], [])
+
+    def sample(self, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled]:
+        """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs
+        are in the mode that the row asks for."""
+        rows = self._rows_of(chunks)
+        touched = sorted(rows.penalised.union(i for i, chunk in enumerate(chunks) if chunk.banned))
+        raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
+        apply_penalties_and_bans(logits, chunks, touched)
+        positions = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int64)
+        token_ids = self._ops.sample(logits, rows.sample_batch(positions))
+        sampled = [Sampled(token, None) for token in token_ids.tolist()]
+        for mode, asking in rows.by_mode.items():
+            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, chunks, asking)
+            for i, logprob in zip(asking, logprobs, strict=True):
+                sampled[i] = Sampled(sampled[i].token_id, logprob)
+        return sampled
+
+    def _rows_of(self, chunks: list[ScheduledChunk]) -> _Rows:
+        keys, params = [chunk.key for chunk in chunks], [chunk.sampling for chunk in chunks]
+        if keys != self._rows.keys or params != self._rows.params:
+            self._rows = _Rows(keys, params)
+        return self._rows
 
 
 def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob]:
@@ -43,14 +79,13 @@ def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top:
     return _of_rows(ops, logits, token_ids, top)
 
 
-def _rows_by_mode(chunks: list[ScheduledChunk]) -> dict[str, list[int]]:
+def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
     """Rows that ask for logprobs, by mode. Temperature 1 changes nothing and greedy has none: both are raw."""
     rows: dict[str, list[int]] = {}
-    for i, chunk in enumerate(chunks):
-        params = chunk.sampling
-        if params.logprobs is not None:
-            as_raw = params.logprobs_mode == TEMPERATURE and params.temperature in (0.0, 1.0)
-            rows.setdefault(RAW if as_raw else params.logprobs_mode, []).append(i)
+    for i, p in enumerate(params):
+        if p.logprobs is not None:
+            as_raw = p.logprobs_mode == TEMPERATURE and p.temperature in (0.0, 1.0)
+            rows.setdefault(RAW if as_raw else p.logprobs_mode, []).append(i)
     return rows
 
 
@@ -94,26 +129,6 @@ def _indices(rows: list[int], ids: list[np.ndarray]) -> np.ndarray:
 def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: np.ndarray) -> None:
     row, column = paddle.to_tensor(_indices(rows, ids).T.copy())
     paddle.index_put_(logits, (row, column), paddle.to_tensor(values.astype(np.float32)))
-
-
-def _sample_batch(chunks: list[ScheduledChunk]) -> SampleBatch:
-    params = [chunk.sampling for chunk in chunks]
-    temperature = np.array([p.temperature for p in params], np.float64)
-    if temperature.any():
-        random = uniform(
-            np.array([p.seed for p in params], np.int64),
-            np.array([chunk.key[1] for chunk in chunks], np.int64),
-            np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int64),
-        )
-    else:
-        random = np.zeros(len(chunks))
-    return SampleBatch(
-        temperature=temperature,
-        top_k=np.array([p.top_k for p in params], np.int32),
-        top_p=np.array([p.top_p for p in params], np.float64),
-        min_p=np.array([p.min_p for p in params], np.float64),
-        uniform=random,
-    )
 
 
 def _logprobs(

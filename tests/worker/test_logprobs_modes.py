@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import torch_logprobs
 from checkpoints import prompt
@@ -18,8 +19,9 @@ from fastdeploy.scheduler.interface import StepPlan
 from step_driver import Driver, Sequence
 
 TOP, STEPS = 4, 10
-# Rounding to bfloat16 on the way moves a logit by a few hundredths (see test_model_runner.py).
-BFLOAT16_MAX = 0.15
+# Rounding to bfloat16 on the way moves a logit by a hundredth on average and by up to 0.2 at the far end of some 1,400
+# (0.0135 and 0.197 seen with AMX, 0.0108 and 0.138 with AVX-512).
+BFLOAT16_MAX, BFLOAT16_MEAN = 0.3, 0.02
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, ch
     """known failure 34: "sampled from" logprobs of another distribution than the trainer computes."""
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
-    expected = reference(checkpoints[name], cases, logits, tmp_path)
+    expected, errors = reference(checkpoints[name], cases, logits, tmp_path), []
     for i, (setting, sequence) in enumerate(cases):
         got, label = told(sequence), f"{setting} {sequence.sampling.logprobs_mode}"
         assert np.isfinite(got[:, 0]).all(), f"{label}: a token was drawn that could not be"
@@ -105,6 +107,8 @@ def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, ch
         elif sequence.sampling.logprobs_mode != "processed":  # else a token at the edge may be in or out
             bound = BFLOAT16_MAX / (setting.temperature or 1.0)
             np.testing.assert_allclose(got, expected[f"own.{i}"], atol=bound, err_msg=label)
+            errors.append(np.abs(got - expected[f"own.{i}"]) * (setting.temperature or 1.0))
+    assert name == "qwen3" or np.mean(np.concatenate(errors)) < BFLOAT16_MEAN
 
 
 def test_the_mode_changes_no_token_and_a_row_depends_on_no_other(make_runner):
@@ -139,7 +143,7 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
         while sequence.computed < len(ids):
             asked = driver.chunk(sequence, chunk)
             rows = min(len(asked.token_ids), len(ids) - 1 - sequence.computed)
-            chunks = [driver.chunk(beside, None), asked._replace(prompt_logprobs=rows)]
+            chunks = [driver.chunk(beside, None), structs.replace(asked, prompt_logprobs=rows)]
             result = runner.execute(StepPlan(0, 0, "v", chunks, []))
             found += result.prompt_logprobs.get(1, [])
             sequence.computed += len(asked.token_ids)
@@ -150,5 +154,5 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
     case = Sequence("p", ids, SamplingParams(temperature=0.0), prompt_len=1)
     expected = reference(checkpoints[name], [(Setting(), case)], [], tmp_path)["own.0"]
     got = np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in whole])
-    np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else 2 * BFLOAT16_MAX)
+    np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else BFLOAT16_MAX)
     assert np.abs(got - expected).mean() < 0.02

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -101,7 +103,7 @@ def test_a_copied_partial_block_and_shared_full_blocks_serve_like_the_original(m
     driver.step([donor])
     # 40 shared tokens: blocks 0 and 1 are full and shared, half of block 2 is copied before both go on
     sharer = Sequence("sharer", tail + [11, 12], computed=40)
-    sharer.table = [*donor.table[:2], driver.free.pop()]
+    sharer.table = array("i", [*donor.table[:2], driver.free.pop()])
     driver.step([donor, sharer], copies=[BlockCopy(donor.table[2], sharer.table[2])])
     while len(sharer.output) < 16:
         driver.step([donor, sharer])

@@ -10,7 +10,7 @@ from checkpoints import prompt
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.scheduler.interface import ScheduledChunk
-from fastdeploy.worker.sampler import apply_penalties_and_bans, sample
+from fastdeploy.worker.sampler import Sampler, apply_penalties_and_bans
 from step_driver import Driver, Sequence, fresh
 
 RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)
@@ -57,14 +57,30 @@ def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
     logits = paddle.to_tensor(np.array([[5.0, 4.0, 1.0], [5.0, 4.0, 1.0]], np.float32))
     greedy = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.5)
     plain = SamplingParams(temperature=0.0, logprobs=2)
-    first, second = sample(
-        ReferenceOps("float32"), logits, [_chunk([2], 1, greedy, banned=(0, 99)), _chunk([2], 1, plain)]
-    )
+    sampler = Sampler(ReferenceOps("float32"))
+    first, second = sampler.sample(logits, [_chunk([2], 1, greedy, banned=(0, 99)), _chunk([2], 1, plain)])
     assert (first.token_id, second.token_id) == (1, 0)
     log_softmax = np.array([5.0, 4.0, 1.0]) - np.log(np.exp([5.0, 4.0, 1.0]).sum())
     assert first.logprob.logprob == pytest.approx(log_softmax[1], abs=1e-6)
     assert first.logprob.top == second.logprob.top
     assert [token for token, _ in first.logprob.top] == [0, 1]
+
+
+def test_each_step_draws_by_what_its_own_rows_ask_for():
+    """One sampler, steps of equal size: other settings under the same id, other rows, the same rows in other order."""
+    ids, logits = [1, 2, 3], np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
+    hot, greedy = SamplingParams(temperature=5.0, seed=3), SamplingParams(temperature=0.0, logprobs=0)
+    penalised = SamplingParams(temperature=0.0, repetition_penalty=1e9)
+    logits[:, 2] = 9.0
+    sampler = Sampler(ReferenceOps("float32"))
+    for params in ((hot, hot), (greedy, hot), (hot, greedy), (penalised, greedy), (greedy, greedy)):
+        chunks = [_chunk(ids, 3, one) for one in params]
+        drawn = sampler.sample(paddle.to_tensor(logits), chunks)
+        alone = Sampler(ReferenceOps("float32")).sample(paddle.to_tensor(logits), chunks)
+        assert drawn == alone
+        assert [one.logprob is not None for one in drawn] == [one.logprobs is not None for one in params]
+        for one, sampled in zip(params, drawn, strict=True):
+            assert one is hot or (sampled.token_id == 2) == (one is greedy)
 
 
 def test_min_tokens_bans_end_tokens_in_a_running_batch(make_runner):

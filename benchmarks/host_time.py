@@ -1,0 +1,223 @@
+"""What a step costs the engine besides the model: ``python -m benchmarks.host_time [--running 256 --waiting 5000]``.
+
+The real loop, scheduler, model runner and unix socket run over a model that returns at once; another process takes the
+outputs. Every part's time is its own, without that of the parts it calls, so the rows of a step add up to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import zmq
+
+from fastdeploy.config import EngineConfig
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.engine.common_engine import CommonEngine
+from fastdeploy.engine.main import keep_collector_out_of_steps
+from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
+from fastdeploy.model_executor import paddle
+from fastdeploy.worker import model_runner
+from fastdeploy.worker.model_runner import ModelRunner
+from fastdeploy.worker.sampler import Sampler
+
+CLIENT = "client"
+WARMUP = 20
+SLACK = 256  # tokens that the first in the batch may be ahead of the last
+
+
+class InstantModel:
+    """In place of a model: no time, the same token for everybody."""
+
+    def __init__(self, vocab_size: int):
+        self._logits = paddle.zeros([1, vocab_size])
+
+    def forward(self, weights, token_ids, cache, batch, rows) -> paddle.Tensor:
+        return self._logits
+
+    def logits(self, weights, hidden: paddle.Tensor) -> paddle.Tensor:
+        return self._logits
+
+
+class InstantOps:
+    def sample(self, logits, batch) -> np.ndarray:
+        return np.full(len(batch.temperature), 7, np.int32)
+
+    def logprobs(self, logits, token_ids, top) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows = len(token_ids)
+        return np.zeros(rows, np.float32), np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
+
+
+class Stopwatch:
+    """Seconds by part since ``lap``; a part that is watched inside another one is not counted to both."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
+
+    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args, **kwargs):
+            self._inner.append(0.0)
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = time.perf_counter() - started
+                self._seconds[part] += whole - self._inner.pop()
+                self._inner[-1] += whole
+
+        return watched
+
+    def watch_method(self, part: str, owner: Any, name: str) -> None:
+        setattr(owner, name, self.watch(part, getattr(owner, name)))
+
+    def lap(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
+
+
+class Row(NamedTuple):
+    """Of one part, in milliseconds a step."""
+
+    part: str
+    median: float
+    p99: float
+
+
+def take_outputs(endpoint: str, connected) -> None:
+    """The other end of the socket, in a process of its own: it receives and drops."""
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, CLIENT.encode())
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.connect(endpoint)
+    socket.send(msgspec.msgpack.encode(m.Hello(os.getpid())))
+    connected.set()
+    while True:
+        socket.recv()
+
+
+def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: str) -> CommonEngine:
+    blocks_each = -(-(context + steps + SLACK) // 16)
+    runner = ModelRunner(str(MODEL_DIR), num_blocks=running * blocks_each + 4096 // 16)
+    runner.model, runner.ops = InstantModel(runner.info.vocab_size), InstantOps()
+    runner._sampler = Sampler(runner.ops)
+    config = EngineConfig(
+        model="",
+        max_num_seqs=running,
+        max_waiting=running + waiting,
+        max_num_batched_tokens=running * context,
+        max_step_ms=1e6,
+    )
+    return CommonEngine(config, runner, ZmqRouterTransport(endpoint))
+
+
+def watch(engine: CommonEngine) -> Stopwatch:
+    clock = Stopwatch()
+    runner = engine._runner
+    clock.watch_method("messages in", engine._transport, "recv")
+    clock.watch_method("plan", engine.scheduler, "plan")
+    clock.watch_method("model runner", runner, "execute")
+    clock.watch_method("make batch", model_runner, "_make_batch")
+    clock.watch_method("model and ops (instant)", runner.model, "forward")
+    clock.watch_method("model and ops (instant)", runner.model, "logits")
+    clock.watch_method("model and ops (instant)", runner.ops, "sample")
+    clock.watch_method("model and ops (instant)", runner.ops, "logprobs")
+    clock.watch_method("sampling", runner._sampler, "sample")
+    clock.watch_method("apply", engine.scheduler, "apply")
+    clock.watch_method("metrics", engine.metrics, "observe_tokens")
+    clock.watch_method("outputs", engine.delivery, "send_outputs")
+    clock.watch_method("encode and send", engine._transport, "send")
+    clock.watch_method("the rest of the loop", engine, "turn")
+    return clock
+
+
+def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
+    """One server with ``running`` sequences in the batch and ``waiting`` behind them, measured for ``steps`` steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"ipc://{folder}/engine"
+        engine = make_engine(args.running, waiting, args.context, args.steps, endpoint)
+        spawn = multiprocessing.get_context("spawn")
+        connected = spawn.Event()
+        other = spawn.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
+        other.start()
+        connected.wait()
+        try:
+            while not engine.delivery.clients:
+                engine.turn(block=True)
+            submit(engine, args, args.running + waiting)
+            running = engine.scheduler.running
+            while len(running) < args.running or any(not r.num_output_tokens for r in running):
+                engine.turn(block=False)
+            keep_collector_out_of_steps()
+            clock = watch(engine)
+            laps = []
+            for step in range(args.steps + WARMUP):
+                engine.turn(block=False)
+                lap = clock.lap()
+                if step >= WARMUP:
+                    laps.append(lap)
+            assert len(running) == args.running and len(engine.scheduler.waiting) == waiting
+        finally:
+            other.kill()
+            other.join()
+            engine._transport.close()
+    return rows_of(laps)
+
+
+def submit(engine: CommonEngine, args: argparse.Namespace, count: int) -> None:
+    draw = np.random.default_rng(0)
+    sampling = SamplingParams(
+        max_tokens=args.steps + SLACK, ignore_eos=True, logprobs=args.logprobs, temperature=args.temperature
+    )
+    for i in range(count):
+        # not all of one length: otherwise the KV of all of them would grow by a block in the same step
+        prompt = draw.integers(0, engine.info.vocab_size, args.context - i % 16).tolist()
+        engine._handle(CLIENT, m.AddRequest(f"request-{i}", prompt, sampling))
+
+
+def rows_of(laps: list[dict[str, float]]) -> list[Row]:
+    def row(part: str, seconds: list[float]) -> Row:
+        return Row(part, float(np.median(seconds)) * 1e3, float(np.percentile(seconds, 99)) * 1e3)
+
+    parts = list(dict.fromkeys(part for lap in laps for part in lap))
+    rows = [row(part, [lap.get(part, 0.0) for lap in laps]) for part in parts]
+    model = "model and ops (instant)"
+    whole = row("host time of a step", [sum(s for part, s in lap.items() if part != model) for lap in laps])
+    return [*sorted((r for r in rows if r.part != model), key=lambda r: -r.median), whole]
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--running", type=int, default=256, help="sequences in the batch (%(default)s)")
+    parser.add_argument("--waiting", type=int, default=5000, help="of the second column (%(default)s)")
+    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt (%(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="that are measured (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    tables = {waiting: measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
+    if args.json:
+        print(json.dumps({waiting: [row._asdict() for row in rows] for waiting, rows in tables.items()}))
+        return
+    print(f"{args.running} running sequences, ms a step: median (99th percentile)")
+    heads = "".join(f"{f'{waiting} waiting':>20}" for waiting in tables)
+    print(f"{'':24}{heads}")
+    for part in [row.part for row in next(iter(tables.values()))]:
+        found = [next(row for row in rows if row.part == part) for rows in tables.values()]
+        print(f"{part:24}" + "".join(f"{f'{row.median:.3f} ({row.p99:.3f})':>20}" for row in found))
+
+
+if __name__ == "__main__":
+    run()
