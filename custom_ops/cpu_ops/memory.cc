@@ -11,7 +11,12 @@ namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
 
-size_t whole_pages(size_t bytes) { return (bytes + kHuge - 1) / kHuge * kHuge; }
+size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Huge pages, but for an end of less than half of one: a layer has four weights, and their ends add up.
+size_t whole_pages(size_t bytes) {
+  return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge);
+}
 
 struct Buffer {
   void* pointer = nullptr;
@@ -43,9 +48,9 @@ void* scratch(ScratchSlot slot, size_t bytes) {
   Buffer& buffer = buffers[slot];
   if (buffer.bytes < bytes) {
     std::free(buffer.pointer);
-    buffer.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    buffer.bytes = round_up(bytes + bytes / 4, 4096);
     const bool large = buffer.bytes > kHuge / 4;
-    if (large) buffer.bytes = whole_pages(buffer.bytes);
+    if (large) buffer.bytes = round_up(buffer.bytes, kHuge);
     buffer.pointer = std::aligned_alloc(large ? kHuge : 4096, buffer.bytes);
     if (buffer.pointer == nullptr) throw std::bad_alloc();
     if (large) madvise(buffer.pointer, buffer.bytes, MADV_HUGEPAGE);
