@@ -261,7 +261,7 @@ void attention(const AttentionArgs& a) {
   float* query = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 4));
   prepare_attention(a, query, false);
   Task* tasks;
-  const int64_t count = make_tasks(a, &tasks);
+  const int64_t count = make_tasks(a, false, &tasks);
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       if (a.cache->bf16) {

@@ -17,8 +17,10 @@ constexpr int64_t kKeyBlock = 64;
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
 constexpr int64_t kQueryRows = 32;
 
+// With `members` above 1: one decode row each of so many neighbouring sequences whose first `shared` keys are the same
+// ones (a prompt that several samples share lies in the cache once): these keys are gone through together.
 struct Task {
-  int32_t sequence, kv_head, first_row, rows;
+  int32_t sequence, kv_head, first_row, rows, members, shared;
 };
 
 // Queries as [kv head][token * group + head of the group][Dp], so that the rows of a task are contiguous; padded so
@@ -27,22 +29,42 @@ static inline int64_t query_rows(const AttentionArgs& a) {
   return a.tokens * (a.heads / a.cache->kv_heads) + kQueryRows;
 }
 
-static inline int64_t make_tasks(const AttentionArgs& a, Task** tasks) {
-  const int64_t group = a.heads / a.cache->kv_heads;
+// Keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
+static inline int64_t shared_keys(const AttentionArgs& a, int64_t s) {
+  if (s + 1 >= a.sequences || a.cu_tokens[s + 2] - a.cu_tokens[s] != 2 || a.cu_tokens[s + 1] - a.cu_tokens[s] != 1)
+    return 0;
+  const int32_t *mine = a.tables + s * a.table_width, *other = mine + a.table_width;
+  const int64_t both = std::min(a.starts[s], a.starts[s + 1]), blocks = both / a.cache->block_size;
+  int64_t same = 0;
+  while (same < blocks && mine[same] == other[same]) ++same;
+  return same * a.cache->block_size / kKeyBlock * kKeyBlock;
+}
+
+static inline int64_t make_tasks(const AttentionArgs& a, bool share, Task** tasks) {
+  const int64_t group = a.heads / a.cache->kv_heads, most = kQueryRows / group;
   int64_t count = 0;
   for (int64_t s = 0; s < a.sequences; ++s)
     count += ((a.cu_tokens[s + 1] - a.cu_tokens[s]) * group + kQueryRows - 1) / kQueryRows * a.cache->kv_heads;
   Task* list = static_cast<Task*>(scratch(kScratchTasks, static_cast<size_t>(count) * sizeof(Task)));
   Task* next = list;
-  for (int64_t s = 0; s < a.sequences; ++s) {
-    const int64_t rows = (a.cu_tokens[s + 1] - a.cu_tokens[s]) * group;
+  for (int64_t s = 0, members = 1; s < a.sequences; s += members) {
+    const int64_t shared = share && most > 1 ? shared_keys(a, s) : 0;
+    members = 1;
+    if (shared > 0)
+      do ++members;
+      while (members < most && shared_keys(a, s + members - 1) >= shared);
+    const int64_t rows = (a.cu_tokens[s + members] - a.cu_tokens[s]) * group;
     for (int64_t first = 0; first < rows; first += kQueryRows)
       for (int64_t head = 0; head < a.cache->kv_heads; ++head)
-        *next++ = {static_cast<int32_t>(s), static_cast<int32_t>(head), static_cast<int32_t>(first),
-                   static_cast<int32_t>(std::min(kQueryRows, rows - first))};
+        *next++ = {static_cast<int32_t>(s),
+                   static_cast<int32_t>(head),
+                   static_cast<int32_t>(first),
+                   static_cast<int32_t>(std::min(kQueryRows, rows - first)),
+                   static_cast<int32_t>(members),
+                   static_cast<int32_t>(shared)};
   }
   *tasks = list;
-  return count;
+  return next - list;
 }
 
 }  // namespace FD_ISA

@@ -171,22 +171,17 @@ void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* 
   for (int64_t d = 0; d < padded; ++d) to[count / 2 * 2 * padded + d * 2] = last[d * 2];
 }
 
-void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_queries, Workspace& work) {
+// Goes through keys [begin, limit) of a sequence for `rows` queries from the first_row-th of the sequence's rows on;
+// begin is a multiple of 64. Adds to what `work` holds of the keys before.
+void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uint16_t* query, int64_t first_row,
+            int rows, int64_t begin, int64_t limit, Workspace& work) {
   const Cache& cache = *a.cache;
-  const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
-  const int64_t first_token = a.cu_tokens[task.sequence], start = a.starts[task.sequence];
-  const uint16_t* query = all_queries + (task.kv_head * query_rows(a) + first_token * group + task.first_row) * padded;
-  const int32_t* table = a.tables + task.sequence * a.table_width;
+  const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads, start = a.starts[sequence];
+  const int32_t* table = a.tables + sequence * a.table_width;
   const uint16_t* data = static_cast<const uint16_t*>(cache.data);
-  const int64_t head_offset = task.kv_head * cache.block_size * padded;
-  const int rows = task.rows;
+  const int64_t head_offset = kv_head * cache.block_size * padded;
   const bool two = rows > 16;
-
-  std::memset(work.out, 0, static_cast<size_t>(rows * padded) * 4);
-  for (int r = 0; r < kQueryRows; ++r) work.best[r] = -INFINITY, work.mass[r] = 0.0f;
-
-  const int64_t limit = start + (task.first_row + rows - 1) / group + 1;  // keys that the last row sees
-  for (int64_t key0 = 0; key0 < limit; key0 += kKeyBlock) {
+  for (int64_t key0 = begin; key0 < limit; key0 += kKeyBlock) {
     const int64_t here = std::min(kKeyBlock, limit - key0);
     const int64_t units = (here + 15) / 16, groups = (here + 31) / 32;
     const uint16_t *keys[kKeyBlock / 16], *values[kKeyBlock / 32];
@@ -220,7 +215,7 @@ void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_quer
       prefetch(data + cache.offset(a.layer, 1, block) + at, 32 * padded);
     }
     score_block(query, padded, keys, units, two, work.scores);
-    softmax_block(work, rows, units, start - key0, group, task.first_row, a.scale * 1.44269504f);
+    softmax_block(work, rows, units, start - key0, group, first_row, a.scale * 1.44269504f);
     weigh_values(work.probabilities, values, groups, padded, two, work.product);
     for (int r = 0; r < rows; ++r) {
       const F16 shrink = set1(work.shrink[r]);
@@ -228,24 +223,57 @@ void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_quer
       for (int64_t d = 0; d < padded; d += 16) store(out + d, fma(load(out + d), shrink, load(product + d)));
     }
   }
+}
+
+// Results of `rows` rows from the first_row-th of the sequence's on.
+void write_out(const AttentionArgs& a, int64_t sequence, int64_t kv_head, int64_t first_row, int rows,
+               const Workspace& work) {
+  const int64_t dim = a.cache->head_dim, group = a.heads / a.cache->kv_heads;
   for (int r = 0; r < rows; ++r) {
-    const int64_t row = task.first_row + r;
-    float* to = a.out + ((first_token + row / group) * a.heads + task.kv_head * group + row % group) * cache.head_dim;
-    for (int64_t d = 0; d < cache.head_dim; d += 16) {
-      const int n = static_cast<int>(std::min<int64_t>(16, cache.head_dim - d));
-      store_n(to + d, div(load(work.out + r * padded + d), set1(work.mass[r])), n);
+    const int64_t row = first_row + r, token = a.cu_tokens[sequence] + row / group;
+    float* to = a.out + (token * a.heads + kv_head * group + row % group) * dim;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+      store_n(to + d, div(load(work.out + r * a.cache->dim_padded + d), set1(work.mass[r])), n);
     }
   }
 }
 
-Workspace& workspace(int64_t padded) {
-  const size_t matrix = static_cast<size_t>(kQueryRows * padded) * 4;
-  char* memory = static_cast<char*>(scratch(kScratchTask, sizeof(Workspace) + 64 + 3 * matrix));
+void run_task(const AttentionArgs& a, const Task& task, const uint16_t* all_queries, Workspace& work,
+              Workspace& own) {
+  const int64_t padded = a.cache->dim_padded, group = a.heads / a.cache->kv_heads;
+  const int64_t first = a.cu_tokens[task.sequence] * group + task.first_row;
+  const uint16_t* query = all_queries + (task.kv_head * query_rows(a) + first) * padded;
+  std::memset(work.out, 0, static_cast<size_t>(task.rows * padded) * 4);
+  for (int r = 0; r < kQueryRows; ++r) work.best[r] = -INFINITY, work.mass[r] = 0.0f;
+  if (task.members == 1) {
+    const int64_t limit = a.starts[task.sequence] + (task.first_row + task.rows - 1) / group + 1;  // seen by the last
+    attend(a, task.sequence, task.kv_head, query, task.first_row, task.rows, 0, limit, work);
+    write_out(a, task.sequence, task.kv_head, task.first_row, task.rows, work);
+    return;
+  }
+  attend(a, task.sequence, task.kv_head, query, 0, task.rows, 0, task.shared, work);
+  for (int64_t i = 0; i < task.members; ++i) {  // each goes on alone from where all are
+    const int64_t sequence = task.sequence + i;
+    for (int r = 0; r < kQueryRows; ++r) own.best[r] = -INFINITY, own.mass[r] = 0.0f;
+    std::memcpy(own.best, work.best + i * group, static_cast<size_t>(group) * 4);
+    std::memcpy(own.mass, work.mass + i * group, static_cast<size_t>(group) * 4);
+    std::memcpy(own.out, work.out + i * group * padded, static_cast<size_t>(group * padded) * 4);
+    attend(a, sequence, task.kv_head, query + i * group * padded, 0, static_cast<int>(group), task.shared,
+           a.starts[sequence] + 1, own);
+    write_out(a, sequence, task.kv_head, 0, static_cast<int>(group), own);
+  }
+}
+
+// index: 0 or 1; each thread has two.
+Workspace& workspace(int64_t padded, int index) {
+  const size_t matrix = static_cast<size_t>(kQueryRows * padded) * 4, head = round_up(sizeof(Workspace), 64);
+  const size_t whole = head + 3 * matrix;
+  char* memory = static_cast<char*>(scratch(kScratchTask, 2 * whole)) + static_cast<size_t>(index) * whole;
   auto* work = reinterpret_cast<Workspace*>(memory);
-  char* rest = memory + (sizeof(Workspace) + 63) / 64 * 64;
-  work->out = reinterpret_cast<float*>(rest);
-  work->product = reinterpret_cast<float*>(rest + matrix);
-  work->values = reinterpret_cast<uint16_t*>(rest + 2 * matrix);
+  work->out = reinterpret_cast<float*>(memory + head);
+  work->product = reinterpret_cast<float*>(memory + head + matrix);
+  work->values = reinterpret_cast<uint16_t*>(memory + head + 2 * matrix);
   return *work;
 }
 
@@ -256,11 +284,12 @@ void attention(const AttentionArgs& a) {
   uint16_t* query = static_cast<uint16_t*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 2));
   avx512::prepare_attention(a, query, true);
   Task* tasks;
-  const int64_t count = make_tasks(a, &tasks);
-  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+  const int64_t count = make_tasks(a, true, &tasks);
+  parallel_pieces(count, 1, [&](Pieces& pieces) {
     configure_tiles();
-    Workspace& work = workspace(a.cache->dim_padded);
-    for (int64_t t = begin; t < end; ++t) run_task(a, tasks[t], query, work);
+    Workspace &work = workspace(a.cache->dim_padded, 0), &own = workspace(a.cache->dim_padded, 1);
+    for (int64_t begin, end; pieces.next(&begin, &end);)
+      for (int64_t t = begin; t < end; ++t) run_task(a, tasks[t], query, work, own);
     _tile_release();
   });
 }

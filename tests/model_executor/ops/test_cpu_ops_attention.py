@@ -188,3 +188,40 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
     np.testing.assert_array_equal(copied, expected)
     moved = ops.attention(paddle.to_tensor(rows[39:]), cache, make_batch([39], [1], [[second, free[1]]]), spec).numpy()
     np.testing.assert_array_equal(moved, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shared", [64, 130, 256])
+def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
+    """Nine samples whose prompt lies in the same blocks, beside others that share nothing, less, or decode not yet."""
+    spec, size = make_spec(rng, shape), shape.block_size
+    width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
+    own = 3  # blocks of a sample behind the prompt's
+    ids = rng.permutation(100).tolist()
+    prompt = [ids.pop() for _ in range(whole)]
+    starts, tables = [], []
+    for _ in range(9):
+        starts.append(whole * size + int(rng.integers(0, own * size)))
+        tables.append(prompt + [ids.pop() for _ in range(own)])
+    starts.insert(4, 70)  # less than the prompt
+    tables.insert(4, [*prompt[: -(-16 // size)], *(ids.pop() for _ in range(-(-80 // size)))])
+    counts = [1] * len(starts)
+    starts.append(0), tables.append([ids.pop() for _ in range(2)]), counts.append(20)
+    starts.append(5), tables.append([ids.pop()]), counts.append(1)
+    cache, used = ops.new_kv_cache(1, 100, size, shape.kv_heads, shape.dim), set()
+    for start, table in zip(starts, tables, strict=True):  # what lies in the cache before the step
+        first = len(prompt) * size if used.issuperset(prompt) and table[:whole] == prompt else 0
+        if start > first:
+            rows = rng.standard_normal((start - first, width)).astype(np.float32)
+            ops.attention(paddle.to_tensor(rows), cache, make_batch([first], [start - first], [table]), spec)
+        used.update(table)
+    rows = [rng.standard_normal((count, width)).astype(np.float32) for count in counts]
+    together = ops.attention(
+        paddle.to_tensor(np.concatenate(rows)), cache, make_batch(starts, counts, tables), spec
+    ).numpy()
+    ops.set_num_threads(1)
+    alone = [
+        ops.attention(paddle.to_tensor(row), cache, make_batch([start], [count], [table]), spec).numpy()
+        for row, start, count, table in zip(rows, starts, counts, tables, strict=True)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
