@@ -29,7 +29,7 @@ from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.wire import WireError
-from benchmarks.lib.workload import completion, prompt_ids
+from benchmarks.lib.workload import closed_loop, completion, prompt_ids
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -81,12 +81,7 @@ class Load:
         return log
 
     async def closed(self, count: int, clients: int, first: int = 0) -> list[StreamLog]:
-        indices = iter(range(first, first + count))
-
-        async def client() -> list[StreamLog]:
-            return [await self.one(index) for index in indices]
-
-        return [log for logs in await asyncio.gather(*(client() for _ in range(clients))) for log in logs]
+        return await closed_loop(self.one, count, clients, first)
 
     async def open(self, count: int, rate: float) -> list[StreamLog]:
         """Arrival times are drawn before the run, so that a slow answer cannot delay the requests behind it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.processes import send_all, session_processes
 from benchmarks.lib.wire import WireError
 
 MARK = "FASTDEPLOY_BENCHMARK_MARK"
@@ -48,14 +49,14 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    async def wait_ready(self, timeout_s: float) -> float:
-        """Seconds until /ready answered 200. Raises ServerError with the log's end if it does not."""
+    async def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
+        """Seconds until ``path`` answered 200. Raises ServerError with the log's end if it does not."""
         start, client = time.perf_counter(), Client(self.url)
         while time.perf_counter() - start < timeout_s:
             if self._process.poll() is not None:
                 break
             try:
-                if (await client.call("GET", "/ready", timeout=5)).status == 200:
+                if (await client.call("GET", path, timeout=5)).status == 200:
                     return time.perf_counter() - start
             except (OSError, WireError, TimeoutError):
                 pass
@@ -87,11 +88,12 @@ class ServerProcess:
                 continue  # it ended while we looked, or belongs to somebody else
         return found
 
+    def processes(self) -> list[int]:
+        """Process ids of its session and of all that carry the mark; a program that writes its title over its
+        environment has lost that."""
+        return sorted({*session_processes(self._process.pid), *self.left_over()})
+
     def kill(self) -> None:
         """End whatever is left, for good."""
-        for pid in self.left_over():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        send_all(self.processes(), signal.SIGKILL)
         self._process.wait()

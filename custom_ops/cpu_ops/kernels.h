@@ -68,26 +68,26 @@ struct LayerArgs {
   AttentionArgs attention;  // but for qkv and out
 };
 
-#define FD_DECLARE_KERNELS(isa)                                                                              \
-  namespace isa {                                                                                            \
-  void decoder_layer(const LayerArgs& a);                                                                    \
-  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);         \
-  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);       \
-  void attention(const AttentionArgs& a);                                                                    \
+#define FD_DECLARE_KERNELS(isa)                                                                                \
+  namespace isa {                                                                                              \
+  void decoder_layer(const LayerArgs& a);                                                                      \
+  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);           \
+  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
+  void attention(const AttentionArgs& a);                                                                      \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)
 FD_DECLARE_KERNELS(amx)  // bfloat16 only
 #undef FD_DECLARE_KERNELS
 
-#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                       \
-  namespace isa {                                                                                            \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                    \
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                         \
+  namespace isa {                                                                                              \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                  \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                      \
   void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                  \
-  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,           \
-                float* chosen, float* top_values, int32_t* top_ids);                                         \
+              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                    \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,             \
+                float* chosen, float* top_values, int32_t* top_ids);                                           \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)

@@ -18,7 +18,6 @@ enum ScratchSlot {
   kScratchQkv,
   kScratchAttended,
   kScratchPartial,
-  kScratchAccumulator,
   kScratchGateUp,
   kScratchQuery,
   kScratchTasks,
