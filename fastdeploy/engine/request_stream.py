@@ -11,9 +11,9 @@ from fastdeploy.inter_communicator.messages import Output
 class RequestStream:
     """Filled by the engine client, read by one handler, which closes it in every case (``with stream:``).
 
-    A stream that is closed before all n choices have ended cancels them at the engine. ``event`` is set whenever there
-    is something to :meth:`take`; several streams may share one. fingerprint: of the body, where the request has
-    retain_s and outlives this stream; else "".
+    A stream that is closed before all n choices have ended cancels them at the engine. ``event`` is set by whoever put
+    something in, once it is the reader's turn; several streams may share one. fingerprint: of the body, where the
+    request has retain_s and outlives this stream; else "".
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class RequestStream:
         return not self._open or self._error is not None
 
     def put(self, output: Output) -> None:
+        """Keep ``output`` for the reader, which is not woken yet."""
         if output.choice in self._open:
             self._outputs.append(output)
-            self.event.set()
             if output.finish_reason is not None:
                 self._end(output.choice)
 

@@ -109,21 +109,24 @@ class ZmqConnection:
         self._socket.send(self._encoder.encode(message))
 
     async def messages(self) -> AsyncIterator[ToClient]:
-        """Yield what the peer sends, and end once it has gone and all that it sent before has been yielded."""
+        """Yield what the peer sends, and end once it has gone and all that it sent before has been yielded. What is
+        there already is yielded without going back to the event loop: no message waits for those that an earlier one
+        woke."""
         lost = asyncio.ensure_future(self._lost())
         try:
-            while not lost.done():
+            while True:
+                try:
+                    while True:
+                        yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    if lost.done():
+                        return
                 frame = self._socket.recv()
                 await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
                 if frame.done():
                     yield self._decoder.decode(frame.result())
                 else:
                     frame.cancel()
-            while True:
-                try:
-                    yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
-                except zmq.Again:
-                    return
         finally:
             lost.cancel()
 
