@@ -2,6 +2,7 @@
 """The acceptance table of pause and resume, made from what a client sees on the wire.
 
     python benchmarks/pause.py --url http://127.0.0.1:8180 --dialect native --running 8 --waiting 5000
+    python benchmarks/pause.py --url http://127.0.0.1:8180 --peer vllm=http://127.0.0.1:8001 --waiting 2000 --repeats 3
 
 --running must be the server's max_num_seqs. Exits 1 if a promise fails, 2 if the server cannot be driven.
 """
@@ -32,6 +33,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8180")
     add("--dialect", choices=DIALECTS, default="native")
+    add(
+        "--peer",
+        type=_peer,
+        metavar="DIALECT=URL",
+        help="measure this server in turn with the first, e.g. vllm=http://...",
+    )
+    add("--repeats", type=int, default=1, help="of everything; medians are compared with the peer's")
     add("--model", help="default: the first one that the server lists")
     add("--streams", type=int, default=20)
     add("--running", type=int, default=8, help="max_num_seqs of the server")
@@ -51,6 +59,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not 0 < args.running < args.streams:
         parser.error("--streams must be above --running, else nothing waits")
     return args
+
+
+def _peer(text: str) -> tuple[str, str]:
+    dialect, _, url = text.partition("=")
+    if dialect not in DIALECTS or not url:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(DIALECTS)}, =, and a URL; got {text!r}")
+    return dialect, url
 
 
 async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
@@ -92,32 +107,53 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count + SPARE_FILES, hard))
 
 
-async def measure_server(args: argparse.Namespace, printer: Printer) -> int:
-    dialect = DIALECTS[args.dialect](Client(args.url))
+async def measure_server(dialect: Dialect, url: str, args: argparse.Namespace, printer: Printer) -> Outcome:
     options = await make_options(dialect, args)
-    printer.say(f"{args.url} ({dialect.name}), model {options.model}, max_tokens {options.max_tokens}")
-    acceptance = Acceptance(dialect, options, printer.say, printer.checks)
-    outcome = await acceptance.run()
-    speed = judge_speed(outcome, args.max_pause_steps)
-    outcome.checks += speed
-    printer.checks(speed)
-    printer.acceptance(outcome)
-    printer.measurements(outcome.runs)
+    printer.say(f"{url} ({dialect.name}), model {options.model}, max_tokens {options.max_tokens}")
+    return await Acceptance(dialect, options, printer.say, printer.checks).run()
+
+
+def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.Namespace, printer: Printer) -> dict:
+    """Print what one server did in all repeats; returns it for the JSON."""
+    for outcome in outcomes:
+        printer.acceptance(outcome)
+        printer.measurements(outcome.runs)
+    checks = [check for outcome in outcomes for check in outcome.checks]
+    held, apart = (sum(check.ok is ok for check in checks) for ok in (True, None))
+    failed = len(checks) - held - apart
+    printer.say(f"{url}: {held} promises held, {failed} failed, {apart} do not apply")
+    return {
+        "url": url,
+        "dialect": dialect.name,
+        "runs": [measure(run) for outcome in outcomes for run in outcome.runs],
+        "checks": [asdict(check) for check in checks],
+        "failed": failed,
+    }
+
+
+async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
+    """All servers in turn, ``repeats`` times over. Returns the exit code: the first server's promises alone count."""
+    servers = [
+        (DIALECTS[name](Client(url)), url) for name, url in [(args.dialect, args.url), *filter(None, [args.peer])]
+    ]
+    outcomes: list[list[Outcome]] = [[] for _ in servers]
+    for _ in range(args.repeats):
+        for (dialect, url), mine in zip(servers, outcomes, strict=True):
+            mine.append(await measure_server(dialect, url, args, printer))
+    for outcome in outcomes[0]:
+        speed = judge_speed(outcome, args.max_pause_steps)
+        outcome.checks += speed
+        printer.checks(speed)
+    reports = [
+        report(dialect, url, mine, args, printer) for (dialect, url), mine in zip(servers, outcomes, strict=True)
+    ]
+    if args.peer:
+        printer.beside(*([run for outcome in mine for run in outcome.runs] for mine in outcomes))
     if args.json:
-        content = {
-            "url": args.url,
-            "dialect": dialect.name,
-            "machine": machine(),
-            "options": asdict(options),
-            "runs": [measure(run) for run in outcome.runs],
-            "checks": [asdict(check) for check in outcome.checks],
-            "failed": len(outcome.failed),
-        }
-        write_json(args.json, content)
-    held = sum(check.ok is True for check in outcome.checks)
-    apart = sum(check.ok is None for check in outcome.checks)
-    printer.say(f"{held} promises held, {len(outcome.failed)} failed, {apart} do not apply")
-    return 1 if outcome.failed else 0
+        shown = {key: value for key, value in vars(args).items() if key not in ("json", "url", "dialect")}
+        content = {**reports[0], "machine": machine(), "options": shown}
+        write_json(args.json, content | ({"peer": reports[1]} if args.peer else {}))
+    return 1 if reports[0]["failed"] else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     printer = Printer()
     try:
         allow_files(2 * max(args.streams, args.running + args.waiting))
-        return asyncio.run(measure_server(args, printer))
+        return asyncio.run(measure_all(args, printer))
     except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2

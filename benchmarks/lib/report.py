@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,21 @@ class Printer:
         header = ("scenario", "pause s", "in steps", "step ms", "all answered s", "resume ms", "next token ms")
         rows = [[_show(value) for value in measure(run).values()][: len(header)] for run in runs]
         self.table("pause times", header, rows)
+
+    def beside(self, ours: Sequence[PauseRun], theirs: Sequence[PauseRun]) -> None:
+        """Medians over the repeats of each scenario, ours and theirs; ratio: theirs over ours, above 1 where ours is
+        the faster one."""
+        rows = []
+        for scenario in dict.fromkeys(run.scenario for run in ours):
+            for figure in ("pause_s", "pause_steps", "all_answered_s", "resume_ms", "next_token_ms"):
+                found = [
+                    [value for run in runs if run.scenario == scenario and (value := measure(run)[figure]) is not None]
+                    for runs in (ours, theirs)
+                ]
+                if all(found):
+                    mine, other = map(statistics.median, found)
+                    rows.append((scenario, figure, f"{mine:g}", f"{other:g}", f"{other / mine:.2f}" if mine else "-"))
+        self.table("beside the peer", ("scenario", "figure", "ours", "peer", "peer / ours"), rows)
 
 
 def measure(run: PauseRun) -> dict[str, Any]:

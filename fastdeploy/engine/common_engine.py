@@ -187,9 +187,8 @@ class CommonEngine:
         if not tokens and not ended:
             return
         self.metrics.observe_tokens(tokens)
-        now = time.time()
+        self.metrics.observe_ended(ended, time.time())
         for request in ended:
-            self.metrics.observe_end(request, now)
             if request.finish_reason is not FinishReason.ABORT:
                 self._finished += 1
             elif not request.silent:

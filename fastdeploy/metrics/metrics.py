@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -95,10 +96,10 @@ class EngineMetrics:
         self.tpot.observe([token.gap_s for token in tokens if not token.first])
         self.ttft.observe([token.gap_s for token in tokens if token.first])
 
-    def observe_end(self, request: Request, now: float) -> None:
-        assert request.finish_reason is not None
-        self._by_reason[request.finish_reason].inc()
-        self.e2e.observe([now - request.arrival])
+    def observe_ended(self, requests: list[Request], now: float) -> None:
+        for reason, count in collections.Counter(request.finish_reason for request in requests).items():
+            self._by_reason[reason].inc(count)
+        self.e2e.observe([now - request.arrival for request in requests])
 
     def render(self, gauges: Gauges) -> str:
         """The text exposition of everything, with the gauges as given."""

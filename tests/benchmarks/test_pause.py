@@ -50,6 +50,22 @@ def test_pause_exits_zero_and_prints_the_acceptance_table(tmp_path: Path):
     assert seen["failed"] == 0 and all(run["step_ms"] > 0 for run in seen["runs"])
 
 
+def test_pause_measures_a_peer_in_turn_and_only_the_first_server_decides_the_exit_code(tmp_path: Path):
+    file = tmp_path / "out.json"
+
+    async def beside_a_broken_peer() -> tuple[int, str, str]:
+        async with FakeServer(defect="escape") as peer:
+            more = ("--peer", f"native={peer.url}", "--json", str(file))
+            return await asyncio.to_thread(command, "pause.py", *SMALL, *more)
+
+    code, out, err = asyncio.run(beside_a_broken_peer())
+    assert code == 0, out + err
+    assert "beside the peer" in out
+    seen = json.loads(file.read_text())
+    assert seen["failed"] == 0 and seen["peer"]["failed"] > 0
+    assert [run["scenario"] for run in seen["peer"]["runs"]] == ["abort", "keep", "wait"]
+
+
 def test_pause_exits_one_when_a_promise_fails():
     code, out, _ = command("pause.py", *SMALL, defect="escape")
     assert code == 1
