@@ -48,7 +48,8 @@ static inline int64_t make_tasks(const AttentionArgs& a, bool share, Task** task
   Task* list = static_cast<Task*>(scratch(kScratchTasks, static_cast<size_t>(count) * sizeof(Task)));
   Task* next = list;
   for (int64_t s = 0, members = 1; s < a.sequences; s += members) {
-    const int64_t shared = share && most > 1 ? shared_keys(a, s) : 0;
+    int64_t shared = share && most > 1 ? shared_keys(a, s) : 0;
+    if (shared_keys(a, s + 1) > shared) shared = 0;  // the next one's own group is behind it, not before
     members = 1;
     if (shared > 0)
       do ++members;
