@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -69,7 +70,8 @@ class ServerProcess:
         The code is None if it has not ended after ``timeout_s``.
         """
         start = time.perf_counter()
-        os.killpg(self._process.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):  # it died by itself
+            os.killpg(self._process.pid, signal.SIGINT)
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

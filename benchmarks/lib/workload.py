@@ -38,8 +38,8 @@ def completion(model: str, prompt: list[int], max_tokens: int, request_id: str =
 async def closed_loop(
     send: Callable[[int], Awaitable[Result]], count: int, clients: int, first: int = 0
 ) -> list[Result]:
-    """Call ``send(first)`` to ``send(first + count - 1)``, by ``clients`` that each start their next one when their last
-    one ended. Results by client, then in the order of starting."""
+    """Call ``send(first)`` to ``send(first + count - 1)``, by ``clients`` that each start their next one when their
+    last one ended. Results by client, then in the order of starting."""
     indices = iter(range(first, first + count))
 
     async def client() -> list[Result]:

@@ -1,0 +1,239 @@
+#!/usr/bin/env python
+"""This engine and its peers under the same loads, interleaved: medians, ratios, and how far each is from the roofline.
+
+    python benchmarks/compare.py --model-path ~/.cache/fastdeploy-peers/q05 --json compare.json
+    python benchmarks/compare.py --model-path ... --engines ours,vllm --loads 1,8 --repeats 5
+
+Starts every engine itself and keeps all of them up, so that a machine that drifts does so for all. In each repeat the
+machine is probed, then each engine gets the load in turn, with prompts that none has seen. The next one waits until the
+last one burns no more CPU; an engine that never rests is stopped (SIGSTOP) while others are measured. Exits 1 if a
+request failed, 2 if an engine could not be started or driven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.client import Client
+from benchmarks.lib.comparison import HEADER, Compared, Measured, machine_line
+from benchmarks.lib.dialect import ServerError, read_metrics
+from benchmarks.lib.engines import ENGINES, Engine
+from benchmarks.lib.loads import LOADS, Figures, Load
+from benchmarks.lib.processes import cpu_seconds, send_all
+from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.roofline import Machine, Shape, probe
+from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.wire import WireError
+
+READY_S, STOP_S = 300.0, 15.0
+IDLE_CORES = 0.05  # a server that uses more of a core than this would disturb the others
+WATCH_S, REST_S = 0.5, 10.0  # that long it is watched, and so long it may take to come to rest
+
+Prober = Callable[[], Machine | None]
+
+
+class Contender:
+    """One engine's server while it runs. ``rest_s``: the longest that it went on to burn CPU after its last answer.
+    ``frozen``: it would not rest, and is stopped until its next turn."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine = engine
+        self.server = ServerProcess(engine.command, folder)
+        self.client = Client(self.server.url)
+        self.ready_s = self.rest_s = 0.0
+        self.frozen = False
+
+    @property
+    def manner(self) -> str:
+        """What its processes do when nothing is asked of them, in words."""
+        name = self.engine.name
+        if self.frozen:
+            return f"{name} never rests: stopped while others are measured"
+        return f"{name} rests within {self.rest_s + WATCH_S:.1f} s of its last answer"
+
+    async def start(self) -> None:
+        """Return when it serves and rests. Raises ServerError."""
+        self.ready_s = await self.server.wait_ready(READY_S, self.engine.ready)
+        await self.rest()
+        self.rest_s = 0.0
+
+    def close(self) -> None:
+        self.wake()
+        self.server.stop(STOP_S)
+        self.server.kill()
+
+    def wake(self) -> None:
+        if self.frozen:
+            send_all(self.server.processes(), signal.SIGCONT)
+            self.frozen = False
+
+    async def rest(self) -> None:
+        """Return when it burns no more CPU, whether it stopped by itself or had to be made to."""
+        start, processes = time.perf_counter(), self.server.processes()
+        while (spent := time.perf_counter() - start) < REST_S:
+            before = cpu_seconds(processes)
+            await asyncio.sleep(WATCH_S)
+            if cpu_seconds(processes) - before <= IDLE_CORES * WATCH_S:
+                break
+        else:
+            send_all(processes, signal.SIGSTOP)
+            self.frozen = True
+        self.rest_s = max(self.rest_s, spent)
+
+    async def token_metric(self) -> tuple[float, float]:
+        """Sum and count of the engine's own histogram of the time between tokens; zeros where it has none."""
+        if self.engine.token_metric is None:
+            return 0.0, 0.0
+        values = read_metrics((await self.client.call("GET", "/metrics")).body)
+        name = self.engine.token_metric
+        return values.get(f"{name}_sum", 0.0), values.get(f"{name}_count", 0.0)
+
+    async def turn(self, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
+        """The figures that a client sees, and the engine's own mean time between tokens, in seconds."""
+        self.wake()
+        sum_before, count_before = await self.token_metric()
+        figures = await load.run(self.client, model, seed)
+        sum_after, count_after = await self.token_metric()
+        await self.rest()
+        count = count_after - count_before
+        return figures, (sum_after - sum_before) / count if count else None
+
+
+@contextmanager
+def started(engines: Iterable[Engine], say: Callable[[str], None]) -> Iterator[list[Contender]]:
+    """One server after the other, so that each one's start can be timed; all are gone afterwards."""
+    contenders: list[Contender] = []
+    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+        try:
+            for engine in engines:
+                folder = Path(name) / engine.name
+                folder.mkdir()
+                contenders.append(Contender(engine, folder))
+                asyncio.run(contenders[-1].start())
+                say(f"{engine.name} {engine.version}: ready after {contenders[-1].ready_s:.1f} s")
+            yield contenders
+        finally:
+            for contender in contenders:
+                contender.close()
+
+
+async def compare(
+    contenders: Sequence[Contender], load: Load, model: str, seed: str, repeats: int, prober: Prober
+) -> Compared:
+    runs: list[list[tuple[Figures, float | None]]] = [[] for _ in contenders]
+    probes: list[Machine | None] = []
+
+    for contender in contenders:
+        await contender.turn(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
+    for repeat in range(repeats):
+        probes.append(prober())
+        for contender, mine in zip(contenders, runs, strict=True):
+            mine.append(await contender.turn(load, model, f"{seed}/{load.name}/{repeat}"))
+    probes.append(prober())
+    measured = [
+        Measured(
+            contender.engine.name,
+            tuple(figures for figures, _ in mine),
+            tuple(own for _, own in mine if own is not None),
+        )
+        for contender, mine in zip(contenders, runs, strict=True)
+    ]
+    return Compared(load, tuple(measured), tuple(found for found in probes if found is not None))
+
+
+def run(
+    engines: Sequence[Engine], loads: Sequence[Load], args: argparse.Namespace, printer: Printer, prober: Prober = probe
+) -> int:
+    shape = Shape.of(args.model_path)
+    done: list[Compared] = []
+    with started(engines, printer.say) as contenders:
+        for load in loads:
+            began = time.perf_counter()
+            done.append(asyncio.run(compare(contenders, load, args.served_model_name, args.seed, args.repeats, prober)))
+            printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
+            if args.json:
+                write_json(args.json, to_json(contenders, done, shape, args))
+        for contender in contenders:
+            printer.say(contender.manner)
+    rows = [row for compared in done for row in compared.rows(shape)]
+    printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
+    printer.say(machine_line([found for compared in done for found in compared.probes]))
+    errors = [error for compared in done for error in compared.errors]
+    for error in errors:
+        printer.say(f"failed: {error}")
+    return 1 if errors else 0
+
+
+def to_json(
+    contenders: Sequence[Contender], done: Sequence[Compared], shape: Shape, args: argparse.Namespace
+) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "options": {name: str(value) for name, value in vars(args).items()},
+        "step_bytes": shape.step_bytes,
+        "engines": {
+            c.engine.name: {"version": c.engine.version, "ready_s": c.ready_s, "rest_s": c.rest_s, "frozen": c.frozen}
+            for c in contenders
+        },
+        "loads": [compared.to_json(shape) for compared in done],
+    }
+
+
+def chosen(text: str, known: Iterable[str]) -> list[str]:
+    """The names of a comma list, in its order. Raises ArgumentTypeError."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, each once; got {text!r}")
+    return names
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="a Hugging Face folder")
+    add("--served-model-name", default="q05")
+    add(
+        "--engines",
+        type=lambda text: chosen(text, ENGINES),
+        default=list(ENGINES),
+        help="ratios are to the first one (default: ours and every peer that is installed)",
+    )
+    add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
+    add("--repeats", type=int, default=3)
+    add("--seed", default="0", help="of the prompts")
+    add("--json", metavar="FILE", help="written after every load")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    printer = Printer()
+    engines = [ENGINES[name](args.model_path, args.served_model_name) for name in args.engines]
+    for engine in engines:
+        if engine.missing:
+            printer.say(f"without {engine.name}: {engine.missing}")
+    engines = [engine for engine in engines if not engine.missing]
+    if not engines:
+        return 2
+    try:
+        return run(engines, [LOADS[name] for name in args.loads], args, printer)
+    except (ServerError, WireError, OSError, TimeoutError, subprocess.CalledProcessError) as error:
+        printer.say(f"cannot go on: {type(error).__name__}: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

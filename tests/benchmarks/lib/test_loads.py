@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from benchmarks.lib.client import Client, Reply
+from benchmarks.lib.loads import LOADS, Figures, Groups, Load, Prefill, RepeatedGroups, Streams
+from benchmarks.lib.workload import closed_loop
+from fake_pause_server import FakeServer
+
+
+class Recorder:
+    """Stands in for a client: answers every completion after a moment, ``short`` tokens short."""
+
+    def __init__(self, short: int = 0) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.most_prompts_at_once = 0
+        self._live: Counter[tuple[int, ...]] = Counter()
+        self._short = short
+
+    async def call(self, method: str, path: str, body: dict[str, Any], timeout: float) -> Reply:
+        self.bodies.append(body)
+        prompt = tuple(body["prompt"])
+        self._live[prompt] += 1
+        self.most_prompts_at_once = max(self.most_prompts_at_once, len(+self._live))
+        await asyncio.sleep(0.001)
+        self._live[prompt] -= 1
+        made = body.get("n", 1) * body["max_tokens"] - self._short
+        return Reply(200, {}, {"usage": {"completion_tokens": made}})
+
+
+def send(load: Load, client: Any, seed: str = "s") -> Figures:
+    return asyncio.run(load.run(client, "q05", seed))
+
+
+def test_a_closed_loop_sends_each_once_and_never_more_than_it_has_clients():
+    live = most = 0
+
+    async def one(index: int) -> int:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        await asyncio.sleep(0.001 * (index % 3))
+        live -= 1
+        return index
+
+    assert sorted(asyncio.run(closed_loop(one, 20, 3, first=5))) == list(range(5, 25))
+    assert most == 3
+
+
+def test_a_group_in_one_request_asks_for_its_samples_at_temperature_one():
+    client = Recorder()
+    figures = send(Groups("g", 4, 16, 5, 6), client)
+    assert figures.tokens == 6 * 8 * 5 and not figures.errors
+    assert len(client.bodies) == 6 and client.most_prompts_at_once == 4
+    assert all(body["n"] == 8 and body["temperature"] == 1.0 and not body["stream"] for body in client.bodies)
+    assert len({tuple(body["prompt"]) for body in client.bodies}) == 6
+
+
+def test_a_group_as_requests_sends_its_prompt_eight_times_at_once_and_waits_for_all():
+    client = Recorder()
+    figures = send(RepeatedGroups("g", 4, 16, 5, 6), client)
+    assert figures.tokens == 6 * 8 * 5 and not figures.errors
+    prompts = Counter(tuple(body["prompt"]) for body in client.bodies)
+    assert list(prompts.values()) == [8] * 6 and client.most_prompts_at_once == 4
+    assert not any("n" in body for body in client.bodies)
+
+
+@pytest.mark.parametrize("kind", [Groups, RepeatedGroups])
+def test_a_sample_that_is_cut_short_is_an_error(kind: type[Groups]):
+    figures = send(kind("g", 2, 4, 5, 2), Recorder(short=1))
+    assert figures.errors and "of" in figures.errors[0]
+
+
+def test_streams_measure_every_request_and_token():
+    async def run() -> Figures:
+        async with FakeServer() as server:
+            return await Streams("s", 3, 5, 7, 9).run(Client(server.url), "fake", "s")
+
+    figures = asyncio.run(run())
+    assert not figures.errors
+    assert figures.tokens == 63 and figures.tokens_per_s == pytest.approx(63 / figures.seconds)
+    assert 0 < figures.first_mean_s < figures.prefilled_s < figures.seconds
+    assert figures.token_s > 0
+
+
+def test_a_stream_that_ends_wrongly_is_an_error():
+    async def run() -> Figures:
+        async with FakeServer(defect="double_end") as server:
+            return await Streams("s", 3, 5, 7, 9).run(Client(server.url), "fake", "s")
+
+    assert asyncio.run(run()).errors
+
+
+def test_engines_get_the_same_prompts_and_every_repeat_others():
+    load = Groups("g", 2, 32, 4, 4)
+
+    def prompts(seed: str) -> set[tuple[int, ...]]:
+        client = Recorder()
+        send(load, client, seed)
+        return {tuple(body["prompt"]) for body in client.bodies}
+
+    assert prompts("0/g/0") == prompts("0/g/0")
+    starts = [{prompt[:4] for prompt in prompts(seed)} for seed in ("0/g/0", "0/g/1", "0/other/0", "1/g/0")]
+    assert len(set.union(*starts)) == 16  # not even a beginning in common, or a prefix cache would show
+
+
+def test_the_prefill_load_sends_all_prompts_at_the_start():
+    assert all(load.requests == load.at_once for load in LOADS.values() if isinstance(load, Prefill))
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_warm_up_is_one_short_round_of_the_same_kind(load: Load):
+    short = load.warm_up()
+    assert type(short) is type(load)
+    assert (short.at_once, short.prompt, short.requests) == (load.at_once, load.prompt, load.at_once)
+    assert short.output < load.output

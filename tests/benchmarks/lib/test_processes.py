@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.lib.processes import cpu_seconds, send_all, session_processes
+
+SPINS = "import os\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nwhile True: pass"
+
+
+@pytest.fixture
+def spinning() -> Iterator[tuple[int, list[int]]]:
+    """A session of two processes that burn CPU: (its leader, both)."""
+    leader = subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert leader.stdout is not None
+        yield leader.pid, sorted(int(leader.stdout.readline()) for _ in range(2))
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
+        leader.communicate()
+
+
+def test_a_session_has_its_leader_and_all_that_came_of_it_and_not_us(spinning: tuple[int, list[int]]):
+    leader, both = spinning
+    assert session_processes(leader) == both
+    assert os.getpid() not in session_processes(leader)
+
+
+def test_cpu_time_grows_while_a_server_spins_and_stands_still_while_it_is_stopped(spinning: tuple[int, list[int]]):
+    _, both = spinning
+    before, deadline = cpu_seconds(both), time.monotonic() + 20
+    while cpu_seconds(both) <= before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cpu_seconds(both) > before
+    send_all(both, signal.SIGSTOP)
+    time.sleep(0.1)
+    stopped = cpu_seconds(both)
+    time.sleep(0.3)
+    assert cpu_seconds(both) == stopped
+    send_all(both, signal.SIGCONT)
+    while cpu_seconds(both) <= stopped and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cpu_seconds(both) > stopped
+
+
+def test_the_cpu_time_is_what_the_process_itself_has_counted():
+    burns = "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ninput()"
+    process = subprocess.Popen([sys.executable, "-c", burns], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert cpu_seconds([process.pid]) <= float(process.stdout.readline()) + 0.1
+        assert cpu_seconds([process.pid]) >= 0.25
+    finally:
+        process.communicate("\n")
+
+
+def test_a_process_that_is_gone_costs_nothing_and_takes_no_signal():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert cpu_seconds([process.pid]) == 0.0
+    send_all([process.pid], signal.SIGKILL)

@@ -1,0 +1,59 @@
+"""The bounds, on numbers small enough to do by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lib.roofline import Machine, Shape, decode_share, group_share, middle, prefill_share
+
+# Per layer: q 4x4, k and v 2x4 each, o 4x4: 48; gate, up, down 3x8x4: 96. Two layers: 288. Head: 10x4.
+SMALL = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
+MACHINE = Machine(read=1000.0, peak=10_000.0)
+
+
+def test_a_decode_step_reads_the_linears_and_the_head_in_two_bytes_each():
+    assert SMALL.layer_parameters == 288
+    assert SMALL.step_bytes == 2 * (288 + 40)
+
+
+def test_a_prefill_multiplies_every_token_and_attends_to_half_of_all_pairs():
+    # 2 x 288 x 5, and per layer and head: q.k and p.v of 5^2 / 2 pairs, 2 dimensions, 2 operations.
+    assert SMALL.prefill_operations(5) == 2 * 288 * 5 + 2 * 2 * (25 / 2 * 2 * 2 * 2)
+
+
+def test_a_stream_at_the_bandwidth_has_all_of_it_and_one_half_as_fast_has_half():
+    assert decode_share(SMALL, MACHINE, 0.656) == pytest.approx(1.0)
+    assert decode_share(SMALL, MACHINE, 1.312) == pytest.approx(0.5)
+
+
+def test_the_prefill_share_counts_all_prompts():
+    seconds = 3 * SMALL.prefill_operations(5) / MACHINE.peak
+    assert prefill_share(SMALL, MACHINE, 3, 5, seconds) == pytest.approx(1.0)
+    assert prefill_share(SMALL, MACHINE, 3, 5, 4 * seconds) == pytest.approx(0.25)
+
+
+def test_a_group_prefills_its_prompt_once_and_decodes_in_as_many_rounds_as_it_takes():
+    least = 5 * SMALL.prefill_operations(5) / 10_000 + 3 * 7 * 0.656  # 5 groups, 2 at a time: 3 rounds
+    assert group_share(SMALL, MACHINE, 5, 2, 5, 7, least) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("config", "head_dim"), [({}, 2), ({"head_dim": 3}, 3), ({"head_dim": None}, 2)])
+def test_the_shape_is_that_of_config_json(tmp_path: Path, config: dict, head_dim: int):
+    config = config | {
+        "hidden_size": 4,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Shape.of(tmp_path) == Shape(4, 8, 2, 2, 1, head_dim, 10)
+
+
+def test_the_machine_is_the_median_of_its_probes():
+    assert middle([Machine(1, 30), Machine(3, 20), Machine(2, 10)]) == Machine(2, 20)
+    assert middle([]) is None

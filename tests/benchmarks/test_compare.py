@@ -1,0 +1,82 @@
+"""benchmarks/compare.py, end to end on two servers of the embedded model, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import fastdeploy.embedded
+from benchmarks import compare
+from benchmarks.lib.engines import Engine, ours
+from benchmarks.lib.loads import Groups, Load, RepeatedGroups, Streams
+from benchmarks.lib.report import Printer
+from benchmarks.lib.roofline import Machine
+
+MODEL = Path(fastdeploy.embedded.__file__).with_name("model")
+LOADS: list[Load] = [Streams("s", 2, 6, 5, 4), Groups("g", 2, 6, 3, 2), RepeatedGroups("r", 2, 6, 3, 2)]
+PROBED = Machine(1e10, 1e12)
+
+
+def twins() -> list[Engine]:
+    engine = ours(MODEL, "q05")
+    return [engine, replace(engine, name="twin")]
+
+
+def test_two_servers_are_started_compared_and_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "out.json"
+    args = compare.parse(["--model-path", str(MODEL), "--repeats", "2", "--json", str(file)])
+    started = []
+
+    class Watched(compare.Contender):
+        def __init__(self, engine: Engine, folder: Path) -> None:
+            super().__init__(engine, folder)
+            started.append(self.server)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "Contender", Watched)
+        patch.setattr(compare, "WATCH_S", 0.1)
+        assert compare.run(twins(), LOADS, args, Printer(), lambda: PROBED) == 0
+    assert len(started) == 2 and [server.processes() for server in started] == [[], []]
+    content = json.loads(file.read_text())
+    assert list(content["engines"]) == ["ours", "twin"]
+    assert all(engine["ready_s"] > 0 for engine in content["engines"].values())
+    expected = {"s": 4 * 5, "g": 2 * 8 * 3, "r": 2 * 8 * 3}
+    for load in content["loads"]:
+        assert len(load["probes"]) == 3  # before, between and after the two repeats
+        for engine in load["engines"].values():
+            assert [run["tokens"] for run in engine["runs"]] == [expected[load["load"]["name"]]] * 2
+            assert len(engine["engine_token_s"]) == 2 and min(engine["engine_token_s"]) > 0
+    assert "twin" in capsys.readouterr().out
+
+
+def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: pytest.CaptureFixture[str]):
+    command = (sys.executable, "-c", "raise SystemExit('no such model')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(compare.ENGINES, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
+        assert compare.main(["--model-path", str(MODEL), "--engines", "ours"]) == 2
+    assert "no such model" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
+    measured: list[str] = []
+    monkeypatch.setattr(compare, "run", lambda engines, *_: measured.extend(engine.name for engine in engines) or 0)
+    assert compare.main(["--model-path", str(MODEL)]) == 0
+    assert measured == ["ours"]
+    told = capsys.readouterr().err
+    assert "without vllm" in told and "without openvino" in told
+    assert compare.main(["--model-path", str(MODEL), "--engines", "vllm"]) == 2
+
+
+@pytest.mark.parametrize("wrong", [["--engines", "ours,sglang"], ["--loads", "1,1"], ["--loads", ""]])
+def test_unknown_and_doubled_names_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        compare.parse(["--model-path", str(MODEL), *wrong])
+    assert ended.value.code == 2
+    assert "each once" in capsys.readouterr().err
