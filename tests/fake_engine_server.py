@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastdeploy.inter_communicator import messages as m
@@ -16,7 +16,8 @@ STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None
 
 class FakeEngine:
     """Answers Hello and status calls by itself. With ``script`` it also answers every request: script(request) is the
-    list of outputs to send, one message each. ``seen`` gets every other message."""
+    list of outputs to send, one message each, and each once the client has had the one before: else it would read
+    several in one go, and show them as one. ``seen`` gets every other message."""
 
     def __init__(
         self,
@@ -36,6 +37,8 @@ class FakeEngine:
         self.beating = True
         self._owner: dict[str, str] = {}
         self._script = script
+        self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the output before
+        self._next_fence = 1 << 32  # those of tests are small
         self._welcome = m.Welcome(boot_id=boot_id, pid=pid or os.getpid(), max_model_len=max_model_len)
         self._vocab_size = vocab_size
         self._transport = ZmqRouterTransport(endpoint)
@@ -104,10 +107,18 @@ class FakeEngine:
                 self.requests[message.request_id] = message
                 self._owner[message.request_id] = client
                 self.seen.put(message)
-                for output in self._script(message) if self._script else []:
-                    self._transport.send(client, m.Outputs([output]))
+                self._send_next(client, iter(self._script(message) if self._script else []))
+            case m.FenceAck(fence_id=fence_id) if fence_id in self._unsent:
+                self._send_next(client, self._unsent.pop(fence_id))
             case _:
                 self.seen.put(message)
+
+    def _send_next(self, client: str, outputs: Iterator[m.Output]) -> None:
+        if (output := next(outputs, None)) is not None:
+            self._next_fence += 1
+            self._unsent[self._next_fence] = outputs
+            self._transport.send(client, m.Outputs([output]))
+            self._transport.send(client, m.Fence(self._next_fence))
 
 
 def reply_with(token_ids: list[int], finish_reason: str = "length", version: str = "v1", step: int = 1):
