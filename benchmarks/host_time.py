@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 import zmq
 
+from fastdeploy.collector import collect_rarely
 from fastdeploy.config import EngineConfig
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.main import keep_collector_out_of_steps
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
             running = engine.scheduler.running
             while len(running) < args.running or any(not r.num_output_tokens for r in running):
                 engine.turn(block=False)
-            keep_collector_out_of_steps()
+            collect_rarely()
             clock = watch(engine)
             laps = []
             for step in range(args.steps + WARMUP):

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastdeploy"
 
-# The plain data that everybody may know.
-SHARED = ("errors", "config", "envs", "logger", "engine.sampling_params", "inter_communicator")
+# The plain data and process settings that everybody may know.
+SHARED = ("errors", "config", "envs", "logger", "collector", "engine.sampling_params", "inter_communicator")
 
 # What a module of the left may import, besides itself and SHARED; the longest prefix that matches decides.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.weight_sources",
         "scheduler.interface",
     ),
+    "engine.warm_up": ("scheduler",),
     "engine.sleep": ("engine.pause", "engine.weights", "scheduler.interface"),
     "engine.common_engine": ("engine", "scheduler", "cache_manager", "metrics"),
     "model_executor.ops": ("model_executor.rng",),

@@ -6,7 +6,6 @@ Exit status: 0 after a stop that was asked for, 2 if the model or a setting is r
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import select
@@ -18,6 +17,7 @@ import uuid
 
 import msgspec
 
+from fastdeploy.collector import collect_rarely
 from fastdeploy.config import EngineConfig, from_json
 from fastdeploy.engine.loading import load_runner
 from fastdeploy.errors import FastDeployError, InvalidField
@@ -28,7 +28,6 @@ from fastdeploy.logger import setup_logging
 from fastdeploy.scheduler.interface import Runner
 
 REFUSED = 2
-COLLECT_AFTER = 50_000  # objects that can be part of a cycle
 logger = logging.getLogger(__name__)
 
 
@@ -72,23 +71,17 @@ def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
     return load_runner(config)
 
 
-def keep_collector_out_of_steps() -> None:
-    """A step makes some thousand objects and no cycle. Python's collector would look through them several times a
-    step, and now and then through everything that was ever imported."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
-
-
 def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPipe, lifeline: Lifeline) -> None:
     """Tell that the engine is there, and run it until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
+    from fastdeploy.engine.warm_up import warm_up
 
     transport = ZmqRouterTransport(ipc_dir.endpoint(socket_dir))
     boot_id = uuid.uuid4().hex
     engine = CommonEngine(config, runner, transport, boot_id, lambda epoch: events.send("commit", epoch=epoch))
     lifeline.stop = engine.stop
-    keep_collector_out_of_steps()
+    warm_up(runner, engine.scheduler.pacer)
+    collect_rarely()
     events.send("ready", boot_id=boot_id)
     try:
         engine.run()

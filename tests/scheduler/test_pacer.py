@@ -36,5 +36,20 @@ def test_decodes_beside_the_prompt_leave_less_room_for_it():
 
 def test_a_short_prompt_says_little_about_the_cost_of_a_token():
     pacer = StepPacer(2048, 0.25)
-    pacer.observe(8, 1.0)
-    assert pacer.budget() == StepPacer.FIRST_GUESS
+    for _ in range(50):
+        pacer.observe(256, 0.128)
+    budget = pacer.budget()
+    pacer.observe(4, 0.01)
+    assert pacer.budget() >= budget - StepPacer.ALIGN
+
+
+def test_small_steps_beside_many_decodes_are_found_to_be_too_small():
+    """After one slow step the budget is at its least; decodes take half of that, and prompts get the rest."""
+    pacer = StepPacer(2048, 0.25)
+    pacer.observe(32, 0.16)
+    assert pacer.budget() == 64
+    for _ in range(50):
+        prefill = pacer.budget() - 32
+        pacer.observe(0, 0.04)
+        pacer.observe(prefill, 0.04 + prefill * 0.0004)
+    assert pacer.budget() > 400

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from fastdeploy import __version__
+from fastdeploy.collector import collect_rarely
 from fastdeploy.config import ServeConfig, from_json
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.entrypoints.dialects.areal import areal_router
@@ -102,6 +103,7 @@ async def serve(config: ServeConfig, endpoint: str, listener: socket.socket, eve
     client = EngineClient(endpoint, config.stall_s)
     server = make_server(client, load_tokenizer(config.model), config)
     announce = asyncio.create_task(_announce(client, events))
+    collect_rarely()
     await server.serve(sockets=[listener])
     announce.cancel()
 
