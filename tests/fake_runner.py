@@ -7,12 +7,20 @@ from __future__ import annotations
 import hashlib
 import threading
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from fastdeploy.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.inter_communicator.messages import Logprob, SharedMemorySource, Source
-from fastdeploy.scheduler.interface import ChunkReceipt, ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.interface import (
+    ChunkReceipt,
+    ModelInfo,
+    Sampled,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+    nothing,
+)
 
 EOS = 0
 
@@ -76,6 +84,7 @@ class FakeRunner:
     """``weights`` is an int, see FakeStaging. After a commit of
     "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
 
+    in_step: called in the middle of the next step, once. plans: those that were computed to the end.
     mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
     may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
@@ -87,6 +96,7 @@ class FakeRunner:
         self.weights = 0
         self.plans: list[StepPlan] = []
         self.fail_next = False
+        self.in_step: Callable[[], object] = nothing
         self.step_s = 0.001
         self.computed_tokens = 0
         self.may_stage = threading.Event()
@@ -98,13 +108,19 @@ class FakeRunner:
         self.mixed_ok: set[tuple[str, int]] = set()
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
         assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
         if self.fail_next:
             raise RuntimeError("the worker died")
-        self.plans.append(plan)
         for copy in plan.copies:
             self.slots[copy.target] = list(self.slots[copy.source])
+        for chunk in plan.chunks:  # half-way through, the KV of these positions is worth nothing
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+                self.slots[chunk.block_table[position // self.info.block_size]][position % self.info.block_size] = None
+        in_step, self.in_step = self.in_step, nothing
+        in_step()
+        between_layers()
+        self.plans.append(plan)
         keys = [chunk.key for chunk in plan.chunks]
         assert len(set(keys)) == len(keys), "a sequence is in the plan twice"
         sampled = [self._run(chunk) for chunk in plan.chunks]

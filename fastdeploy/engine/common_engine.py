@@ -3,7 +3,8 @@
     messages in  ->  timers  ->  plan  ->  step  ->  outputs  ->  settle the pause  ->  ...
 
 Control is handled between steps on that same thread, so a status query or an abort is answered during a drain; when
-there is nothing to do the loop blocks on its sockets.
+there is nothing to do the loop blocks on its sockets. A pause that leaves no use for the step in flight (abort, keep)
+ends it between two layers: nothing was sampled, and what runs on is planned and computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fastdeploy.config import EngineConfig
 from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
 from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.holds import Admission, Mode
+from fastdeploy.engine.inbox import Inbox, StepAbandoned
 from fastdeploy.engine.pause import Counts, PauseState
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
@@ -77,6 +79,7 @@ class CommonEngine:
         self.version = "0"
         self._runner = runner
         self._transport = transport
+        self._inbox = Inbox(transport)
         self._on_commit = on_commit or (lambda epoch: None)
         self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
@@ -144,7 +147,7 @@ class CommonEngine:
 
     def turn(self, block: bool) -> None:
         """One round of the loop. Between two lines of it every invariant of the engine holds."""
-        for client, message in self._transport.recv(self._patience() if block else 0.0):
+        for client, message in self._inbox.take(self._patience() if block else 0.0):
             self._handle(client, message)
         self._beat()
         self.weights.poll()
@@ -179,7 +182,14 @@ class CommonEngine:
         return max(min(due) - now, 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
-        return self.scheduler.apply(plan, self._runner.execute(plan))
+        try:
+            result = self._runner.execute(plan, self._inbox.look_for_pause)
+        except StepAbandoned:
+            self.scheduler.abandon(plan)
+            self.metrics.steps_abandoned.inc()
+            return []
+        self._inbox.step_completed()
+        return self.scheduler.apply(plan, result)
 
     def _hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""

@@ -33,7 +33,7 @@ from fastdeploy.engine.holds import (
     Phase,
 )
 from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout, ResumeRefused
-from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
+from fastdeploy.inter_communicator.messages import Args, PauseArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
 FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
@@ -367,6 +367,13 @@ class PauseState:
             "escalated_by": call.escalated_by,
             "elapsed_ms": round((now - call.started_at) * 1000, 3),
         }
+
+
+def leaves_no_use_for_a_step(args: Args) -> bool:
+    """Whether a call with these arguments is a pause that closes the gate at once: the tokens of a step that is in
+    flight would have to wait for the resume (keep), or nobody would wait for them (abort)."""
+    mode = Mode.__members__.get(args.mode.upper()) if isinstance(args, PauseArgs) else None
+    return mode is not None and GATES[Phase.DRAINING, mode] is Gate.CLOSED
 
 
 def _choice(enum: type[IntEnum], name: str, value: str) -> Any:

@@ -6,7 +6,7 @@ What is made for every sequence in every step is a msgspec.Struct, which takes a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -114,6 +114,10 @@ class Staging(Protocol):
         """Free what was staged (in place: and what was left of the old weights)."""
 
 
+def nothing() -> None:
+    """What is done between two layers by default."""
+
+
 class Runner(Protocol):
     """A worker as the engine sees it. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread;
     a Staging and ``checksums`` on a thread of their own, beside steps. Only a commit changes what ``execute`` computes
@@ -128,7 +132,10 @@ class Runner(Protocol):
     has_weights: bool
     asleep: frozenset[str]
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
+        """Copy blocks, compute every chunk, draw for those that sample. What ``between_layers`` raises goes through:
+        the copies are made then, and KV of the plan's own positions may be overwritten, but nothing else is changed."""
+        ...
 
     def begin_update(self, partial: bool, in_place: bool) -> Staging:
         """partial: tensors that do not arrive keep the value that serves when it is committed. Raises WrongOrder while

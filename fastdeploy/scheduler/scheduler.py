@@ -200,6 +200,11 @@ class Scheduler:
         self.retract(victim)
         return victim
 
+    def abandon(self, plan: StepPlan) -> None:
+        """The step was given up after its copies. No request has moved on by it, and no block that it wrote to can be
+        found by others: the next plan computes the same again."""
+        self.kv.step_done()
+
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
         """Take in one step. Returns its tokens; the requests that came to their end by them are in ``ended``."""
         self.kv.step_done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult, nothing
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
@@ -100,8 +100,8 @@ class ModelRunner:
             block_size=block_size,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Copy blocks, compute every chunk, draw for those that sample. Blocks until the results are on the host.
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
+        """See ``Runner.execute``. Blocks until the results are on the host.
         Raises WrongOrder without whole weights or a KV cache."""
         if self.weights is None or self.cache is None:
             raise WrongOrder("there are no whole weights to execute with" if self.weights is None else "no KV cache")
@@ -109,7 +109,7 @@ class ModelRunner:
         with paddle.no_grad():
             if plan.copies:
                 self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
-            sampled, logprobs = self._compute(plan.chunks) if plan.chunks else ([], {})
+            sampled, logprobs = self._compute(plan.chunks, between_layers) if plan.chunks else ([], {})
         return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs)
 
     @property
@@ -199,7 +199,9 @@ class ModelRunner:
         c = self.config
         return self.ops.new_kv_cache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
 
-    def _compute(self, chunks: list[ScheduledChunk]) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
+    def _compute(
+        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
+    ) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
         """What each chunk drew, and the prompt logprobs by index of the chunk."""
         token_ids, batch = _make_batch(chunks)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
@@ -208,7 +210,7 @@ class ModelRunner:
         of_prompts: dict[int, list[Logprob]] = {}
         spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
-        hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows)
+        hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
             of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])))
         if asking and sampling:

@@ -23,6 +23,7 @@ from fastdeploy.engine.pause import Mode, Phase
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.scheduler.interface import nothing
 from harness import Harness
 from witness import Expected, Witness
 
@@ -101,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
+        self.read_in_step = 0  # calls that the engine has read, and handles in its next turn
 
     # ---------------------------------------------------------------- clients
 
@@ -204,6 +206,27 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), args=PAUSES)
     def place_pause(self, data, args):
         self.call(args, self.some_client(data))
+
+    @rule(data=st.data(), args=PAUSES, then=st.sampled_from(["", "", "resume", "pause"]))
+    def pause_in_the_middle_of_a_step(self, data, args, then):
+        """If there is no step, between two. Then perhaps at once the contrary, or the same in the next step."""
+        client = self.some_client(data)
+        self.within_a_step(lambda: self.call(args, client))
+        if then:
+            self.call(m.ResumeArgs(), client)
+        if then == "pause":
+            self.within_a_step(lambda: self.call(args, client))
+
+    def within_a_step(self, action) -> None:
+        self.step()  # what was sent before is not to meet it
+        self.h.runner.in_step = action
+        self.read_in_step = 1
+        self.step()
+        self.read_in_step = 0
+        if self.h.runner.in_step is action:
+            self.h.runner.in_step = nothing
+            action()
+        self.step()
 
     @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]))
     def resume(self, data, hold_id):
@@ -506,7 +529,8 @@ class EngineMachine(RuleBasedStateMachine):
     def check_calls(self) -> None:
         calls = list(self.witness.calls.values())
         pauses = [args for args in calls if isinstance(args, m.PauseArgs | m.SleepArgs)]
-        assert len(pauses) <= self.pause.unanswered + self.engine.sleeper.unanswered, "a pause call was forgotten"
+        unanswered = self.pause.unanswered + self.engine.sleeper.unanswered + self.read_in_step
+        assert len(pauses) <= unanswered, "a pause call was forgotten"
         other = [args for args in calls if not isinstance(args, LATER)]
         assert not other, f"not answered at once: {other}"
         if len(calls) > len(pauses):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import count
 
 import numpy as np
 import pytest
@@ -118,6 +119,27 @@ def test_a_chunk_that_does_not_sample_returns_none_and_the_step_still_fills_the_
     driver.step([cut], chunk=40)
     assert cut.output == [] and cut.computed == 40
     assert driver.generate([cut], 4)[0].trace == whole
+
+
+def test_a_step_may_be_given_up_after_any_layer_and_done_again(make_runner):
+    driver = Driver(make_runner("qwen2_tied"))
+    layers = driver.runner.config.num_hidden_layers
+    undisturbed = [driver.generate([_sequence(length)], 6)[0].trace for length in (17, 40)]
+    one, other = _sequence(17), _sequence(40)
+    for step in range(6):
+        for stop_after in range(1, layers + 1):
+            calls = count(1)
+
+            def between_layers(calls=calls, stop_after=stop_after) -> None:
+                if next(calls) == stop_after:
+                    raise InterruptedError
+
+            with pytest.raises(InterruptedError):
+                chunks = [driver.chunk(one, None), driver.chunk(other, 24)]
+                driver.runner.execute(StepPlan(0, 0, "v", chunks, []), between_layers)
+        driver.step([one] if step % 2 else [other, one])
+    driver.generate([one, other], 6)
+    assert [one.trace, other.trace] == undisturbed
 
 
 def test_a_plan_of_copies_only_is_executed(make_runner):

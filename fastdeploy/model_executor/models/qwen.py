@@ -6,7 +6,7 @@ Weights are immutable: an update makes a second ``QwenWeights`` beside the first
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,15 +136,24 @@ class Qwen:
         )
 
     def forward(
-        self, weights: QwenWeights, token_ids: np.ndarray, cache: KVCache, batch: AttentionBatch, rows: np.ndarray
+        self,
+        weights: QwenWeights,
+        token_ids: np.ndarray,
+        cache: KVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray,
+        between_layers: Callable[[], None],
     ) -> paddle.Tensor | None:
         """token_ids int32 [T] -> hidden states float32 [len(rows), hidden_size] of these token rows (ascending, int64),
-        ready for ``logits``, or None if there are none. Keys and values of all T tokens are in the cache afterwards."""
+        ready for ``logits``, or None if there are none. Keys and values of all T tokens are in the cache afterwards.
+        ``between_layers`` is called after each layer, and what it raises ends the computation."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
         for layer in weights.layers[:-1]:
             hidden = self.ops.decoder_layer(hidden, layer, cache, batch)
+            between_layers()
         # The last layer completes the cache; from there on only the rows that sample matter.
         hidden = self.ops.decoder_layer(hidden, weights.layers[-1], cache, batch, rows)
+        between_layers()
         return hidden if len(rows) else None
 
     def logits(self, weights: QwenWeights, hidden: paddle.Tensor) -> paddle.Tensor:
