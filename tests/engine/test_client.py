@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -390,6 +391,51 @@ def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(endpo
             await client.abort_open(0.1)
             with pytest.raises(errors.EngineDead):
                 await stuck.next()
+        engine.die()
+
+    run(go())
+
+
+def test_the_reply_to_a_call_is_not_kept_behind_the_readers_of_all_requests_that_it_ended(endpoint):
+    names = [f"r{i}" for i in range(1000)]
+
+    async def go():
+        engine = FakeEngine(endpoint)
+
+        def end_all(call: m.Call) -> None:
+            outputs = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
+            engine._transport.send(engine.clients[-1], m.Outputs(outputs))
+            engine._transport.send(engine.clients[-1], m.Fence(1))
+
+        def reply_once_delivered() -> None:
+            call = engine.expect(m.AbortArgs)
+            assert engine.expect(m.FenceAck) == m.FenceAck(1)
+            engine.send(m.Reply(call.call_id, {}))
+
+        engine.replies[m.AbortArgs] = end_all
+        served: list[list[m.Output]] = []
+        async with connected(endpoint, engine) as client:
+
+            async def abort_all() -> int:
+                """How many readers had been served when the call returned."""
+                await client.call(m.AbortArgs(abort_all=True), 10.0)
+                return len(served)
+
+            async def read(stream) -> None:
+                outputs = await collect(stream)
+                if not abort.done():
+                    time.sleep(0.001)  # the loop is busy with an answer; the engine's threads may run
+                served.append(outputs)
+
+            streams = [await client.submit(request(name)) for name in names]
+            replying = asyncio.create_task(asyncio.to_thread(reply_once_delivered))
+            abort = asyncio.create_task(abort_all())
+            await asyncio.gather(*map(read, streams))
+            await replying
+            assert await abort < len(names), "the call returned only after every reader was served"
+            ends = [(output.request_id, output.finish_reason) for outputs in served for output in outputs]
+            assert sorted(ends) == sorted((name, "abort") for name in names), "one final output each"
+            assert not any(stream.take() for stream in streams)
         engine.die()
 
     run(go())

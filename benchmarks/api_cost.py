@@ -1,0 +1,229 @@
+#!/usr/bin/env python
+"""What the API server costs beside the engine: CPU time of its process while streams run, by kind of request.
+
+    python benchmarks/api_cost.py --model-path ~/.cache/fastdeploy-peers/q05 --json api_cost.json
+
+Starts this engine with one API server. All streams are sent at once, greedy, with ignore_eos and return_token_ids. The
+CPU time of the API server's process, all threads, is taken from the moment when every stream has its first token to the
+end of the first one: nothing arrives, ends or is prefilled meanwhile. Exits 1 if a request failed, 2 if the server
+cannot be started or driven.
+
+It serves a copy of the checkpoint in which every id has a text: most ids of the yardstick stand for none, and no text
+costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.client import Client
+from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.engines import SEQUENCES, ours
+from benchmarks.lib.processes import cpu_seconds
+from benchmarks.lib.report import Printer, machine, write_json
+from benchmarks.lib.server import ServerProcess
+from benchmarks.lib.wire import WireError
+from benchmarks.lib.workload import completion, prompt_ids
+
+SERVED = "served"
+API_SERVER = b"fastdeploy.entrypoints.openai.api_server"
+READY_S, STOP_S = 300.0, 15.0
+WARM_UP_TOKENS = 16
+HEADER = ("request", "% of a core", "from - to", "CPU us per token", "tok/s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of request: ``fields`` are added to its body."""
+
+    name: str
+    chat: bool
+    fields: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, seed: str, index: int, input_len: int, output_len: int) -> dict[str, Any]:
+        """The prompt is ``input_len`` random ids; of chat, one message of about as many characters, in words."""
+        body = completion(SERVED, prompt_ids(seed, index, input_len), output_len) | self.fields
+        if self.chat:
+            words = map(word, body.pop("prompt")[:: len(word(0)) + 1])
+            body["messages"] = [{"role": "user", "content": " ".join(words)}]
+        return body
+
+
+CASES = (
+    Case("completions", False, {}),
+    Case("completions, logprobs 5", False, {"logprobs": 5}),
+    Case("chat", True, {}),
+    Case("chat, top_logprobs 5", True, {"logprobs": True, "top_logprobs": 5}),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one round, between the last first token and the first end: seconds, and the tokens that clients got. errors:
+    of requests, and of a round that has no such time."""
+
+    wall_s: float
+    cpu_s: float
+    tokens: int
+    errors: tuple[str, ...] = ()
+
+    @property
+    def core_percent(self) -> float:
+        return 100 * self.cpu_s / self.wall_s
+
+    @property
+    def us_per_token(self) -> float:
+        return 1e6 * self.cpu_s / self.tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+def word(token_id: int) -> str:
+    """Four letters, another word for each of the first 456,976 ids."""
+    return "".join(chr(ord("a") + token_id // 26**place % 26) for place in range(4))
+
+
+def with_words(model: Path, folder: Path) -> Path:
+    """``model`` in links, but with a word for each id that has no text in its tokenizer, a byte-level BPE. Texts become
+    the same ids as before, since no merge makes the new ones."""
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    # the reader numbers added tokens behind the vocabulary unless it has them
+    vocab |= {token["content"]: token["id"] for token in special}
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocab |= {f"\u0120{word(i)}": i for i in set(range(size)) - set(vocab.values())}
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def api_servers(pids: Iterable[int]) -> list[int]:
+    """Those of ``pids`` that are API servers, by their command lines."""
+    return [pid for pid in pids if API_SERVER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+
+
+async def measure(
+    client: Client, pids: Sequence[int], case: Case, streams: int, seed: str, input_len: int, output_len: int
+) -> Cost:
+    """One round of ``case``; ``pids`` are the processes whose time is taken."""
+    seed = f"{seed}/{case.name}"
+    bodies = [case.body(seed, index, input_len, output_len) for index in range(streams)]
+    sent = [await client.stream(case.path, body, f"{seed}-{index}") for index, body in enumerate(bodies)]
+    await asyncio.gather(*(stream.wait_tokens(1) for stream in sent))
+    ends = [asyncio.create_task(stream.wait_closed()) for stream in sent]
+    cpu, start = cpu_seconds(pids), time.perf_counter()
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    cpu, end = cpu_seconds(pids) - cpu, time.perf_counter()
+    logs = await asyncio.gather(*ends)
+    errors = [
+        f"{log.request_id}: HTTP {log.status}, {log.num_tokens} of {output_len} tokens: {log.error}"
+        for log in logs
+        if not log.ended_once or log.num_tokens != output_len
+    ]
+    tokens = sum(log.tokens_between(start, end) for log in logs)
+    if not errors and not tokens:
+        errors.append(f"{seed}: a stream had ended when the last one began; raise --output-len")
+    return Cost(end - start, cpu, tokens, tuple(errors))
+
+
+async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict[str, list[Cost]]:
+    """The rounds of every case, by its name; cases are interleaved."""
+    (folder / "model").mkdir()
+    engine = ours(with_words(args.model_path, folder / "model"), SERVED)
+    server = ServerProcess(engine.command, folder)
+    try:
+        say(f"{engine.version}: ready after {await server.wait_ready(READY_S, engine.ready):.1f} s")
+        target = Client(server.url), api_servers(server.processes())
+        if len(target[1]) != 1:
+            raise ServerError(f"{len(target[1])} processes are API servers by their command lines")
+        for case in CASES:
+            await measure(*target, case, args.streams, "warm-up", args.input_len, WARM_UP_TOKENS)
+        costs: dict[str, list[Cost]] = {case.name: [] for case in CASES}
+        for repeat in range(args.repeats):
+            for case in CASES:
+                seed = f"{args.seed}/{repeat}"
+                cost = await measure(*target, case, args.streams, seed, args.input_len, args.output_len)
+                costs[case.name].append(cost)
+        return costs
+    finally:
+        server.stop(STOP_S)
+        server.kill()
+
+
+def row(name: str, rounds: Sequence[Cost]) -> tuple[str, ...]:
+    """Medians over the rounds without errors."""
+    good = [cost for cost in rounds if not cost.errors]
+    if not good:
+        return (name, *"-" * (len(HEADER) - 1))
+    percents = [cost.core_percent for cost in good]
+    return (
+        name,
+        f"{median(percents):.1f}",
+        f"{min(percents):.1f} - {max(percents):.1f}",
+        f"{median(cost.us_per_token for cost in good):.0f}",
+        f"{median(cost.tokens_per_s for cost in good):.0f}",
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="a Hugging Face folder with a byte-level BPE tokenizer.json")
+    add("--streams", type=int, default=SEQUENCES, help="at once (%(default)s, as many as the engine runs)")
+    add("--input-len", type=int, default=32)
+    add("--output-len", type=int, default=128)
+    add("--repeats", type=int, default=3)
+    add("--seed", default="0", help="of the prompts")
+    add("--json", metavar="FILE", help="write the figures; - for stdout")
+    args = parser.parse_args(argv)
+    if not 1 <= args.streams <= SEQUENCES:
+        parser.error(f"--streams: 1 to {SEQUENCES}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    printer = Printer()
+    try:
+        with tempfile.TemporaryDirectory(prefix="api-cost-") as folder:
+            costs = asyncio.run(run(args, Path(folder), printer.say))
+    except (ServerError, WireError, OSError, TimeoutError) as error:
+        printer.say(f"cannot go on: {type(error).__name__}: {error}")
+        return 2
+    printer.table(
+        f"the API server at {args.streams} streams, medians of {args.repeats}",
+        HEADER,
+        [row(*mine) for mine in costs.items()],
+    )
+    errors = [error for rounds in costs.values() for cost in rounds for error in cost.errors]
+    for error in errors:
+        printer.say(f"failed: {error[:300]}")
+    if args.json:
+        options = {name: str(value) for name, value in vars(args).items()}
+        cases = {name: [asdict(cost) for cost in rounds] for name, rounds in costs.items()}
+        write_json(args.json, {"machine": machine(), "options": options, "cases": cases})
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

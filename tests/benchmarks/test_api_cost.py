@@ -1,0 +1,134 @@
+"""benchmarks/api_cost.py, end to end on a server of the embedded model, its arithmetic, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastdeploy.embedded
+from benchmarks import api_cost
+from benchmarks.api_cost import CASES, Case, Cost
+from benchmarks.lib.client import Client
+from benchmarks.lib.engines import Engine
+from benchmarks.make_q05 import write_tokenizer
+from fake_pause_server import FakeServer
+from fastdeploy.entrypoints.tokenizer import load_tokenizer
+
+MODEL = Path(fastdeploy.embedded.__file__).with_name("model")
+
+
+def one_round(output_len: int = 40, pids: tuple[int, ...] = (), defect: str | None = None) -> Cost:
+    """Of three completions from a FakeServer in this process."""
+
+    async def run() -> Cost:
+        async with FakeServer(defect=defect) as server:
+            return await api_cost.measure(Client(server.url), pids, CASES[0], 3, "s", 8, output_len)
+
+    return asyncio.run(run())
+
+
+def test_every_case_is_measured_on_a_server_that_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file, started = tmp_path / "out.json", []
+
+    class Watched(api_cost.ServerProcess):
+        async def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
+            started.append(self)
+            seconds = await super().wait_ready(timeout_s, path)
+            assert len(api_cost.api_servers(self.processes())) == 1
+            return seconds
+
+    monkeypatch.setattr(api_cost, "ServerProcess", Watched)
+    small = ["--streams", "3", "--input-len", "20", "--output-len", "60", "--repeats", "2", "--json", str(file)]
+    assert api_cost.main(["--model-path", str(MODEL), *small]) == 0
+    assert [server.processes() for server in started] == [[]]
+    cases = json.loads(file.read_text())["cases"]
+    assert list(cases) == [case.name for case in CASES]
+    for rounds in cases.values():
+        assert [cost["errors"] for cost in rounds] == [[], []]
+        assert all(cost["wall_s"] > 0 and 0 < cost["tokens"] <= 3 * 60 for cost in rounds)
+    assert sum(cost["cpu_s"] for rounds in cases.values() for cost in rounds) > 0
+    shown = capsys.readouterr().out
+    assert all(case.name in shown for case in CASES)
+
+
+def test_a_cost_is_told_by_core_by_token_and_by_second():
+    cost = Cost(wall_s=4.0, cpu_s=0.2, tokens=1000)
+    assert cost.core_percent == pytest.approx(5)
+    assert cost.us_per_token == pytest.approx(200)
+    assert cost.tokens_per_s == pytest.approx(250)
+
+
+def test_a_row_has_medians_and_extremes_of_the_rounds_without_errors():
+    rounds = [Cost(1.0, 0.1, 100), Cost(1.0, 0.3, 100), Cost(1.0, 0.2, 100), Cost(1.0, 0.9, 100, ("lost",))]
+    assert api_cost.row("chat", rounds) == ("chat", "20.0", "10.0 - 30.0", "2000", "100")
+    assert api_cost.row("chat", rounds[3:]) == ("chat", "-", "-", "-", "-")
+
+
+def test_the_tokens_counted_are_those_between_the_last_first_one_and_the_first_end():
+    cost = one_round(pids=(os.getpid(),))
+    assert not cost.errors
+    assert 0 < cost.tokens <= 3 * 39 and cost.wall_s > 0
+
+
+def test_a_stream_that_ends_wrongly_is_an_error():
+    assert "40 of 40 tokens" in one_round(defect="double_end").errors[0]
+
+
+def test_streams_too_short_to_run_at_the_same_time_are_an_error():
+    assert "raise --output-len" in one_round(output_len=1).errors[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_body_is_random_by_its_index_and_of_its_own_kind(case: Case):
+    body, other = (case.body("s", index, 40, 8) for index in range(2))
+    assert body["stream"] and body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 8
+    assert case.fields.items() <= body.items()
+    if case.chat:
+        assert "prompt" not in body and body["messages"] != other["messages"]
+        assert len(body["messages"][0]["content"]) == 39
+    else:
+        assert len(body["prompt"]) == 40 and body["prompt"] != other["prompt"]
+
+
+def test_every_id_has_a_text_of_its_own_and_texts_keep_their_ids(tmp_path: Path):
+    model, folder = tmp_path / "model", tmp_path / "copy"
+    model.mkdir(), folder.mkdir()
+    write_tokenizer(model)
+    (model / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    before, after = load_tokenizer(str(model)), load_tokenizer(str(api_cost.with_words(model, folder)))
+    assert before.token_text(999) == "" and before.token_text(256) == after.token_text(256)
+    texts = [after.token_text(i) for i in range(256, 1000)]
+    assert "" not in texts and len(set(texts)) == len(texts)
+    text = "<|im_start|>user\nHello \u00e4\u2192<|im_end|>"
+    assert after.encode_now(text) == before.encode_now(text) and max(after.encode_now(text)) < 260
+
+
+def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    command = (sys.executable, "-c", "raise SystemExit('no such model')")
+    monkeypatch.setattr(api_cost, "ours", lambda model, served: Engine("ours", "1", command, "/ready"))
+    assert api_cost.main(["--model-path", str(MODEL)]) == 2
+    assert "no such model" in capsys.readouterr().err
+
+
+def test_an_api_server_is_known_by_its_command_line():
+    command = [sys.executable, "-c", "input(1)", api_cost.API_SERVER.decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(1) == b"1"
+        assert api_cost.api_servers([os.getpid(), process.pid]) == [process.pid]
+        process.communicate(b"\n")
+
+
+def test_more_streams_than_the_engine_runs_are_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        api_cost.parse(["--model-path", str(MODEL), "--streams", "33"])
+    assert ended.value.code == 2 and "1 to 32" in capsys.readouterr().err
