@@ -132,6 +132,8 @@ class KVCacheManager:
 
     def release(self, request: Request) -> None:
         """Return all blocks, last first, so that a prefix outlives what continues it."""
+        if not request.blocks:
+            return
         self._give_back(reversed(request.blocks))
         request.blocks = array("i")
         request.num_computed = 0

@@ -10,6 +10,8 @@ from fastdeploy.inter_communicator.messages import Fence, Output, Outputs, ToCli
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
+MAX_OUTPUTS = 512  # in a message: a batch is smaller; the end of all that wait is not
+
 
 class Delivery:
     """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more.
@@ -45,7 +47,8 @@ class Delivery:
             self._on_gone(client)
 
     def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """One message per client: every new token, and one final output for each request that ended."""
+        """Every new token, and one final output for each request that ended. One message per client; more only if
+        there are more than MAX_OUTPUTS, so that the client reads the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
         with_token = set()
         for token in tokens:
@@ -66,7 +69,10 @@ class Delivery:
         if retained:
             self._observe(output)
         if not request.silent and group.client in self.clients:
-            by_client[group.client].append(output)
+            outputs = by_client[group.client]
+            outputs.append(output)
+            if len(outputs) == MAX_OUTPUTS:
+                self.send_now(group.client, by_client.pop(group.client))
 
     def send_now(self, client: str, outputs: list[Output]) -> None:
         self._outputs_sent += 1

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterator
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Span
 
 
-class State(Enum):
+class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
     FINISHED = "finished"
 
 
-class Event(Enum):
+class Event(StrEnum):
     ADMIT = "admit"
     RETRACT = "retract"
     END = "end"
