@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -11,17 +12,22 @@ from typing import Any
 
 from fastdeploy.errors import FastDeployError, OutOfSpace, WeightUpdateRefused
 
+log = logging.getLogger("fastdeploy.engine")
 THREAD_NAME = "stage-weights"
 
 
 @dataclass
 class Job:
-    """``work`` runs on the thread; ``done(result, error)`` is called exactly once on the loop's, by ``poll`` or
-    ``drop``. owner: whose jobs ``drop`` drops."""
+    """``work`` runs on the thread; ``done(result, error, seconds)`` is called once on the loop's, by ``poll`` or
+    ``drop``. owner: whose jobs ``drop`` drops. seconds: that ``work`` took.
+
+    The result may be a second copy of the weights: nothing that outlives ``done`` may refer to the job, nor may an
+    error to the frames it came through.
+    """
 
     owner: object
     work: Callable[[], Any]
-    done: Callable[[Any, FastDeployError | None], None]
+    done: Callable[[Any, FastDeployError | None, float], None]
     result: Any = None
     error: FastDeployError | None = None
     seconds: float = 0.0
@@ -32,10 +38,12 @@ class Job:
         try:
             self.result = self.work()
         except FastDeployError as error:
-            self.error = error
+            error.__cause__ = error.__context__ = None
+            self.error = error.with_traceback(None)
         except MemoryError as error:
             self.error = OutOfSpace(f"no memory for the new weights: {error}")
         except Exception as error:  # whatever a reader of foreign files may raise: the old weights serve on
+            log.warning("new weights could not be read", exc_info=True)
             self.error = WeightUpdateRefused(f"{type(error).__name__}: {error}")
         self.seconds = time.monotonic() - began
         self.finished = True
@@ -64,13 +72,14 @@ class StagingThread:
         dropped = [job for job in self._queue if job.owner is owner]
         self._queue = deque(job for job in self._queue if job.owner is not owner)
         for job in dropped:
-            job.done(None, error)
+            job.done(None, error, 0.0)
 
     def poll(self) -> None:
         """Call ``done`` of what has finished, and start what comes next."""
         while self._running is not None and self._running.finished:
             job, self._running = self._running, None
-            job.done(job.result, job.error)  # which may drop what comes next
+            job.done(job.result, job.error, job.seconds)  # which may drop what comes next
+            del job
             self._start_next()
 
     def close(self, error: FastDeployError) -> None:
@@ -80,7 +89,7 @@ class StagingThread:
         jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()
         self._running = None
         for job in jobs:
-            job.done(None, error)
+            job.done(None, error, 0.0)
 
     def _start_next(self) -> None:
         if self._running is None and self._queue and not self._closed:

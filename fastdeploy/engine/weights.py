@@ -147,7 +147,7 @@ class WeightSessions:
         if not self._runner.has_weights:
             raise WrongOrder("there are no checksums: the weights sleep, or there are none")
 
-        def done(checksums: dict[str, str] | None, error: FastDeployError | None) -> None:
+        def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
             if error is None and self._effects.weights_label() != label:
                 error = WrongOrder("other weights were committed while these were read: ask again")
             answer({} if error else {**result, "checksums": checksums, "checksum": _over_all(checksums)}, error)
@@ -253,9 +253,9 @@ class WeightSessions:
     def _submit_chunk(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session.pending += 1
 
-        def done(receipt: ChunkReceipt | None, error: FastDeployError | None) -> None:
+        def done(receipt: ChunkReceipt | None, error: FastDeployError | None, seconds: float) -> None:
             session.pending -= 1
-            session.stage_s += job.seconds
+            session.stage_s += seconds
             session.expires_at = self._clock() + session.lease_s
             if session.state is State.ENDED:
                 error = error or self._unknown(session.id)
@@ -271,20 +271,19 @@ class WeightSessions:
                     "nbytes": receipt.nbytes,
                     "tensors_received": session.tensors,
                     "lease_s": session.lease_s,
-                    "stage_ms": round(job.seconds * 1000, 3),
+                    "stage_ms": round(seconds * 1000, 3),
                 },
                 None,
             )
 
-        job = Job(session, lambda: self._add(session, args), done)
-        self._thread.submit(job)
+        self._thread.submit(Job(session, lambda: self._add(session, args), done))
 
     def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer) -> None:
         session.advance(Event.COMMIT)
         session.answer = answer
 
-        def done(staged: Any, error: FastDeployError | None) -> None:
-            session.stage_s += job.seconds
+        def done(staged: Any, error: FastDeployError | None, seconds: float) -> None:
+            session.stage_s += seconds
             if session.state is State.ENDED:
                 return
             if error is not None:
@@ -294,8 +293,7 @@ class WeightSessions:
             session.staged, session.ready_at = staged, self._clock()
             self._swap(session)
 
-        job = Job(session, work, done)
-        self._thread.submit(job)
+        self._thread.submit(Job(session, work, done))
 
     def _swap(self, session: Session) -> None:
         """Weights, epoch, label and KV namespace change in one motion, or nothing does."""
@@ -306,6 +304,7 @@ class WeightSessions:
             return
         began = self._clock()
         report = self._effects.swap(session.staged, session.version, session.kv)
+        session.staging = session.staged = None
         session.advance(Event.SWAP)
         self.session = None
         self._remember(session, SessionNotFound(f"weight session {session.id} was committed already"))
@@ -343,7 +342,7 @@ class WeightSessions:
                 session.staging.abandon()
             session.staging = session.staged = None
 
-        def done(_: None, error: FastDeployError | None) -> None:
+        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
             next_one = self.session is not None and self.session.in_place  # the hold is its by now

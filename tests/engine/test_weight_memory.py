@@ -1,0 +1,114 @@
+"""Of weights that do not serve nothing is left, at once: with Python's collector off, since it is all but off in the
+engine (collector.py). A forgotten reference would be a second copy of the model, with every update one more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from checkpoints import SPECS, write_checkpoint
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.worker.model_runner import ModelRunner
+from fastdeploy.worker.staging import WeightStaging
+from harness import Harness
+
+
+class WatchedRunner(ModelRunner):
+    """A real runner that remembers, weakly, what it staged and what served."""
+
+    def __init__(self, *args, **settings):
+        self.seen: list[weakref.ref] = []
+        self.may_stage = threading.Event()
+        self.may_stage.set()
+        super().__init__(*args, **settings)
+
+    def begin_update(self, partial: bool, in_place: bool):
+        staging = super().begin_update(partial, in_place)
+        self.seen.append(weakref.ref(staging))
+        return staging
+
+    def commit(self, staged) -> None:
+        super().commit(staged)
+        self.seen += [weakref.ref(staged), *(weakref.ref(layer) for layer in staged.layers)]
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.seen)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("weights") / "qwen2", SPECS["qwen2"])
+
+
+@pytest.fixture
+def h(folder) -> Harness:
+    gc.collect()
+    gc.disable()
+    yield Harness(WatchedRunner(str(folder), num_blocks=40, dtype="float32"))
+    gc.enable()
+
+
+def test_an_update_leaves_one_set_of_weights(h, folder):
+    one_set = h.runner.alive
+    for _ in range(3):
+        assert h.update(folder).failure is None
+        assert h.runner.alive == one_set
+
+
+def test_so_does_a_session_of_chunks_an_update_in_place_and_one_that_is_partial(h, folder):
+    one_set = h.runner.alive
+    assert h.update(folder, partial=True).failure is None
+    assert h.runner.alive == one_set
+    session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
+    assert h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder))), turns=3).failure is None
+    assert h.ask(m.CommitUpdateArgs(session), turns=3).failure is None
+    assert h.runner.alive == one_set
+    h.pause(mode="keep")
+    assert h.update(folder, in_place=True).failure is None
+    assert h.runner.alive == one_set
+
+
+def test_what_was_refused_or_aborted_is_gone(h, folder):
+    one_set = h.runner.alive
+    wrong = {"model.embed_tokens.weight": "0" * 64}
+    for _ in range(2):
+        assert h.update(folder, checksums=wrong, verify_checksum=True).failure.code == "weight_update_refused"
+        assert h.runner.alive == one_set
+    session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
+    assert h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder))), turns=3).failure is None
+    h.ask(m.AbortUpdateArgs(session), turns=3)
+    assert h.runner.alive == one_set
+
+
+def test_an_update_that_is_aborted_when_it_is_all_but_staged_is_gone(h, folder, monkeypatch):
+    one_set = h.runner.alive
+    finish, may_end = WeightStaging.finish, threading.Event()
+
+    def held_up(staging):
+        weights = finish(staging)
+        h.runner.seen.append(weakref.ref(weights))
+        assert may_end.wait(30)
+        return weights
+
+    monkeypatch.setattr(WeightStaging, "finish", held_up)
+    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folder))))
+    h.engine.turn(block=False)
+    h.call(m.AbortUpdateArgs())
+    h.engine.turn(block=False)
+    may_end.set()
+    h.join_staging()
+    h.turn(3)
+    assert h.reply(call).failure is not None
+    assert h.runner.alive == one_set
+
+
+def test_sleep_frees_the_weights(h, folder):
+    assert h.update(folder).failure is None
+    assert h.ask(m.SleepArgs(("weight",)), turns=5).failure is None
+    assert h.runner.alive == 0
+    assert h.ask(m.WakeArgs(("weight",)), turns=2).failure is None
