@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 READ_ONLY = (m.PauseStatusArgs, m.ModelInfoArgs, m.MetricsArgs)
 MAX_REMEMBERED_CANCELS = 4096
 STALL_SLICES = 8
-WAKE_AT_ONCE = 8  # readers: under 1 ms of answers, after which the loop looks at its sockets again
+WAKE_AT_ONCE = 8  # readers, some 0.1 ms each (benchmarks/api_cost.py); then the loop looks at its sockets again
 
 
 class EngineClient:
@@ -45,7 +45,8 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._connection: ZmqConnection | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._to_wake: deque[RequestStream] = deque()
+        self._with_tokens: deque[RequestStream] = deque()  # to be woken, and before those of the other queue,
+        self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once beside a few that run on
         self._waking: asyncio.Handle | None = None
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._cancelled: dict[str, int] = {}
@@ -102,7 +103,9 @@ class EngineClient:
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
                         stream.put(output)
-                        self._to_wake.append(stream)
+                        if not stream.in_line:
+                            stream.in_line = True
+                            (self._with_tokens if output.finish_reason is None else self._with_ends).append(stream)
                 self._wake()
             case m.Fence(fence_id=fence_id):
                 # Handled in order, so everything sent before this fence is in the queues of its requests by now.
@@ -122,9 +125,11 @@ class EngineClient:
         not kept behind all of their answers."""
         if self._waking is not None:
             return
-        for _ in range(min(WAKE_AT_ONCE, len(self._to_wake))):
-            self._to_wake.popleft().event.set()
-        if self._to_wake:
+        for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
+            stream = (self._with_tokens or self._with_ends).popleft()
+            stream.in_line = False
+            stream.event.set()
+        if self._with_tokens or self._with_ends:
             self._waking = asyncio.get_running_loop().call_soon(self._wake_more)
 
     def _wake_more(self) -> None:

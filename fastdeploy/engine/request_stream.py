@@ -34,6 +34,7 @@ class RequestStream:
         self._outputs: list[Output] = []
         self._error: Exception | None = None
         self.event = event or asyncio.Event()
+        self.in_line = False  # to be woken, by whoever put something in
 
     @property
     def ended(self) -> bool:

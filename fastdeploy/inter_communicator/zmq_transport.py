@@ -55,11 +55,8 @@ class ZmqRouterTransport:
 
     def _drain(self) -> list[tuple[str, ToEngine]]:
         messages: list[tuple[str, ToEngine]] = []
-        while len(messages) < MAX_BATCH:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
+        while len(messages) < MAX_BATCH and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
             client = frames[0].decode("latin-1")
             try:
                 messages.append((client, self._decoder.decode(frames[-1])))
@@ -115,12 +112,10 @@ class ZmqConnection:
         lost = asyncio.ensure_future(self._lost())
         try:
             while True:
-                try:
-                    while True:
-                        yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
-                except zmq.Again:
-                    if lost.done():
-                        return
+                while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                    yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
+                if lost.done():
+                    return
                 frame = self._socket.recv()
                 await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
                 if frame.done():

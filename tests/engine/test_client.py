@@ -441,6 +441,54 @@ def test_the_reply_to_a_call_is_not_kept_behind_the_readers_of_all_requests_that
     run(go())
 
 
+def test_a_token_is_not_kept_behind_the_ends_of_other_requests(endpoint):
+    names = [f"r{i}" for i in range(1000)]
+
+    async def go():
+        engine = FakeEngine(endpoint)
+        order: list[str] = []
+        async with connected(endpoint, engine) as client:
+
+            async def read(stream) -> None:
+                await stream.next()
+                order.append(stream.request_id)
+
+            streams = [await client.submit(request(name)) for name in [*names, "live"]]
+            readers = [asyncio.create_task(read(stream)) for stream in streams]
+            ends = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
+            engine.send(m.Outputs([*ends, m.Output("live", 0, token_ids=[4])]))
+            await asyncio.gather(*readers)
+            assert order[0] == "live"
+            streams[-1].close()
+        engine.die()
+
+    run(go())
+
+
+def test_a_stream_with_many_outputs_is_one_reader_to_wake(endpoint):
+    """It does not take the turns of others, be it n choices or tokens that have piled up."""
+    n = 100
+
+    async def go():
+        engine = FakeEngine(endpoint)
+        wakes: list[int] = []
+        async with connected(endpoint, engine) as client:
+
+            async def read(stream) -> None:
+                while len(wakes) == 0 or sum(wakes) < n:
+                    wakes.append(len(await stream.next()))
+
+            stream = await client.submit(request("r", n=n))
+            reader = asyncio.create_task(read(stream))
+            engine.send(m.Outputs([m.Output("r", choice, token_ids=[4]) for choice in range(n)]))
+            await reader
+            assert wakes == [n] and not client._with_tokens
+            stream.close()
+        engine.die()
+
+    run(go())
+
+
 def test_closing_the_client_leaves_no_open_files(endpoint):
     async def go():
         engine = FakeEngine(endpoint)
