@@ -1,19 +1,18 @@
-"""How many tokens a step may compute, so that no step lasts longer than a pause may wait for it."""
+"""How many prompt tokens a step may compute, so that no step lasts longer than a pause may wait for it."""
 
 from __future__ import annotations
 
 
 class StepPacer:
-    """Learns the cost of a prompt token from the steps that had some, and sizes chunks so that a step with prefill
-    stays within ``max_step_s``. Quiescing waits for the step in flight: this is its bound.
+    """Learns the cost of a prompt token from the steps that had many, and sizes chunks so that a step with prefill
+    stays within ``max_step_s``. Quiescing waits for the step in flight, or a layer of it: this is its bound.
 
     Results do not depend on chunk sizes (the ops guarantee it), so pacing by the clock keeps outputs reproducible.
     """
 
-    ALIGN = 64  # rows; the kernels' tile height divides it
+    ALIGN = 64  # rows; the kernels' tile height divides it. No step has a smaller budget, and none with less teaches
     FIRST_GUESS = 64  # tokens, before anything has been measured
-    SMOOTHING = 0.3  # weight of the newest step without prefill
-    MEMORY = 256  # prompt tokens that weigh as much as all that were measured before them
+    SMOOTHING = 0.3  # weight of the newest measurement
 
     def __init__(self, max_tokens: int, max_step_s: float):
         self.max_tokens = max_tokens
@@ -21,22 +20,20 @@ class StepPacer:
         self._decode_s: float | None = None  # a step without prefill
         self._token_s: float | None = None  # each prompt token on top of that
 
-    def budget(self) -> int:
-        """Tokens the next step may compute, decodes included."""
-        if self._token_s is None:
-            return min(self.FIRST_GUESS, self.max_tokens)
-        fit = int(max(self.max_step_s - (self._decode_s or 0.0), 0.0) / self._token_s) // self.ALIGN * self.ALIGN
-        return min(max(fit, self.ALIGN), self.max_tokens)
+    def budget(self, num_decodes: int) -> int:
+        """Prompt tokens that the next step may compute beside ``num_decodes`` tokens of running requests."""
+        fit = self.FIRST_GUESS
+        if self._token_s is not None:
+            fit = int(max(self.max_step_s - (self._decode_s or 0.0), 0.0) / self._token_s)
+        return max(min(max(fit // self.ALIGN, 1) * self.ALIGN, self.max_tokens - num_decodes), 0)
 
-    def observe(self, prefill_tokens: int, elapsed_s: float) -> None:
-        """Take in a step that had ``prefill_tokens``. A few of them say little (their time is mostly the step's own),
-        so they weigh little; but they do weigh, or small steps beside many decodes would never be found too small."""
-        if prefill_tokens == 0:
-            self._decode_s = _blend(self._decode_s, elapsed_s, self.SMOOTHING)
-        else:
-            cost = max(elapsed_s - (self._decode_s or 0.0), elapsed_s / 10) / prefill_tokens
-            self._token_s = _blend(self._token_s, cost, prefill_tokens / (prefill_tokens + self.MEMORY))
+    def observe(self, prompt_tokens: int, elapsed_s: float) -> None:
+        """Take in a step that had ``prompt_tokens``."""
+        if prompt_tokens == 0:
+            self._decode_s = self._smoothed(self._decode_s, elapsed_s)
+        elif prompt_tokens >= self.ALIGN:
+            cost = max(elapsed_s - (self._decode_s or 0.0), elapsed_s / 10) / prompt_tokens
+            self._token_s = self._smoothed(self._token_s, cost)
 
-
-def _blend(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else old + weight * (new - old)
+    def _smoothed(self, old: float | None, new: float) -> float:
+        return new if old is None else old + self.SMOOTHING * (new - old)

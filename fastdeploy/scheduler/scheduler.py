@@ -103,27 +103,25 @@ class Scheduler:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
         copies: list[BlockCopy] = []
-        budget = self._plan_decodes(chunks, self.pacer.budget())
-        budget = self._plan_prefills(chunks, budget)
+        self._plan_decodes(chunks)
+        budget = self._plan_prefills(chunks, self.pacer.budget(len(chunks)))
         self._plan_admissions(chunks, copies, budget, gate)
         if not chunks:
             return None
         self._step_id += 1
         return StepPlan(self._step_id, epoch, version, list(chunks.values()), copies)
 
-    def _plan_decodes(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
+    def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
         for request in self.running[:]:
             if len(request.token_ids) - request.num_computed != 1 or request.state is not State.RUNNING:
                 continue
             while not self.kv.grow(request):
                 victim = self._preempt()
-                budget += len(chunks.pop(victim).token_ids) if victim in chunks else 0
+                chunks.pop(victim, None)
                 if victim is request:
                     break
             else:
                 chunks[request] = self._chunk(request, 1)
-                budget -= 1
-        return budget
 
     def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
         for request in self.running:

@@ -15,7 +15,7 @@ def test_the_first_prompts_are_not_computed_in_first_guesses():
     runner.step_s = 0.1
     warm_up(runner, pacer)
     assert [plan.num_tokens for plan in runner.plans] == [PROMPT_TOKENS, PROMPT_TOKENS, 1]
-    assert pacer.budget() > StepPacer.FIRST_GUESS
+    assert pacer.budget(0) > StepPacer.FIRST_GUESS
 
 
 @pytest.mark.parametrize("max_model_len", [1, 2, 5, 128])
