@@ -63,13 +63,6 @@ class RequestStream:
             self.event.set()
         return outputs
 
-    async def next(self) -> list[Output]:
-        """Wait for outputs, and :meth:`take` them."""
-        while not self._outputs and self._error is None:
-            self.event.clear()
-            await self.event.wait()
-        return self.take()
-
     def stop(self, choice: int) -> None:
         """The reader found a stop string: this choice needs no more tokens, and its later outputs are ignored."""
         if choice in self._open and self._error is None:

@@ -52,10 +52,19 @@ def run(coroutine) -> None:
     asyncio.run(bounded())
 
 
+async def next_outputs(stream) -> list[m.Output]:
+    """Wait for outputs or the failure, and take them, as a handler does."""
+    while True:
+        stream.event.clear()
+        if outputs := stream.take():
+            return outputs
+        await stream.event.wait()
+
+
 async def collect(stream) -> list[m.Output]:
     outputs = []
     while not stream.ended or not outputs:
-        outputs += await stream.next()
+        outputs += await next_outputs(stream)
     return outputs
 
 
@@ -102,9 +111,9 @@ def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoin
             await expect(engine, m.PauseArgs)
             engine.emit("r", [9])
             engine.die()
-            assert [o.token_ids for o in await stream.next()] == [[9]], "what came before the death is not lost"
+            assert [o.token_ids for o in await next_outputs(stream)] == [[9]], "what came before the death is not lost"
             with pytest.raises(errors.EngineDead):
-                await stream.next()
+                await next_outputs(stream)
             with pytest.raises(errors.EngineDead):
                 await call
             with pytest.raises(errors.EngineDead):
@@ -173,7 +182,7 @@ def test_goodbye_answers_what_is_open_and_says_hello_again(endpoint):
             await expect(engine, m.AddRequest)
             engine.send(m.Goodbye())
             with pytest.raises(errors.EngineDead):
-                await stream.next()
+                await next_outputs(stream)
             await client.connected.wait()
             assert len(set(engine.clients)) == 2
         engine.die()
@@ -189,7 +198,7 @@ def test_a_rejected_request_raises_the_engines_error(endpoint):
             await expect(engine, m.AddRequest)
             engine.send(m.Rejected("r", m.Failure("queue_full", "full", {"retry_after": 1})))
             with pytest.raises(errors.QueueFull) as info:
-                await stream.next()
+                await next_outputs(stream)
             assert info.value.detail == {"retry_after": 1}
             await client.submit(request())  # its id is free again
         engine.die()
@@ -225,7 +234,7 @@ def test_a_retained_request_sent_again_takes_over_and_one_with_another_body_does
             assert not first.ended
             second = await client.submit(retained())
             with pytest.raises(errors.AttachedElsewhere):
-                await first.next()
+                await next_outputs(first)
             assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", None, "abort")
             engine.emit("r", [1], finish_reason="stop")
             assert [o.token_ids for o in await collect(second)] == [[1]]
@@ -245,7 +254,7 @@ def test_of_many_sent_again_at_once_the_last_gets_everything_and_the_others_are_
             for stream in streams:
                 if stream is not live[0]:
                     with pytest.raises(errors.AttachedElsewhere):
-                        await stream.next()
+                        await next_outputs(stream)
             # What the engine has sent before it read the last cancel never reaches the stream that is live.
             assert "r" not in client._cancelled and client._streams["r"] is live[0]
         engine.die()
@@ -263,7 +272,7 @@ def test_shutdown_leaves_a_retained_request_to_run_on(endpoint):
             await client.submit(request("s"))
             await client.abort_open(0.2)
             with pytest.raises(errors.EngineDead):
-                await stream.next()
+                await next_outputs(stream)
         assert aborted == ["s"]
         engine.die()
 
@@ -309,7 +318,7 @@ def test_closing_a_stream_cancels_only_the_choices_that_run(endpoint):
             assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 1, "stop")
             engine.emit("r", [1], choice=1)
             engine.emit("r", [2], choice=0, finish_reason="length")
-            assert [o.choice for o in await stream.next()] == [0], "a stopped choice is silent"
+            assert [o.choice for o in await next_outputs(stream)] == [0], "a stopped choice is silent"
             stream.close()
             assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 2, "abort")
         engine.die()
@@ -385,12 +394,12 @@ def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(endpo
             await expect(engine, m.AddRequest)
             engine.replies[m.AbortArgs] = abort
             await client.abort_open(5.0)
-            assert [(o.token_ids, o.finish_reason) for o in await stream.next()] == [([3], "abort")]
+            assert [(o.token_ids, o.finish_reason) for o in await next_outputs(stream)] == [([3], "abort")]
             stuck = await client.submit(request("s"))
             engine.replies[m.AbortArgs] = lambda call: None
             await client.abort_open(0.1)
             with pytest.raises(errors.EngineDead):
-                await stuck.next()
+                await next_outputs(stuck)
         engine.die()
 
     run(go())
@@ -450,7 +459,7 @@ def test_a_token_is_not_kept_behind_the_ends_of_other_requests(endpoint):
         async with connected(endpoint, engine) as client:
 
             async def read(stream) -> None:
-                await stream.next()
+                await next_outputs(stream)
                 order.append(stream.request_id)
 
             streams = [await client.submit(request(name)) for name in [*names, "live"]]
@@ -476,7 +485,7 @@ def test_a_stream_with_many_outputs_is_one_reader_to_wake(endpoint):
 
             async def read(stream) -> None:
                 while len(wakes) == 0 or sum(wakes) < n:
-                    wakes.append(len(await stream.next()))
+                    wakes.append(len(await next_outputs(stream)))
 
             stream = await client.submit(request("r", n=n))
             reader = asyncio.create_task(read(stream))
