@@ -1,7 +1,10 @@
 // The library's C interface (called through ctypes, fastdeploy/model_executor/ops/cpu.py). Pointers are addresses,
-// shapes are checked by the caller. Each function returns 0, or -1 when memory ran out.
+// shapes are checked by the caller. An op returns 0, -1 when memory ran out, or -2 when something else failed, which
+// fd_last_error then tells.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <new>
 
 #include "cpu_features.h"
@@ -13,6 +16,8 @@ using namespace fd;
 
 namespace {
 
+thread_local char last_error[256] = "";
+
 template <typename Body>
 int guarded(Body&& body) {
   try {
@@ -20,6 +25,9 @@ int guarded(Body&& body) {
     return 0;
   } catch (const std::bad_alloc&) {
     return -1;
+  } catch (const std::exception& error) {
+    std::snprintf(last_error, sizeof(last_error), "%s", error.what());
+    return -2;
   }
 }
 
@@ -42,6 +50,9 @@ bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
 extern "C" {
 
 const char* fd_fingerprint() { return FD_FINGERPRINT; }
+
+// Of the last op on this thread that returned -2.
+const char* fd_last_error() { return last_error; }
 
 int fd_isa() { return static_cast<int>(current_isa()); }
 int fd_set_isa(int isa) { return static_cast<int>(set_isa(static_cast<Isa>(isa))); }

@@ -286,8 +286,8 @@ void attention(const AttentionArgs& a) {
   Task* tasks;
   const int64_t count = make_tasks(a, true, &tasks);
   parallel_pieces(count, 1, [&](Pieces& pieces) {
-    configure_tiles();
     Workspace &work = workspace(a.cache->dim_padded, 0), &own = workspace(a.cache->dim_padded, 1);
+    configure_tiles();  // last: an exception must not leave the tiles in use
     for (int64_t begin, end; pieces.next(&begin, &end);)
       for (int64_t t = begin; t < end; ++t) run_task(a, tasks[t], query, work, own);
     _tile_release();

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ ISA_NAMES = ("none", "avx2", "avx512", "amx")
 MAX_HEAD_DIM = 512
 
 _SIGNATURES = {
+    "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
     "fd_num_threads": (c_int, []),
@@ -259,7 +260,7 @@ class CpuOps:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
             args.rows, args.num_rows = _address(rows), len(rows)
-        _check(self._lib.fd_decoder_layer(prepared.address))
+        self._check(self._lib.fd_decoder_layer(prepared.address))
         return residual if rows is None else residual[: len(rows)]
 
     def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: CpuLinear) -> paddle.Tensor:
@@ -268,21 +269,21 @@ class CpuOps:
         if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
             self._logits = _empty([m, head.out_features])
         out = self._logits[:m]
-        _check(self._lib.fd_linear(x.data_ptr(), norm.data_ptr(), eps, m, head.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(x.data_ptr(), norm.data_ptr(), eps, m, head.handle, out.data_ptr()))
         return out
 
     def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features
         out = _empty([m, weight.out_features])
-        _check(self._lib.fd_linear(x.data_ptr(), None, 0.0, m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(x.data_ptr(), None, 0.0, m, weight.handle, out.data_ptr()))
         return out
 
     def mlp(self, x: paddle.Tensor, gate_up: CpuLinear, down: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == gate_up.in_features and gate_up.out_features == 2 * down.in_features
         out = _empty([m, down.out_features])
-        _check(self._lib.fd_mlp(x.data_ptr(), m, gate_up.handle, down.handle, out.data_ptr()))
+        self._check(self._lib.fd_mlp(x.data_ptr(), m, gate_up.handle, down.handle, out.data_ptr()))
         return out
 
     def embedding(self, token_ids: np.ndarray, weight: CpuLinear) -> paddle.Tensor:
@@ -290,7 +291,7 @@ class CpuOps:
         assert token_ids.size == 0 or (token_ids.min() >= 0 and token_ids.max() < weight.out_features)
         m = len(token_ids)
         out = _empty([m, weight.in_features])
-        _check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
         return out
 
     def new_kv_cache(
@@ -304,6 +305,14 @@ class CpuOps:
         count = len(sources)
         ids = c_int32 * count
         self._lib.fd_copy_blocks(cache.handle, ids(*sources), ids(*targets), count)
+
+    def _check(self, status: int) -> None:
+        """Raises MemoryError, or RuntimeError for what else may fail, such as a thread that cannot be started. The op's
+        results are lost; the next call finds everything in order."""
+        if status == -1:
+            raise MemoryError("no memory for an op's scratch space")
+        if status != 0:
+            raise RuntimeError(f"an op failed: {self._lib.fd_last_error().decode(errors='replace')}")
 
     def _prepare(self, layer: DecoderLayer, cache: CpuKVCache) -> _Prepared:
         spec = layer.attention
@@ -365,7 +374,7 @@ class CpuOps:
         out = _empty([tokens, spec.num_heads * spec.head_dim])
         args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
         self._set_batch(args, batch, cache, spec, tokens)
-        _check(self._lib.fd_attention(ctypes.addressof(args)))
+        self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
@@ -378,7 +387,7 @@ class CpuOps:
         uniform = np.ascontiguousarray(batch.uniform, np.float64)
         parameters = (temperature, top_k, top_p, min_p, uniform)
         assert all(p.shape == (rows,) for p in parameters)
-        _check(self._lib.fd_sample(logits.data_ptr(), rows, vocab, *map(_address, parameters), _address(out)))
+        self._check(self._lib.fd_sample(logits.data_ptr(), rows, vocab, *map(_address, parameters), _address(out)))
         return out
 
     def logprobs(
@@ -389,7 +398,7 @@ class CpuOps:
         assert ids.shape == (rows,) and 0 <= top <= vocab and (rows == 0 or 0 <= ids.min() <= ids.max() < vocab)
         chosen = np.empty(rows, np.float32)
         values, best = np.empty((rows, top), np.float32), np.empty((rows, top), np.int32)
-        _check(
+        self._check(
             self._lib.fd_logprobs(
                 logits.data_ptr(), rows, vocab, _address(ids), top, _address(chosen), _address(values), _address(best)
             )
@@ -413,8 +422,3 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
         k_norm=None if spec.k_norm is None else spec.k_norm.data_ptr(),
         eps=spec.norm_eps,
     )
-
-
-def _check(status: int) -> None:
-    if status != 0:
-        raise MemoryError("no memory for an op's scratch space")
