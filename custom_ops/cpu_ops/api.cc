@@ -51,6 +51,10 @@ extern "C" {
 
 const char* fd_fingerprint() { return FD_FINGERPRINT; }
 
+// What the caller's own declarations of these structs must measure.
+int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
+int64_t fd_sizeof_layer_args() { return sizeof(LayerArgs); }
+
 // Of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
 

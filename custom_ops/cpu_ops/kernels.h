@@ -64,8 +64,7 @@ struct LayerArgs {
   int64_t num_rows;
   const float *input_norm, *post_norm;
   const Weight *qkv, *o, *gate_up, *down;
-  float eps;
-  AttentionArgs attention;  // but for qkv and out
+  AttentionArgs attention;  // but for qkv and out; its eps is that of all norms
 };
 
 #define FD_DECLARE_KERNELS(isa)                                                                                \

@@ -24,6 +24,8 @@ ISA_NAMES = ("none", "avx2", "avx512", "amx")
 MAX_HEAD_DIM = 512
 
 _SIGNATURES = {
+    "fd_sizeof_attention_args": (c_int64, []),
+    "fd_sizeof_layer_args": (c_int64, []),
     "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
@@ -101,9 +103,11 @@ class _LayerArgs(ctypes.Structure):
         ("o", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
-        ("eps", c_float),
         ("attention", _AttentionArgs),
     ]
+
+
+_STRUCTS = {"fd_sizeof_attention_args": _AttentionArgs, "fd_sizeof_layer_args": _LayerArgs}
 
 
 class _Limits(NamedTuple):
@@ -134,15 +138,23 @@ class _Prepared(NamedTuple):
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load or finds no
-    instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names none."""
+    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load, was built of
+    other sources than these or finds no instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names
+    none."""
     wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
     if wanted is not None and wanted not in ISA_NAMES[1:]:
         raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise OSError(f"{path.name} is of another version: it has no {name}")
         function.restype, function.argtypes = result, arguments
+    for name, struct in _STRUCTS.items():
+        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
+        if theirs != ours:
+            what = f"{struct.__name__.removeprefix('_')} has {theirs} bytes there and {ours} here"
+            raise OSError(f"{path.name} is of another version: {what}")
     if library.fd_isa() == 0:
         raise OSError(f"{path.name} needs a CPU with AVX2 and FMA")
     return library
@@ -356,7 +368,6 @@ class CpuOps:
             o=layer.o.handle,
             gate_up=layer.gate_up.handle,
             down=layer.down.handle,
-            eps=spec.norm_eps,
             attention=_attention_args(cache, spec),
         )
         limits = _limits(cache, spec)
