@@ -1,7 +1,10 @@
 // The library's C interface (called through ctypes, fastdeploy/model_executor/ops/cpu.py). Pointers are addresses,
-// shapes are checked by the caller. Each function returns 0, or -1 when memory ran out.
+// shapes are checked by the caller. An op returns 0, -1 when memory ran out, or -2 when something else failed, which
+// fd_last_error then tells.
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <new>
 
 #include "cpu_features.h"
@@ -13,6 +16,8 @@ using namespace fd;
 
 namespace {
 
+thread_local char last_error[256] = "";
+
 template <typename Body>
 int guarded(Body&& body) {
   try {
@@ -20,6 +25,9 @@ int guarded(Body&& body) {
     return 0;
   } catch (const std::bad_alloc&) {
     return -1;
+  } catch (const std::exception& error) {
+    std::snprintf(last_error, sizeof(last_error), "%s", error.what());
+    return -2;
   }
 }
 
@@ -42,6 +50,13 @@ bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
 extern "C" {
 
 const char* fd_fingerprint() { return FD_FINGERPRINT; }
+
+// What the caller's own declarations of these structs must measure.
+int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
+int64_t fd_sizeof_layer_args() { return sizeof(LayerArgs); }
+
+// Of the last op on this thread that returned -2.
+const char* fd_last_error() { return last_error; }
 
 int fd_isa() { return static_cast<int>(current_isa()); }
 int fd_set_isa(int isa) { return static_cast<int>(set_isa(static_cast<Isa>(isa))); }
@@ -134,5 +149,7 @@ int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t*
 // Only where fd_isa() is amx.
 double fd_probe_read(const Weight* w) { return amx::probe_read(w->data, w->bytes); }
 int64_t fd_probe_peak(int64_t rounds) { return amx::probe_peak(rounds); }
+void fd_probe_exp2(const float* x, int64_t n, float* out) { amx::probe_exp2(x, n, out); }
+void fd_probe_silu(const float* x, int64_t n, float* out) { amx::probe_silu(x, n, out); }
 
 }  // extern "C"

@@ -7,30 +7,17 @@
 #include <cstring>
 
 #include "attention.h"
+#include "rough.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace fd {
 namespace amx {
 namespace {
 
-constexpr int64_t kRightRows = 16;  // pairs of d (keys), or pairs of keys (values)
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Accumulators 0..3, left tiles 4 and 5, right tiles 6 and 7, all of 16 rows x 64 bytes. Rows beyond a task's own
-// compute on whatever lies behind its queries; a row of the result depends on its own left row alone.
-void configure_tiles() {
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) {
-    config.row_bytes[t] = 64;
-    config.rows[t] = kRightRows;
-  }
-  _tile_loadconfig(&config);
-}
+// Rows of a left tile, always: those beyond a task's own compute on whatever lies behind its queries; a row of the
+// result depends on its own left row alone.
+constexpr int64_t kTileRows = 16;
 
 // One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
 struct alignas(64) Workspace {
@@ -104,17 +91,9 @@ void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, 
   }
 }
 
-// 2^x for x <= 0, within 4e-6 (the results are rounded to bfloat16's 8 bits); exactly 0 below -126; NaN stays NaN.
+// 2^x for x <= 0; exactly 0 below -126; NaN stays NaN.
 inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
-  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(x, n);
-  __m512 p = _mm512_set1_ps(9.61812911e-3f);  // ln(2)^k / k!
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  const __mmask16 not_tiny = _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(not_tiny, p, n);
+  return rough_exp2(x, _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
 
 // Online softmax over one key block, in powers of 2. Row r sees the first start + (first_row + r) / group + 1 of its
@@ -286,8 +265,8 @@ void attention(const AttentionArgs& a) {
   Task* tasks;
   const int64_t count = make_tasks(a, true, &tasks);
   parallel_pieces(count, 1, [&](Pieces& pieces) {
-    configure_tiles();
     Workspace &work = workspace(a.cache->dim_padded, 0), &own = workspace(a.cache->dim_padded, 1);
+    configure_tiles(kTileRows);  // last: an exception must not leave the tiles in use
     for (int64_t begin, end; pieces.next(&begin, &end);)
       for (int64_t t = begin; t < end; ++t) run_task(a, tasks[t], query, work, own);
     _tile_release();

@@ -64,8 +64,7 @@ struct LayerArgs {
   int64_t num_rows;
   const float *input_norm, *post_norm;
   const Weight *qkv, *o, *gate_up, *down;
-  float eps;
-  AttentionArgs attention;  // but for qkv and out
+  AttentionArgs attention;  // but for qkv and out; its eps is that of all norms
 };
 
 #define FD_DECLARE_KERNELS(isa)                                                                                \
@@ -96,6 +95,8 @@ FD_DECLARE_VECTOR_KERNELS(avx512)
 namespace amx {
 double probe_read(const void* data, int64_t bytes);  // reads it all on all threads
 int64_t probe_peak(int64_t rounds);                  // multiplies tiles in registers; returns the operations done
+void probe_exp2(const float* x, int64_t n, float* out);  // rough.h
+void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx
 
 // pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight; kind: 0 = float32, 1 = bfloat16 bits.

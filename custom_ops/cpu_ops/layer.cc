@@ -23,10 +23,11 @@ void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width
 void decoder_layer(const LayerArgs& a) {
   AttentionArgs attention_args = a.attention;
   const int64_t hidden = a.qkv->k, width = a.o->k;
+  const float eps = attention_args.eps;
   int64_t m = attention_args.tokens;
   float* qkv = floats(kScratchQkv, m * a.qkv->n);
   float* attended = floats(kScratchAttended, m * width);
-  multiply(make_left(kScratchInput, a.residual, a.input_norm, a.eps, m, *a.qkv), *a.qkv, qkv, false);
+  multiply(make_left(kScratchInput, a.residual, a.input_norm, eps, m, *a.qkv), *a.qkv, qkv, false);
   attention_args.qkv = qkv;
   attention_args.out = attended;
   attention(attention_args);
@@ -37,7 +38,7 @@ void decoder_layer(const LayerArgs& a) {
     pick_rows(a.residual, a.rows, m, hidden, a.residual);
   }
   multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, a.residual, true);
-  const Left normed = make_left(kScratchInput, a.residual, a.post_norm, a.eps, m, *a.gate_up);
+  const Left normed = make_left(kScratchInput, a.residual, a.post_norm, eps, m, *a.gate_up);
   multiply(multiply_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, a.residual, true);
 }
 

@@ -16,7 +16,9 @@
 #include <cstring>
 
 #include "left.h"
+#include "rough.h"
 #include "thread_pool.h"
+#include "tiles.h"
 
 namespace fd {
 namespace amx {
@@ -35,23 +37,6 @@ constexpr int64_t kWholeBudget = int64_t{1} << 20, kCutBudget = int64_t{640} << 
 constexpr int64_t kMaxRows = 512;
 // A piece of work: enough weights that what a thread does once per piece costs nothing, and few enough to share out.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Accumulators 0..3, left tiles 4 and 5, right tiles 6 and 7. With fewer than 16 rows in all, left tiles and
-// accumulators are cut to that: a decode step then loads no padding.
-void configure_tiles(int64_t rows) {
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) {
-    config.row_bytes[t] = 64;
-    config.rows[t] = static_cast<uint8_t>(t >= 6 ? 16 : rows);
-  }
-  _tile_loadconfig(&config);
-}
 
 // How a Left lies in memory: [row tile][k tile][rows of a tile][32]. Rows beyond m in whole strips hold anything: a row
 // of the result depends on its own left row alone.
@@ -177,7 +162,7 @@ void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t
   alignas(64) float blocks[2][kGroup * kStripFloats];
   int current = 0;
   Pending pending;
-  configure_tiles(left.rows);
+  configure_tiles(left.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
       int64_t t0, t1;
@@ -269,22 +254,6 @@ bool write_past_cache(const float* out, int64_t m, int64_t n) {
 }
 
 void stream_columns(float* row, int64_t tile, int64_t, F16 value) { _mm512_stream_ps(row + tile * kColumns, value.v); }
-
-// x / (1 + e^-x) for a result that is rounded to bfloat16: within 1e-5 of it.
-__m512 rough_silu(__m512 x) {
-  const __m512 wanted = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
-  const __m512 t = _mm512_min_ps(_mm512_max_ps(wanted, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 r = _mm512_sub_ps(t, n);
-  __m512 p = _mm512_set1_ps(9.61812911e-3f);  // ln(2)^k / k!
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, n));
-  const __m512 guess = _mm512_rcp14_ps(d);
-  return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(d, guess, _mm512_set1_ps(2.0f))));
-}
 
 // Rows of float32 (times factor times norm) as left rows.
 void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace fd {
 namespace {
@@ -18,10 +19,32 @@ size_t whole_pages(size_t bytes) {
   return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge);
 }
 
-struct Buffer {
-  void* pointer = nullptr;
-  size_t bytes = 0;
-  ~Buffer() { std::free(pointer); }
+class Buffer {
+ public:
+  ~Buffer() { std::free(pointer_); }
+
+  // Throws bad_alloc; the buffer is empty then.
+  void* at_least(size_t bytes) {
+    if (bytes_ < bytes) grow(bytes);
+    return pointer_;
+  }
+
+ private:
+  void grow(size_t bytes) {
+    std::free(std::exchange(pointer_, nullptr));  // before the new one is there: its contents are not wanted
+    bytes_ = 0;
+    size_t size = round_up(bytes + bytes / 4, 4096);
+    const bool large = size > kHuge / 4;
+    if (large) size = round_up(size, kHuge);
+    void* pointer = std::aligned_alloc(large ? kHuge : 4096, size);
+    if (pointer == nullptr) throw std::bad_alloc();
+    if (large) madvise(pointer, size, MADV_HUGEPAGE);
+    pointer_ = pointer;
+    bytes_ = size;
+  }
+
+  void* pointer_ = nullptr;
+  size_t bytes_ = 0;
 };
 
 thread_local Buffer buffers[kNumScratchSlots];
@@ -44,18 +67,6 @@ void free_pages(void* pointer, size_t bytes) {
   if (pointer != nullptr) munmap(pointer, whole_pages(bytes));
 }
 
-void* scratch(ScratchSlot slot, size_t bytes) {
-  Buffer& buffer = buffers[slot];
-  if (buffer.bytes < bytes) {
-    std::free(buffer.pointer);
-    buffer.bytes = round_up(bytes + bytes / 4, 4096);
-    const bool large = buffer.bytes > kHuge / 4;
-    if (large) buffer.bytes = round_up(buffer.bytes, kHuge);
-    buffer.pointer = std::aligned_alloc(large ? kHuge : 4096, buffer.bytes);
-    if (buffer.pointer == nullptr) throw std::bad_alloc();
-    if (large) madvise(buffer.pointer, buffer.bytes, MADV_HUGEPAGE);
-  }
-  return buffer.pointer;
-}
+void* scratch(ScratchSlot slot, size_t bytes) { return buffers[slot].at_least(bytes); }
 
 }  // namespace fd

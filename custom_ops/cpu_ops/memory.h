@@ -5,13 +5,13 @@
 
 namespace fd {
 
-// Zeroed pages, on 2 MiB boundaries and advised to be huge pages: a weight stream otherwise misses the TLB every
-// 4 KiB and the hardware prefetcher stops at every page. Null when the system has no memory left.
+// Zeroed pages from a 2 MiB boundary on, advised to be huge ones but for a short end: a weight stream otherwise misses
+// the TLB every 4 KiB and the hardware prefetcher stops at every page. Null when the system has no memory left.
 void* allocate_pages(size_t bytes);
 void free_pages(void* pointer, size_t bytes);
 
 // Per-thread scratch, 64-byte aligned, valid until the same thread asks for the same slot again; contents undefined.
-// One op uses each slot once; the workers of an op may read what the caller's slot holds.
+// Throws bad_alloc. The workers of an op may read what the caller's slot holds.
 enum ScratchSlot {
   kScratchInput,
   kScratchInner,

@@ -1,8 +1,11 @@
-// What the machine can do at most, for benchmarks/ops.py to hold the ops against.
+// What the machine can do at most, for benchmarks/ops.py to hold the ops against; and parts of the kernels by
+// themselves, for their tests.
 #include <immintrin.h>
 
 #include "kernels.h"
+#include "rough.h"
 #include "thread_pool.h"
+#include "tiles.h"
 
 namespace fd {
 namespace amx {
@@ -26,12 +29,7 @@ double probe_read(const void* data, int64_t bytes) {
 int64_t probe_peak(int64_t rounds) {
   constexpr int64_t kTasks = 64;
   parallel_for(kTasks, 1, [&](int64_t begin, int64_t end) {
-    struct alignas(64) {
-      uint8_t palette = 1, rest[15] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
+    configure_tiles(16);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -49,6 +47,20 @@ int64_t probe_peak(int64_t rounds) {
     _tile_release();
   });
   return kTasks * rounds * 4 * 2 * 16 * 16 * 32;
+}
+
+void probe_exp2(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
+    _mm512_mask_storeu_ps(out + i, lanes, rough_exp2(_mm512_maskz_loadu_ps(lanes, x + i), lanes));
+  }
+}
+
+void probe_silu(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
+    _mm512_mask_storeu_ps(out + i, lanes, rough_silu(_mm512_maskz_loadu_ps(lanes, x + i)));
+  }
 }
 
 }  // namespace amx

@@ -10,16 +10,19 @@
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace fd {
 namespace {
 
-// Within one model step the next op follows after some 10 us of Python, so a worker that spins this long meets it
-// awake; between steps, or when the engine is idle, it parks and leaves its core to the API server.
+// Within a decoder layer the next job follows at once, and the next layer after some 10 us of Python, so a worker that
+// spins this long meets it awake; between steps, or when the engine is idle, it parks and leaves its core to the API
+// server.
 constexpr auto kSpin = std::chrono::microseconds(100);
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -72,19 +75,22 @@ struct alignas(128) Share {
 
 class Pool {
  public:
+  // Throws system_error where the system gives no more threads.
   explicit Pool(int threads) : shares_(threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { worker_loop(i); });
+    workers_.reserve(static_cast<size_t>(threads));
+    try {
+      for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { worker_loop(i); });
+    } catch (...) {
+      stop();
+      throw;
+    }
   }
 
-  ~Pool() {
-    stopping_ = true;
-    job_.fetch_add(1);
-    futex_wake_all(&job_);
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Pool() { stop(); }
 
   int size() const { return static_cast<int>(shares_.size()); }
 
+  // Rethrows what the first thread that failed threw, once all threads are out of the job.
   void run(int64_t n, int64_t grain, PiecesFn fn, void* context) {
     const int64_t threads = size();
     fn_ = fn;
@@ -102,6 +108,10 @@ class Pool {
     while (inside != 0) {
       wait_for_change(gate_, inside, caller_parked_);
       inside = gate_.load(std::memory_order_acquire);
+    }
+    if (failed_.load(std::memory_order_relaxed)) {
+      failed_ = false;
+      std::rethrow_exception(std::exchange(failure_, nullptr));
     }
   }
 
@@ -126,9 +136,21 @@ class Pool {
     int distance_ = 0;  // to the thread whose share is being emptied
   };
 
-  void work(int self) {
+  void stop() {
+    stopping_ = true;
+    job_.fetch_add(1);
+    futex_wake_all(&job_);
+    for (auto& worker : workers_) worker.join();
+  }
+
+  // The gate is left, and on the caller closed, whatever the job throws: the fields below belong to it until then.
+  void work(int self) noexcept {
     Shares pieces(*this, self);
-    fn_(context_, pieces);
+    try {
+      fn_(context_, pieces);
+    } catch (...) {
+      if (!failed_.exchange(true)) failure_ = std::current_exception();
+    }
   }
 
   bool enter() {
@@ -157,6 +179,8 @@ class Pool {
   PiecesFn fn_ = nullptr;
   void* context_ = nullptr;
   uint32_t grain_ = 1;
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;  // written by the thread that set failed_, read when all have left the gate
   std::atomic<bool> stopping_{false};
   alignas(128) std::atomic<uint32_t> job_{0};  // changes with every job
   std::atomic<int> workers_parked_{0};

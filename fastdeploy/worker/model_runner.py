@@ -203,7 +203,7 @@ class ModelRunner:
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
     ) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
         """What each chunk drew, and the prompt logprobs by index of the chunk."""
-        token_ids, batch = _make_batch(chunks)
+        token_ids, batch = _make_batch(chunks, self.info.block_size)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
@@ -235,7 +235,7 @@ class ModelRunner:
         return found
 
 
-def _make_batch(chunks: list[ScheduledChunk]) -> tuple[np.ndarray, AttentionBatch]:
+def _make_batch(chunks: list[ScheduledChunk], block_size: int) -> tuple[np.ndarray, AttentionBatch]:
     """Token ids int32 [T] and the attention's view of the step."""
     lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
     starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -243,12 +243,16 @@ def _make_batch(chunks: list[ScheduledChunk]) -> tuple[np.ndarray, AttentionBatc
     np.cumsum(lengths, out=cu_tokens[1:])
     token_ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
     positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
-    return token_ids, AttentionBatch(cu_tokens, starts, _padded([chunk.block_table for chunk in chunks]), positions)
+    needed = -(-(starts + lengths) // block_size)
+    tables = _padded([chunk.block_table for chunk in chunks], needed)
+    return token_ids, AttentionBatch(cu_tokens, starts, tables, positions)
 
 
-def _padded(tables: list[array[int]]) -> np.ndarray:
-    """int32 [len(tables), the longest], filled with 0. Joined as bytes: no id becomes a Python object."""
+def _padded(tables: list[array[int]], needed: np.ndarray) -> np.ndarray:
+    """int32 [len(tables), the longest], filled with 0. Joined as bytes: no id becomes a Python object. needed: the
+    blocks that each one's tokens lie in; with fewer, the filling would send them to block 0, which is another's."""
     lengths = np.array([len(table) for table in tables])
+    assert np.all(lengths >= needed), "a block table is too short for its tokens"
     padded = np.zeros((len(tables), lengths.max()), np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
     return padded

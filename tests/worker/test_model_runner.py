@@ -7,6 +7,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from checkpoints import SPECS, prompt
 from fastdeploy.engine.sampling_params import SamplingParams
@@ -140,6 +141,18 @@ def test_a_step_may_be_given_up_after_any_layer_and_done_again(make_runner):
         driver.step([one] if step % 2 else [other, one])
     driver.generate([one, other], 6)
     assert [one.trace, other.trace] == undisturbed
+
+
+def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
+    """It would be filled up with block 0, and the tokens would overwrite another request's keys."""
+    driver = Driver(make_runner("qwen2"))
+    first, other = _sequence(100), _sequence(17)
+    chunks = [driver.chunk(first, None), driver.chunk(other, None)]
+    for missing in (1, 2):
+        cut = structs.replace(chunks[1], block_table=chunks[1].block_table[:-missing])
+        with pytest.raises(AssertionError, match="block table"):
+            driver.runner.execute(StepPlan(0, 0, "v", [chunks[0], cut], []))
+    driver.runner.execute(StepPlan(0, 0, "v", chunks, []))
 
 
 def test_a_plan_of_copies_only_is_executed(make_runner):

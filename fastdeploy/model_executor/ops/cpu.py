@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from ctypes import c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ ISA_NAMES = ("none", "avx2", "avx512", "amx")
 MAX_HEAD_DIM = 512
 
 _SIGNATURES = {
+    "fd_sizeof_attention_args": (c_int64, []),
+    "fd_sizeof_layer_args": (c_int64, []),
+    "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
     "fd_num_threads": (c_int, []),
@@ -48,10 +51,13 @@ _SIGNATURES = {
     "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_probe_read": (c_double, [c_void_p]),
     "fd_probe_peak": (c_int64, [c_int64]),
+    "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
+    "fd_probe_silu": (None, [c_void_p, c_int64, c_void_p]),
 }
 
 
 _CPU = paddle.CPUPlace()
+_FLOAT32 = (paddle.float32,)  # `x in` takes the same object for equal; `==` between dtypes costs five times as much
 
 
 def _empty(shape: list[int]) -> paddle.Tensor:
@@ -97,9 +103,27 @@ class _LayerArgs(ctypes.Structure):
         ("o", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
-        ("eps", c_float),
         ("attention", _AttentionArgs),
     ]
+
+
+_STRUCTS = {"fd_sizeof_attention_args": _AttentionArgs, "fd_sizeof_layer_args": _LayerArgs}
+
+
+class _Limits(NamedTuple):
+    """What a batch must keep to: ids below num_blocks, positions below max_len (the rope tables' length)."""
+
+    num_blocks: int
+    block_size: int
+    max_len: int
+
+
+class _CheckedBatch(NamedTuple):
+    """A batch, the limits it was found to keep to, and its addresses: for all layers of a step."""
+
+    batch: AttentionBatch
+    limits: _Limits
+    addresses: tuple[int, int, int, int]
 
 
 class _Prepared(NamedTuple):
@@ -108,20 +132,29 @@ class _Prepared(NamedTuple):
 
     layer: weakref.ref[DecoderLayer]
     cache: weakref.ref[CpuKVCache]
+    limits: _Limits
     args: _LayerArgs
     address: int
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load or finds no
-    instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names none."""
+    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load, was built of
+    other sources than these or finds no instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names
+    none."""
     wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
     if wanted is not None and wanted not in ISA_NAMES[1:]:
         raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise OSError(f"{path.name} is of another version: it has no {name}")
         function.restype, function.argtypes = result, arguments
+    for name, struct in _STRUCTS.items():
+        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
+        if theirs != ours:
+            what = f"{struct.__name__.removeprefix('_')} has {theirs} bytes there and {ours} here"
+            raise OSError(f"{path.name} is of another version: {what}")
     if library.fd_isa() == 0:
         raise OSError(f"{path.name} needs a CPU with AVX2 and FMA")
     return library
@@ -129,6 +162,12 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
 
 def _address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
+
+
+def _data(tensor: paddle.Tensor) -> int:
+    """The address of contiguous float32 values (a view, such as a transpose, has others between its own)."""
+    assert tensor.dtype in _FLOAT32 and tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 class CpuLinear:
@@ -178,9 +217,7 @@ class CpuOps:
         self._lib = library if library is not None else load_library()
         self._layers: dict[int, _Prepared] = {}  # by index; all but the batch stays from step to step
         self._logits: paddle.Tensor | None = None  # kept: fresh pages for [M, V] would cost more than the product
-        # The batch last seen and its addresses: it stays the same for all layers of a step.
-        self._batch: AttentionBatch | None = None
-        self._batch_addresses: tuple[int, int, int, int] = (0, 0, 0, 0)
+        self._checked: _CheckedBatch | None = None
 
     @property
     def isa(self) -> str:
@@ -251,15 +288,15 @@ class CpuOps:
         tokens, hidden = residual.shape
         assert hidden == layer.qkv.in_features
         args = prepared.args
-        args.residual = residual.data_ptr()
-        self._set_batch(args.attention, batch, cache, layer.attention, tokens)
+        args.residual = _data(residual)
+        self._set_batch(args.attention, batch, prepared.limits, tokens)
         if rows is None:
             args.rows = None
         else:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
             args.rows, args.num_rows = _address(rows), len(rows)
-        _check(self._lib.fd_decoder_layer(prepared.address))
+        self._check(self._lib.fd_decoder_layer(prepared.address))
         return residual if rows is None else residual[: len(rows)]
 
     def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: CpuLinear) -> paddle.Tensor:
@@ -268,21 +305,21 @@ class CpuOps:
         if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
             self._logits = _empty([m, head.out_features])
         out = self._logits[:m]
-        _check(self._lib.fd_linear(x.data_ptr(), norm.data_ptr(), eps, m, head.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(_data(x), _data(norm), eps, m, head.handle, out.data_ptr()))
         return out
 
     def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features
         out = _empty([m, weight.out_features])
-        _check(self._lib.fd_linear(x.data_ptr(), None, 0.0, m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(_data(x), None, 0.0, m, weight.handle, out.data_ptr()))
         return out
 
     def mlp(self, x: paddle.Tensor, gate_up: CpuLinear, down: CpuLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == gate_up.in_features and gate_up.out_features == 2 * down.in_features
         out = _empty([m, down.out_features])
-        _check(self._lib.fd_mlp(x.data_ptr(), m, gate_up.handle, down.handle, out.data_ptr()))
+        self._check(self._lib.fd_mlp(_data(x), m, gate_up.handle, down.handle, out.data_ptr()))
         return out
 
     def embedding(self, token_ids: np.ndarray, weight: CpuLinear) -> paddle.Tensor:
@@ -290,7 +327,7 @@ class CpuOps:
         assert token_ids.size == 0 or (token_ids.min() >= 0 and token_ids.max() < weight.out_features)
         m = len(token_ids)
         out = _empty([m, weight.in_features])
-        _check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
         return out
 
     def new_kv_cache(
@@ -305,6 +342,14 @@ class CpuOps:
         ids = c_int32 * count
         self._lib.fd_copy_blocks(cache.handle, ids(*sources), ids(*targets), count)
 
+    def _check(self, status: int) -> None:
+        """Raises MemoryError, or RuntimeError for what else may fail, such as a thread that cannot be started. The op's
+        results are lost; the next call finds everything in order."""
+        if status == -1:
+            raise MemoryError("no memory for an op's scratch space")
+        if status != 0:
+            raise RuntimeError(f"an op failed: {self._lib.fd_last_error().decode(errors='replace')}")
+
     def _prepare(self, layer: DecoderLayer, cache: CpuKVCache) -> _Prepared:
         spec = layer.attention
         found = self._layers.get(spec.layer)
@@ -317,44 +362,28 @@ class CpuOps:
         assert layer.gate_up.out_features == 2 * layer.down.in_features
         assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
         args = _LayerArgs(
-            input_norm=layer.input_norm.data_ptr(),
-            post_norm=layer.post_norm.data_ptr(),
+            input_norm=_data(layer.input_norm),
+            post_norm=_data(layer.post_norm),
             qkv=layer.qkv.handle,
             o=layer.o.handle,
             gate_up=layer.gate_up.handle,
             down=layer.down.handle,
-            eps=spec.norm_eps,
             attention=_attention_args(cache, spec),
         )
-        prepared = _Prepared(weakref.ref(layer), weakref.ref(cache), args, ctypes.addressof(args))
+        limits = _limits(cache, spec)
+        prepared = _Prepared(weakref.ref(layer), weakref.ref(cache), limits, args, ctypes.addressof(args))
         self._layers[spec.layer] = prepared
         return prepared
 
-    def _set_batch(
-        self, args: _AttentionArgs, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec, tokens: int
-    ) -> None:
-        if batch is not self._batch:
-            self._check_batch(batch, cache, spec)
-            self._batch = batch
-            self._batch_addresses = (
-                _address(batch.cu_tokens),
-                _address(batch.starts),
-                _address(batch.block_tables),
-                _address(batch.positions),
-            )
+    def _set_batch(self, args: _AttentionArgs, batch: AttentionBatch, limits: _Limits, tokens: int) -> None:
+        checked = self._checked
+        if checked is None or batch is not checked.batch or limits != checked.limits:
+            _check_batch(batch, limits)
+            checked = self._checked = _CheckedBatch(batch, limits, tuple(map(_address, batch)))
         assert tokens == len(batch.positions)
         args.tokens = tokens
         args.sequences, args.table_width = batch.block_tables.shape
-        args.cu_tokens, args.starts, args.tables, args.positions = self._batch_addresses
-
-    def _check_batch(self, batch: AttentionBatch, cache: CpuKVCache, spec: AttentionSpec) -> None:
-        assert all(field.dtype == np.int32 and field.flags.c_contiguous for field in batch)
-        assert len(batch.cu_tokens) == len(batch.starts) + 1 == len(batch.block_tables) + 1
-        assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == len(batch.positions) > 0
-        last = batch.starts + np.diff(batch.cu_tokens)  # one past the last position of each sequence
-        assert batch.positions.min() >= 0 and last.max() <= spec.rope_cos.shape[0]
-        assert last.max() <= batch.block_tables.shape[1] * cache.block_size
-        assert batch.block_tables.min() >= 0 and batch.block_tables.max() < cache.num_blocks
+        args.cu_tokens, args.starts, args.tables, args.positions = checked.addresses
 
     def attention(
         self, qkv: paddle.Tensor, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec
@@ -363,9 +392,9 @@ class CpuOps:
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
-        args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
-        self._set_batch(args, batch, cache, spec, tokens)
-        _check(self._lib.fd_attention(ctypes.addressof(args)))
+        args.qkv, args.out = _data(qkv), out.data_ptr()
+        self._set_batch(args, batch, _limits(cache, spec), tokens)
+        self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
@@ -378,7 +407,7 @@ class CpuOps:
         uniform = np.ascontiguousarray(batch.uniform, np.float64)
         parameters = (temperature, top_k, top_p, min_p, uniform)
         assert all(p.shape == (rows,) for p in parameters)
-        _check(self._lib.fd_sample(logits.data_ptr(), rows, vocab, *map(_address, parameters), _address(out)))
+        self._check(self._lib.fd_sample(_data(logits), rows, vocab, *map(_address, parameters), _address(out)))
         return out
 
     def logprobs(
@@ -389,9 +418,9 @@ class CpuOps:
         assert ids.shape == (rows,) and 0 <= top <= vocab and (rows == 0 or 0 <= ids.min() <= ids.max() < vocab)
         chosen = np.empty(rows, np.float32)
         values, best = np.empty((rows, top), np.float32), np.empty((rows, top), np.int32)
-        _check(
+        self._check(
             self._lib.fd_logprobs(
-                logits.data_ptr(), rows, vocab, _address(ids), top, _address(chosen), _address(values), _address(best)
+                _data(logits), rows, vocab, _address(ids), top, _address(chosen), _address(values), _address(best)
             )
         )
         return chosen, values, best
@@ -407,14 +436,26 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
         layer=spec.layer,
         heads=spec.num_heads,
         scale=spec.scale,
-        rope_cos=spec.rope_cos.data_ptr(),
-        rope_sin=spec.rope_sin.data_ptr(),
-        q_norm=None if spec.q_norm is None else spec.q_norm.data_ptr(),
-        k_norm=None if spec.k_norm is None else spec.k_norm.data_ptr(),
+        rope_cos=_data(spec.rope_cos),
+        rope_sin=_data(spec.rope_sin),
+        q_norm=None if spec.q_norm is None else _data(spec.q_norm),
+        k_norm=None if spec.k_norm is None else _data(spec.k_norm),
         eps=spec.norm_eps,
     )
 
 
-def _check(status: int) -> None:
-    if status != 0:
-        raise MemoryError("no memory for an op's scratch space")
+def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:
+    return _Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
+
+
+def _check_batch(batch: AttentionBatch, limits: _Limits) -> None:
+    """The kernels write where the batch says, unasked."""
+    assert all(field.dtype == np.int32 and field.flags.c_contiguous for field in batch)
+    sequences, width = batch.block_tables.shape
+    assert len(batch.cu_tokens) == len(batch.starts) + 1 == sequences + 1
+    assert batch.cu_tokens[0] == 0 and batch.cu_tokens[-1] == len(batch.positions) > 0
+    counts = np.diff(batch.cu_tokens)
+    end = min(limits.max_len, width * limits.block_size)
+    assert counts.min() >= 0 and batch.starts.min() >= 0 and (batch.starts + counts).max() <= end
+    assert batch.positions.min() >= 0 and batch.positions.max() < end
+    assert batch.block_tables.min() >= 0 and batch.block_tables.max() < limits.num_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import paddle
 import pytest
@@ -144,3 +146,63 @@ def test_logits_of_a_row_have_the_same_bits_in_any_batch(ops, threads, rng):
             np.testing.assert_array_equal(
                 ops.logits(paddle.to_tensor(x[rows]), norm, 1e-6, head).numpy(), together[rows]
             )
+
+
+def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(ops, rng):
+    """The kernels write where the batch says: what fits one cache may lie behind the end of another."""
+    layer = Layer(rng, *SHAPES["small"])
+    packed, batch, x = layer.on(ops), make_batch([0], [0], [20]), paddle.zeros([20, layer.hidden])
+    roomy = layer.cache(ops, 1)
+    ops.decoder_layer(x, packed, roomy, batch)
+    with pytest.raises(AssertionError):
+        ops.decoder_layer(x, packed, ops.new_kv_cache(1, 1, BLOCK, layer.kv_heads, layer.dim), batch)
+    spec = packed.attention
+    short = spec._replace(rope_cos=spec.rope_cos[:19].clone(), rope_sin=spec.rope_sin[:19].clone())
+    with pytest.raises(AssertionError):
+        ops.decoder_layer(x, replace(packed, attention=short), roomy, batch)
+    with pytest.raises(AssertionError):
+        ops.attention(paddle.zeros([20, packed.qkv.out_features]), roomy, batch, short)
+    ops.decoder_layer(x, packed, roomy, batch)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"positions": np.arange(236, 256 + 1, dtype=np.int32)},  # the rope tables and the block table end at 256
+        {"positions": np.arange(-1, 20, dtype=np.int32)},
+        {"positions": np.arange(21, dtype=np.int64)},
+        {"starts": np.array([240], np.int32)},
+        {"starts": np.array([-1], np.int32)},
+        {"block_tables": np.zeros((1, 1), np.int32)},
+        {"block_tables": np.full((1, 16), 16, np.int32)},
+        {"block_tables": np.full((1, 16), -1, np.int32)},
+        {"cu_tokens": np.array([0, 20], np.int32)},
+        {"cu_tokens": np.array([0, 30, 21], np.int32), "starts": np.zeros(2, np.int32),
+         "block_tables": np.zeros((2, 16), np.int32)},
+    ],
+    ids=lambda fields: " ".join(f"{name}={np.asarray(value).ravel()[-1]}" for name, value in fields.items()),
+)  # fmt: skip
+def test_a_batch_that_would_reach_outside_its_memory_is_refused(ops, rng, wrong):
+    layer = Layer(rng, *SHAPES["small"])
+    packed, cache, right = layer.on(ops), layer.cache(ops, 1), make_batch([0], [0], [21])
+    with pytest.raises(AssertionError):
+        ops.decoder_layer(paddle.zeros([21, layer.hidden]), packed, cache, right._replace(**wrong))
+    ops.decoder_layer(paddle.zeros([21, layer.hidden]), packed, cache, right)
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        lambda hidden: paddle.zeros([20, hidden], "float64"),
+        lambda hidden: paddle.zeros([20, hidden], "bfloat16"),
+        lambda hidden: paddle.zeros([hidden, 20]).T,
+        lambda hidden: paddle.zeros([20, 2 * hidden])[:, :hidden],
+        lambda hidden: paddle.zeros([19, hidden]),
+        lambda hidden: paddle.zeros([20, hidden - 1]),
+    ],
+    ids=["float64", "bfloat16", "transposed", "strided", "a row short", "a column short"],
+)
+def test_a_residual_of_another_type_or_layout_is_refused(ops, rng, residual):
+    layer = Layer(rng, *SHAPES["small"])
+    with pytest.raises(AssertionError):
+        ops.decoder_layer(residual(layer.hidden), layer.on(ops), layer.cache(ops, 1), make_batch([0], [0], [20]))

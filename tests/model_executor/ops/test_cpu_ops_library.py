@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import os
@@ -60,6 +61,25 @@ def test_a_file_that_is_no_library_counts_as_missing(tmp_path):
     broken.write_bytes(b"not an object file")
     with pytest.raises(OSError):
         cpu.load_library(broken)
+
+
+def test_a_library_of_other_sources_counts_as_missing_and_the_error_says_why(caplog, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(cpu._SIGNATURES, "fd_of_tomorrow", (None, []))
+        with pytest.raises(OSError, match="fd_of_tomorrow"):
+            cpu.load_library()
+        with caplog.at_level(logging.WARNING):
+            assert isinstance(get_ops("float32"), ReferenceOps)
+        assert "fd_of_tomorrow" in caplog.text
+    for name, struct in cpu._STRUCTS.items():
+
+        class Grown(struct):
+            _fields_ = [("new", ctypes.c_void_p)]
+
+        with monkeypatch.context() as patch:
+            patch.setitem(cpu._STRUCTS, name, Grown)
+            with pytest.raises(OSError, match=f"Grown has {ctypes.sizeof(struct)} bytes there"):
+                cpu.load_library()
 
 
 def test_a_place_without_ops_is_refused():
