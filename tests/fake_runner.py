@@ -19,10 +19,12 @@ from fastdeploy.scheduler.interface import (
     ScheduledChunk,
     StepPlan,
     StepResult,
-    nothing,
 )
 
 EOS = 0
+
+
+def nothing() -> None: ...
 
 
 class Slot(NamedTuple):
@@ -108,7 +110,7 @@ class FakeRunner:
         self.mixed_ok: set[tuple[str, int]] = set()
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
         assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
         if self.fail_next:
             raise RuntimeError("the worker died")
@@ -119,7 +121,8 @@ class FakeRunner:
                 self.slots[chunk.block_table[position // self.info.block_size]][position % self.info.block_size] = None
         in_step, self.in_step = self.in_step, nothing
         in_step()
-        between_layers()
+        if between_layers is not None:
+            between_layers()
         self.plans.append(plan)
         keys = [chunk.key for chunk in plan.chunks]
         assert len(set(keys)) == len(keys), "a sequence is in the plan twice"

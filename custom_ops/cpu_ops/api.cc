@@ -54,6 +54,7 @@ const char* fd_fingerprint() { return FD_FINGERPRINT; }
 // What the caller's own declarations of these structs must measure.
 int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
 int64_t fd_sizeof_layer_args() { return sizeof(LayerArgs); }
+int64_t fd_sizeof_step_args() { return sizeof(StepArgs); }
 
 // Of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
@@ -79,7 +80,17 @@ void fd_unpack_rows(const Weight* w, void* target, int64_t first, int64_t n) { u
 
 void fd_get_bias(const Weight* w, float* bias) { std::memcpy(bias, w->bias, static_cast<size_t>(w->n) * 4); }
 
-int fd_decoder_layer(const LayerArgs* a) { return FD_MATRIX(a->qkv->bf16, decoder_layer, *a); }
+// 1: between_layers ended it.
+int fd_decoder_layers(const StepArgs* s) {
+  for (int64_t i = 0; i < s->count; ++i) {
+    const bool last = i + 1 == s->count;
+    const LayerInput in = {s->batch, s->residual, last ? s->rows : nullptr, s->num_rows};
+    const LayerArgs& layer = s->layers[i];
+    if (const int status = FD_MATRIX(layer.qkv->bf16, decoder_layer, layer, in)) return status;
+    if (s->between_layers != nullptr && s->between_layers() != 0) return 1;
+  }
+  return 0;
+}
 
 // norm: null, or the weight of an RMSNorm of x.
 int fd_linear(const float* x, const float* norm, float eps, int64_t m, const Weight* w, float* out) {

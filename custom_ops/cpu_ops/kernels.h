@@ -44,32 +44,51 @@ struct Cache {
   }
 };
 
-struct AttentionArgs {
+// The shape of a step, which all its layers share (AttentionBatch of ops/interface.py).
+struct Batch {
+  int64_t tokens, sequences, table_width;
+  const int32_t *cu_tokens, *starts, *tables, *positions;
+};
+
+struct AttentionArgs : Batch {
   const float* qkv;
   float* out;
   const Cache* cache;
-  int64_t tokens, sequences, table_width;
-  const int32_t *cu_tokens, *starts, *tables, *positions;
   int64_t layer, heads;
   float scale;
   const float *rope_cos, *rope_sin, *q_norm, *k_norm;
   float eps;
 };
 
-// residual [tokens, hidden] += o(attention(qkv(norm(residual)))), then += down(gated(norm(residual))). With `rows`, all
-// but the cache is computed for these token rows alone (ascending): they are the residual's first rows afterwards.
 struct LayerArgs {
+  const float *input_norm, *post_norm;
+  const Weight *qkv, *o, *gate_up, *down;
+  AttentionArgs attention;  // but for the batch, qkv and out; its eps is that of all norms
+};
+
+// Layers of a step, one after another. With `rows`, all but the cache of the last one is computed for these token rows
+// alone (ascending): they are the residual's first rows afterwards.
+struct StepArgs {
+  Batch batch;
+  float* residual;  // [tokens, hidden]
+  const int64_t* rows;
+  int64_t num_rows;
+  const LayerArgs* layers;
+  int64_t count;
+  int (*between_layers)();  // or null; the rest is not computed once it returns anything but 0
+};
+
+// What a layer needs of its step: rows is null but in the last one.
+struct LayerInput {
+  const Batch& batch;
   float* residual;
   const int64_t* rows;
   int64_t num_rows;
-  const float *input_norm, *post_norm;
-  const Weight *qkv, *o, *gate_up, *down;
-  AttentionArgs attention;  // but for qkv and out; its eps is that of all norms
 };
 
 #define FD_DECLARE_KERNELS(isa)                                                                                \
   namespace isa {                                                                                              \
-  void decoder_layer(const LayerArgs& a);                                                                      \
+  void decoder_layer(const LayerArgs& a, const LayerInput& in);                                                \
   void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);           \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
   void attention(const AttentionArgs& a);                                                                      \

@@ -20,26 +20,28 @@ void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width
 
 }  // namespace
 
-void decoder_layer(const LayerArgs& a) {
+// residual += o(attention(qkv(norm(residual)))), then += down(gated(norm(residual))).
+void decoder_layer(const LayerArgs& a, const LayerInput& in) {
   AttentionArgs attention_args = a.attention;
+  static_cast<Batch&>(attention_args) = in.batch;
   const int64_t hidden = a.qkv->k, width = a.o->k;
   const float eps = attention_args.eps;
   int64_t m = attention_args.tokens;
   float* qkv = floats(kScratchQkv, m * a.qkv->n);
   float* attended = floats(kScratchAttended, m * width);
-  multiply(make_left(kScratchInput, a.residual, a.input_norm, eps, m, *a.qkv), *a.qkv, qkv, false);
+  multiply(make_left(kScratchInput, in.residual, a.input_norm, eps, m, *a.qkv), *a.qkv, qkv, false);
   attention_args.qkv = qkv;
   attention_args.out = attended;
   attention(attention_args);
-  if (a.rows != nullptr) {
-    m = a.num_rows;
+  if (in.rows != nullptr) {
+    m = in.num_rows;
     if (m == 0) return;
-    pick_rows(attended, a.rows, m, width, attended);
-    pick_rows(a.residual, a.rows, m, hidden, a.residual);
+    pick_rows(attended, in.rows, m, width, attended);
+    pick_rows(in.residual, in.rows, m, hidden, in.residual);
   }
-  multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, a.residual, true);
-  const Left normed = make_left(kScratchInput, a.residual, a.post_norm, eps, m, *a.gate_up);
-  multiply(multiply_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, a.residual, true);
+  multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, in.residual, true);
+  const Left normed = make_left(kScratchInput, in.residual, a.post_norm, eps, m, *a.gate_up);
+  multiply(multiply_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, in.residual, true);
 }
 
 void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out) {

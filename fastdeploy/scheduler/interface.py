@@ -114,10 +114,6 @@ class Staging(Protocol):
         """Free what was staged (in place: and what was left of the old weights)."""
 
 
-def nothing() -> None:
-    """What is done between two layers by default."""
-
-
 class Runner(Protocol):
     """A worker as the engine sees it. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread;
     a Staging and ``checksums`` on a thread of their own, beside steps. Only a commit changes what ``execute`` computes
@@ -132,7 +128,7 @@ class Runner(Protocol):
     has_weights: bool
     asleep: frozenset[str]
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
         """Copy blocks, compute every chunk, draw for those that sample. What ``between_layers`` raises goes through:
         the copies are made then, and KV of the plan's own positions may be overwritten, but nothing else is changed."""
         ...

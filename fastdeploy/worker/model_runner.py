@@ -18,7 +18,7 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult, nothing
+from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
@@ -100,7 +100,7 @@ class ModelRunner:
             block_size=block_size,
         )
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] = nothing) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
         """See ``Runner.execute``. Blocks until the results are on the host.
         Raises WrongOrder without whole weights or a KV cache."""
         if self.weights is None or self.cache is None:
@@ -200,7 +200,7 @@ class ModelRunner:
         return self.ops.new_kv_cache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim)
 
     def _compute(
-        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
+        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
     ) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
         """What each chunk drew, and the prompt logprobs by index of the chunk."""
         token_ids, batch = _make_batch(chunks, self.info.block_size)

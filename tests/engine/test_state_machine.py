@@ -18,12 +18,11 @@ from hypothesis import Phase as Search
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from fake_runner import FakeRunner
+from fake_runner import FakeRunner, nothing
 from fastdeploy.engine.pause import Mode, Phase
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.scheduler.interface import nothing
 from harness import Harness
 from witness import Expected, Witness
 

@@ -142,18 +142,13 @@ class Qwen:
         cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray,
-        between_layers: Callable[[], None],
+        between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor | None:
         """token_ids int32 [T] -> hidden states float32 [len(rows), hidden_size] of these token rows (ascending, int64),
         ready for ``logits``, or None if there are none. Keys and values of all T tokens are in the cache afterwards.
-        ``between_layers`` is called after each layer, and what it raises ends the computation."""
+        ``between_layers``: see ``Ops.decoder_layers``."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
-        for layer in weights.layers[:-1]:
-            hidden = self.ops.decoder_layer(hidden, layer, cache, batch)
-            between_layers()
-        # The last layer completes the cache; from there on only the rows that sample matter.
-        hidden = self.ops.decoder_layer(hidden, weights.layers[-1], cache, batch, rows)
-        between_layers()
+        hidden = self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers)
         return hidden if len(rows) else None
 
     def logits(self, weights: QwenWeights, hidden: paddle.Tensor) -> paddle.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ _SIGNATURES = {
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_get_bias": (None, [c_void_p, c_void_p]),
-    "fd_decoder_layer": (c_int, [c_void_p]),
+    "fd_decoder_layers": (c_int, [c_void_p]),
     "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
     "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
@@ -65,13 +66,10 @@ def _empty(shape: list[int]) -> paddle.Tensor:
     return paddle._C_ops.empty(shape, paddle.float32, _CPU)
 
 
-class _AttentionArgs(ctypes.Structure):
-    """AttentionArgs of kernels.h."""
+class _Batch(ctypes.Structure):
+    """Batch of kernels.h."""
 
     _fields_ = [
-        ("qkv", c_void_p),
-        ("out", c_void_p),
-        ("cache", c_void_p),
         ("tokens", c_int64),
         ("sequences", c_int64),
         ("table_width", c_int64),
@@ -79,6 +77,16 @@ class _AttentionArgs(ctypes.Structure):
         ("starts", c_void_p),
         ("tables", c_void_p),
         ("positions", c_void_p),
+    ]
+
+
+class _AttentionArgs(_Batch):
+    """AttentionArgs of kernels.h."""
+
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("cache", c_void_p),
         ("layer", c_int64),
         ("heads", c_int64),
         ("scale", c_float),
@@ -94,9 +102,6 @@ class _LayerArgs(ctypes.Structure):
     """LayerArgs of kernels.h."""
 
     _fields_ = [
-        ("residual", c_void_p),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
         ("input_norm", c_void_p),
         ("post_norm", c_void_p),
         ("qkv", c_void_p),
@@ -107,7 +112,28 @@ class _LayerArgs(ctypes.Structure):
     ]
 
 
-_STRUCTS = {"fd_sizeof_attention_args": _AttentionArgs, "fd_sizeof_layer_args": _LayerArgs}
+_BetweenLayers = ctypes.CFUNCTYPE(c_int)
+
+
+class _StepArgs(ctypes.Structure):
+    """StepArgs of kernels.h."""
+
+    _fields_ = [
+        ("batch", _Batch),
+        ("residual", c_void_p),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("layers", c_void_p),
+        ("count", c_int64),
+        ("between_layers", _BetweenLayers),
+    ]
+
+
+_STRUCTS = {
+    "fd_sizeof_attention_args": _AttentionArgs,
+    "fd_sizeof_layer_args": _LayerArgs,
+    "fd_sizeof_step_args": _StepArgs,
+}
 
 
 class _Limits(NamedTuple):
@@ -118,23 +144,15 @@ class _Limits(NamedTuple):
     max_len: int
 
 
-class _CheckedBatch(NamedTuple):
-    """A batch, the limits it was found to keep to, and its addresses: for all layers of a step."""
-
-    batch: AttentionBatch
-    limits: _Limits
-    addresses: tuple[int, int, int, int]
-
-
 class _Prepared(NamedTuple):
-    """One layer's arguments, and what they were made of. That is only watched: weights and cache are freed when their
-    owner lets go of them."""
+    """Arguments of layers, which stay from step to step, and what they were made of. That is only watched: weights and
+    cache are freed when their owner lets go of them. ``args``: one behind another."""
 
-    layer: weakref.ref[DecoderLayer]
+    layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
     limits: _Limits
-    args: _LayerArgs
-    address: int
+    hidden: int
+    args: ctypes.Array[_LayerArgs]
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
@@ -215,9 +233,8 @@ class CpuOps:
         self.dtype = dtype
         self._bf16 = dtype == "bfloat16"
         self._lib = library if library is not None else load_library()
-        self._layers: dict[int, _Prepared] = {}  # by index; all but the batch stays from step to step
+        self._prepared: _Prepared | None = None
         self._logits: paddle.Tensor | None = None  # kept: fresh pages for [M, V] would cost more than the product
-        self._checked: _CheckedBatch | None = None
 
     @property
     def isa(self) -> str:
@@ -276,27 +293,31 @@ class CpuOps:
         self._lib.fd_get_bias(weight.handle, _address(bias))
         return bias
 
-    def decoder_layer(
+    def decoder_layers(
         self,
         residual: paddle.Tensor,
-        layer: DecoderLayer,
+        layers: Sequence[DecoderLayer],
         cache: CpuKVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
+        between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor:
-        prepared = self._prepare(layer, cache)
+        prepared = self._prepare(layers, cache)
         tokens, hidden = residual.shape
-        assert hidden == layer.qkv.in_features
-        args = prepared.args
-        args.residual = _data(residual)
-        self._set_batch(args.attention, batch, prepared.limits, tokens)
-        if rows is None:
-            args.rows = None
-        else:
+        assert hidden == prepared.hidden
+        step = _StepArgs(_batch_args(batch, prepared.limits, tokens), _data(residual))
+        if rows is not None:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
-            args.rows, args.num_rows = _address(rows), len(rows)
-        self._check(self._lib.fd_decoder_layer(prepared.address))
+            step.rows, step.num_rows = _address(rows), len(rows)
+        step.layers, step.count = ctypes.addressof(prepared.args), len(layers)
+        raised: list[BaseException] = []
+        if between_layers is not None:
+            step.between_layers = _BetweenLayers(lambda: _called(between_layers, raised))
+        status = self._lib.fd_decoder_layers(ctypes.addressof(step))
+        if raised:
+            raise raised.pop()
+        self._check(status)
         return residual if rows is None else residual[: len(rows)]
 
     def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: CpuLinear) -> paddle.Tensor:
@@ -350,50 +371,30 @@ class CpuOps:
         if status != 0:
             raise RuntimeError(f"an op failed: {self._lib.fd_last_error().decode(errors='replace')}")
 
-    def _prepare(self, layer: DecoderLayer, cache: CpuKVCache) -> _Prepared:
-        spec = layer.attention
-        found = self._layers.get(spec.layer)
-        if found is not None and found.layer() is layer and found.cache() is cache:
-            return found
-        hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
-        assert layer.qkv.out_features == heads + 2 * spec.num_kv_heads * spec.head_dim
-        assert (layer.o.in_features, layer.o.out_features) == (heads, hidden)
-        assert layer.gate_up.in_features == layer.down.out_features == hidden
-        assert layer.gate_up.out_features == 2 * layer.down.in_features
-        assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
-        args = _LayerArgs(
-            input_norm=_data(layer.input_norm),
-            post_norm=_data(layer.post_norm),
-            qkv=layer.qkv.handle,
-            o=layer.o.handle,
-            gate_up=layer.gate_up.handle,
-            down=layer.down.handle,
-            attention=_attention_args(cache, spec),
-        )
-        limits = _limits(cache, spec)
-        prepared = _Prepared(weakref.ref(layer), weakref.ref(cache), limits, args, ctypes.addressof(args))
-        self._layers[spec.layer] = prepared
-        return prepared
-
-    def _set_batch(self, args: _AttentionArgs, batch: AttentionBatch, limits: _Limits, tokens: int) -> None:
-        checked = self._checked
-        if checked is None or batch is not checked.batch or limits != checked.limits:
-            _check_batch(batch, limits)
-            checked = self._checked = _CheckedBatch(batch, limits, tuple(map(_address, batch)))
-        assert tokens == len(batch.positions)
-        args.tokens = tokens
-        args.sequences, args.table_width = batch.block_tables.shape
-        args.cu_tokens, args.starts, args.tables, args.positions = checked.addresses
+    def _prepare(self, layers: Sequence[DecoderLayer], cache: CpuKVCache) -> _Prepared:
+        found = self._prepared
+        if (
+            found is None
+            or found.cache() is not cache
+            or len(found.layers) != len(layers)
+            or any(known() is not layer for known, layer in zip(found.layers, layers, strict=True))
+        ):
+            limits = {_limits(cache, layer.attention) for layer in layers}
+            hidden = {layer.qkv.in_features for layer in layers}
+            assert len(limits) == len(hidden) == 1
+            args = (_LayerArgs * len(layers))(*(_layer_args(layer, cache) for layer in layers))
+            found = _Prepared(list(map(weakref.ref, layers)), weakref.ref(cache), limits.pop(), hidden.pop(), args)
+            self._prepared = found
+        return found
 
     def attention(
         self, qkv: paddle.Tensor, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
-        args = _attention_args(cache, spec)
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         out = _empty([tokens, spec.num_heads * spec.head_dim])
+        args = _attention_args(cache, spec, _batch_args(batch, _limits(cache, spec), tokens))
         args.qkv, args.out = _data(qkv), out.data_ptr()
-        self._set_batch(args, batch, _limits(cache, spec), tokens)
         self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
 
@@ -426,12 +427,43 @@ class CpuOps:
         return chosen, values, best
 
 
-def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
-    """All but qkv, out and the batch."""
+def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> int:
+    """What ``between_layers`` raises cannot pass through C: it is put aside, and the layers are told to end."""
+    try:
+        between_layers()
+    except BaseException as error:
+        raised.append(error)
+        return 1
+    return 0
+
+
+def _layer_args(layer: DecoderLayer, cache: CpuKVCache) -> _LayerArgs:
+    """All but the batch."""
+    spec = layer.attention
+    hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
+    assert layer.qkv.out_features == heads + 2 * spec.num_kv_heads * spec.head_dim
+    assert (layer.o.in_features, layer.o.out_features) == (heads, hidden)
+    assert layer.gate_up.in_features == layer.down.out_features == hidden
+    assert layer.gate_up.out_features == 2 * layer.down.in_features
+    assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
+    return _LayerArgs(
+        input_norm=_data(layer.input_norm),
+        post_norm=_data(layer.post_norm),
+        qkv=layer.qkv.handle,
+        o=layer.o.handle,
+        gate_up=layer.gate_up.handle,
+        down=layer.down.handle,
+        attention=_attention_args(cache, spec, _Batch()),
+    )
+
+
+def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: _Batch) -> _AttentionArgs:
+    """All but qkv and out."""
     assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
     assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
     assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
     return _AttentionArgs(
+        *(getattr(batch, name) for name, _ in _Batch._fields_),
         cache=cache.handle,
         layer=spec.layer,
         heads=spec.num_heads,
@@ -446,6 +478,14 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
 
 def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:
     return _Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
+
+
+def _batch_args(batch: AttentionBatch, limits: _Limits, tokens: int) -> _Batch:
+    """Valid while ``batch`` lives."""
+    _check_batch(batch, limits)
+    assert tokens == len(batch.positions)
+    sequences, width = batch.block_tables.shape
+    return _Batch(tokens, sequences, width, *map(_address, batch))
 
 
 def _check_batch(batch: AttentionBatch, limits: _Limits) -> None:

@@ -10,6 +10,7 @@ sums run in an order fixed by the row's own position and the op's constants alon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -105,21 +106,24 @@ class Ops(Protocol):
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
         """A copy of its bias, float32 [out_features], or None if it has none."""
 
-    def decoder_layer(
+    def decoder_layers(
         self,
         residual: paddle.Tensor,
-        layer: DecoderLayer,
+        layers: Sequence[DecoderLayer],
         cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
+        between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor:
-        """residual [T, H], which it may overwrite, plus attention and MLP, each of the RMSNorm of what it joins:
+        """residual [T, H], which it may overwrite, through these layers. In each attention and MLP are added, of the
+        RMSNorm of what they join:
 
             residual += o(attention(qkv(rms_norm(residual, input_norm))))
             residual += mlp(rms_norm(residual, post_norm))
 
         rows (int64, ascending): return only these, [len(rows), H]; the cache is completed all the same. Norms take
-        their epsilon from ``layer.attention.norm_eps``."""
+        their epsilon from ``attention.norm_eps``. ``between_layers`` is called after each layer, the last one included;
+        what it raises goes through, and the later layers are not computed."""
 
     def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
         """x [M, H] -> rms_norm(x, norm) @ head.T, float32 [M, V]: in memory that the next call may overwrite."""

@@ -7,6 +7,7 @@ in tiles of ``KEYS``, both padded, so a BLAS that picks its kernel by shape pick
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,13 +89,28 @@ class ReferenceOps:
         gate, up = paddle.split(_linear_in_tiles(x, gate_up), 2, axis=1)
         return self.linear((paddle.nn.functional.silu(gate) * up)[: x.shape[0]], down)
 
-    def decoder_layer(
+    def decoder_layers(
+        self,
+        residual: paddle.Tensor,
+        layers: Sequence[DecoderLayer],
+        cache: ReferenceKVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray | None = None,
+        between_layers: Callable[[], None] | None = None,
+    ) -> paddle.Tensor:
+        for layer in layers:
+            residual = self._decoder_layer(residual, layer, cache, batch, rows if layer is layers[-1] else None)
+            if between_layers is not None:
+                between_layers()
+        return residual
+
+    def _decoder_layer(
         self,
         residual: paddle.Tensor,
         layer: DecoderLayer,
         cache: ReferenceKVCache,
         batch: AttentionBatch,
-        rows: np.ndarray | None = None,
+        rows: np.ndarray | None,
     ) -> paddle.Tensor:
         eps = layer.attention.norm_eps
         qkv = self.linear(self.rms_norm(residual, layer.input_norm, eps), layer.qkv)

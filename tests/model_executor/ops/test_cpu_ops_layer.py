@@ -72,7 +72,7 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
     batch = make_batch(list(range(len(lengths))), [0] * len(lengths), lengths)
     x = rng.standard_normal((sum(lengths), layer.hidden)).astype(np.float32)
     found = [
-        one.decoder_layer(paddle.to_tensor(x), layer.on(one), layer.cache(one, len(lengths)), batch).numpy()
+        one.decoder_layers(paddle.to_tensor(x), [layer.on(one)], layer.cache(one, len(lengths)), batch).numpy()
         for one in (ops, reference)
     ]
     if dtype == "float32":
@@ -87,39 +87,39 @@ def test_the_rows_asked_for_are_those_of_the_whole_and_the_cache_is_complete(ops
     caches = [layer.cache(ops, 2) for _ in range(2)]
     batch = make_batch([0, 1], [0, 0], [30, 20])
     rows = np.array([7, 29, 49], np.int64)
-    whole = ops.decoder_layer(paddle.to_tensor(x), packed, caches[0], batch).numpy()
-    some = ops.decoder_layer(paddle.to_tensor(x), packed, caches[1], batch, rows).numpy()
+    whole = ops.decoder_layers(paddle.to_tensor(x), [packed], caches[0], batch).numpy()
+    some = ops.decoder_layers(paddle.to_tensor(x), [packed], caches[1], batch, rows).numpy()
     np.testing.assert_array_equal(some, whole[rows])
-    none = ops.decoder_layer(paddle.to_tensor(x), packed, caches[1], batch, rows[:0])
+    none = ops.decoder_layers(paddle.to_tensor(x), [packed], caches[1], batch, rows[:0])
     assert none.shape == [0, layer.hidden]
     later, step = make_batch([0, 1], [30, 20], [1, 1]), rng.standard_normal((2, layer.hidden)).astype(np.float32)
-    found = [ops.decoder_layer(paddle.to_tensor(step), packed, cache, later).numpy() for cache in caches]
+    found = [ops.decoder_layers(paddle.to_tensor(step), [packed], cache, later).numpy() for cache in caches]
     np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_a_sequence_has_the_same_bits_alone_among_32_and_in_any_chunks(ops, threads, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((32 * 9, layer.hidden)).astype(np.float32)
-    together = ops.decoder_layer(
-        paddle.to_tensor(x), packed, layer.cache(ops, 32), make_batch(list(range(32)), [0] * 32, [9] * 32)
+    together = ops.decoder_layers(
+        paddle.to_tensor(x), [packed], layer.cache(ops, 32), make_batch(list(range(32)), [0] * 32, [9] * 32)
     ).numpy()
     for sequence, count in ((0, 1), (13, 2), (31, 3)):
         ops.set_num_threads(count)
         mine, cache = slice(sequence * 9, sequence * 9 + 9), layer.cache(ops, 1)
-        alone = ops.decoder_layer(paddle.to_tensor(x[mine]), packed, cache, make_batch([0], [0], [9])).numpy()
+        alone = ops.decoder_layers(paddle.to_tensor(x[mine]), [packed], cache, make_batch([0], [0], [9])).numpy()
         np.testing.assert_array_equal(alone, together[mine])
         cache, parts = layer.cache(ops, 1), []
         for start, length in ((0, 4), (4, 1), (5, 4)):
             part = paddle.to_tensor(x[mine][start : start + length])
-            parts.append(ops.decoder_layer(part, packed, cache, make_batch([0], [start], [length])).numpy())
+            parts.append(ops.decoder_layers(part, [packed], cache, make_batch([0], [start], [length])).numpy())
         np.testing.assert_array_equal(np.concatenate(parts), alone)
 
 
 def test_a_row_with_nan_leaves_the_other_sequences_alone(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((40, layer.hidden)).astype(np.float32)
     batch = make_batch(list(range(40)), [0] * 40, [1] * 40)
-    clean = ops.decoder_layer(paddle.to_tensor(x), packed, layer.cache(ops, 40), batch).numpy()
+    clean = ops.decoder_layers(paddle.to_tensor(x), [packed], layer.cache(ops, 40), batch).numpy()
     x[17] = np.nan
-    dirty = ops.decoder_layer(paddle.to_tensor(x), packed, layer.cache(ops, 40), batch).numpy()
+    dirty = ops.decoder_layers(paddle.to_tensor(x), [packed], layer.cache(ops, 40), batch).numpy()
     assert np.isnan(dirty[17]).all()
     np.testing.assert_array_equal(np.delete(dirty, 17, 0), np.delete(clean, 17, 0))
 
@@ -153,16 +153,16 @@ def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(op
     layer = Layer(rng, *SHAPES["small"])
     packed, batch, x = layer.on(ops), make_batch([0], [0], [20]), paddle.zeros([20, layer.hidden])
     roomy = layer.cache(ops, 1)
-    ops.decoder_layer(x, packed, roomy, batch)
+    ops.decoder_layers(x, [packed], roomy, batch)
     with pytest.raises(AssertionError):
-        ops.decoder_layer(x, packed, ops.new_kv_cache(1, 1, BLOCK, layer.kv_heads, layer.dim), batch)
+        ops.decoder_layers(x, [packed], ops.new_kv_cache(1, 1, BLOCK, layer.kv_heads, layer.dim), batch)
     spec = packed.attention
     short = spec._replace(rope_cos=spec.rope_cos[:19].clone(), rope_sin=spec.rope_sin[:19].clone())
     with pytest.raises(AssertionError):
-        ops.decoder_layer(x, replace(packed, attention=short), roomy, batch)
+        ops.decoder_layers(x, [replace(packed, attention=short)], roomy, batch)
     with pytest.raises(AssertionError):
         ops.attention(paddle.zeros([20, packed.qkv.out_features]), roomy, batch, short)
-    ops.decoder_layer(x, packed, roomy, batch)
+    ops.decoder_layers(x, [packed], roomy, batch)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_batch_that_would_reach_outside_its_memory_is_refused(ops, rng, wrong)
     layer = Layer(rng, *SHAPES["small"])
     packed, cache, right = layer.on(ops), layer.cache(ops, 1), make_batch([0], [0], [21])
     with pytest.raises(AssertionError):
-        ops.decoder_layer(paddle.zeros([21, layer.hidden]), packed, cache, right._replace(**wrong))
-    ops.decoder_layer(paddle.zeros([21, layer.hidden]), packed, cache, right)
+        ops.decoder_layers(paddle.zeros([21, layer.hidden]), [packed], cache, right._replace(**wrong))
+    ops.decoder_layers(paddle.zeros([21, layer.hidden]), [packed], cache, right)
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_a_batch_that_would_reach_outside_its_memory_is_refused(ops, rng, wrong)
 def test_a_residual_of_another_type_or_layout_is_refused(ops, rng, residual):
     layer = Layer(rng, *SHAPES["small"])
     with pytest.raises(AssertionError):
-        ops.decoder_layer(residual(layer.hidden), layer.on(ops), layer.cache(ops, 1), make_batch([0], [0], [20]))
+        ops.decoder_layers(residual(layer.hidden), [layer.on(ops)], layer.cache(ops, 1), make_batch([0], [0], [20]))
