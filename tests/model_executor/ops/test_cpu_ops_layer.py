@@ -148,6 +148,32 @@ def test_logits_of_a_row_have_the_same_bits_in_any_batch(ops, threads, rng):
             )
 
 
+def test_several_layers_are_one_after_another_and_what_is_raised_between_them_ends_them(ops, reference, rng):
+    layer, batch = Layer(rng, *SHAPES["small"]), make_batch([0], [0], [5])
+    x, rows = rng.standard_normal((5, layer.hidden)).astype(np.float32), np.array([4], np.int64)
+    for one in (ops, reference):
+        first = layer.on(one)
+        layers = [replace(first, attention=first.attention._replace(layer=i)) for i in range(3)]
+        expected, cache = paddle.to_tensor(x), one.new_kv_cache(3, 16, BLOCK, layer.kv_heads, layer.dim)
+        for i in range(3):
+            expected = one.decoder_layers(expected, layers[i : i + 1], cache, batch, rows if i == 2 else None)
+        calls: list[int] = []
+        found = one.decoder_layers(paddle.to_tensor(x), layers, cache, batch, rows, lambda calls=calls: calls.append(1))
+        assert len(calls) == 3
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+        def interrupt(calls=calls) -> None:
+            calls.append(1)
+            if len(calls) == 5:
+                raise InterruptedError("the second of this step")
+
+        with pytest.raises(InterruptedError, match="the second of this step"):
+            one.decoder_layers(paddle.to_tensor(x), layers, cache, batch, rows, interrupt)
+        assert len(calls) == 5
+        again = one.decoder_layers(paddle.to_tensor(x), layers, cache, batch, rows)
+        np.testing.assert_array_equal(again.numpy(), expected.numpy())
+
+
 def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(ops, rng):
     """The kernels write where the batch says: what fits one cache may lie behind the end of another."""
     layer = Layer(rng, *SHAPES["small"])
