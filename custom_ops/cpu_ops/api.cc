@@ -63,6 +63,11 @@ int fd_set_isa(int isa) { return static_cast<int>(set_isa(static_cast<Isa>(isa))
 int fd_num_threads() { return num_threads(); }
 void fd_set_num_threads(int n) { set_num_threads(n); }
 
+void fd_free_scratch() {
+  end_workers();
+  free_scratch();
+}
+
 Weight* fd_new_weight(int bf16, int64_t n, int64_t k, int with_bias) { return new_weight(bf16, n, k, with_bias); }
 void fd_free_weight(Weight* w) { free_weight(w); }
 int64_t fd_weight_bytes(const Weight* w) { return w->bytes + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0); }

@@ -25,5 +25,6 @@ enum ScratchSlot {
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);
+void free_scratch();  // the calling thread's
 
 }  // namespace fd

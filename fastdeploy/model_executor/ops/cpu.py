@@ -31,6 +31,7 @@ _SIGNATURES = {
     "fd_set_isa": (c_int, [c_int]),
     "fd_num_threads": (c_int, []),
     "fd_set_num_threads": (None, [c_int]),
+    "fd_free_scratch": (None, []),
     "fd_new_weight": (c_void_p, [c_int, c_int64, c_int64, c_int]),
     "fd_free_weight": (None, [c_void_p]),
     "fd_weight_bytes": (c_int64, [c_void_p]),
@@ -236,6 +237,10 @@ class CpuOps:
         """Replace the thread pool (0: as at start), in the whole process. No op may be running."""
         self._lib.fd_set_num_threads(count)
 
+    def free_scratch(self) -> None:
+        self._logits = None
+        self._lib.fd_free_scratch()
+
     def probe_read(self, weight: CpuLinear) -> None:
         """Read the whole weight once, on all threads, as fast as a plain reader can. Needs AMX."""
         assert self.isa == "amx"
@@ -303,7 +308,8 @@ class CpuOps:
         m, k = x.shape
         assert k == head.in_features and norm.shape == [k]
         if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
-            self._logits = _empty([m, head.out_features])
+            self._logits = None  # the old ones first
+            self._logits = _empty([_logits_rows(m), head.out_features])
         out = self._logits[:m]
         self._check(self._lib.fd_linear(_data(x), _data(norm), eps, m, head.handle, out.data_ptr()))
         return out
@@ -442,6 +448,12 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec) -> _AttentionArgs:
         k_norm=None if spec.k_norm is None else _data(spec.k_norm),
         eps=spec.norm_eps,
     )
+
+
+def _logits_rows(m: int) -> int:
+    """Rows to allocate for m: a batch that grows one by one must not allocate each time. Powers of two up to 64, then
+    multiples of 64, since 64 rows of a vocabulary of 150,000 are 37 MiB."""
+    return 1 << (m - 1).bit_length() if m <= 64 else -(-m // 64) * 64
 
 
 def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:
