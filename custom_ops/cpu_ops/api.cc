@@ -141,6 +141,11 @@ int fd_attention(const AttentionArgs* a) {
   return FD_MATRIX(a->cache->bf16, attention, *a);
 }
 
+// The pieces of work that fd_attention makes of a batch; qkv and out may be null.
+int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {
+  return FD_MATRIX(a->cache->bf16, count_tasks, *a, count);
+}
+
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,
               const float* top_p, const float* min_p, const double* uniform, int32_t* out) {
   return FD_VECTOR(sample, logits, rows, vocab, temperature, top_k, top_p, min_p, uniform, out);

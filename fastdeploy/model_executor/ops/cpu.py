@@ -48,6 +48,7 @@ _SIGNATURES = {
     "fd_cache_bytes": (c_int64, [c_void_p]),
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "fd_attention": (c_int, [c_void_p]),
+    "fd_attention_tasks": (c_int, [c_void_p, c_void_p]),
     "fd_sample": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_probe_read": (c_double, [c_void_p]),
@@ -402,6 +403,14 @@ class CpuOps:
         self._set_batch(args, batch, _limits(cache, spec), tokens)
         self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
+
+    def attention_tasks(self, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec) -> int:
+        """Into how many pieces of work ``attention`` cuts this batch: with AMX, neighbours that decode behind the same
+        blocks are one, which reads these once."""
+        args, count = _attention_args(cache, spec), c_int64()
+        self._set_batch(args, batch, _limits(cache, spec), len(batch.positions))
+        self._check(self._lib.fd_attention_tasks(ctypes.addressof(args), ctypes.addressof(count)))
+        return count.value
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows, vocab = logits.shape
