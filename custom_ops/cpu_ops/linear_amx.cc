@@ -238,7 +238,8 @@ void for_all_pairs(const Left& rows, const Weight& w, int64_t pairs, Tiles tiles
       pass.steps = k_tiles * (p + 1) / passes - pass.k0;
       pass.first = p == 0;
       pass.last = p + 1 == passes;
-      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * ((pass.rows + kStrip - 1) / kStrip)));
+      const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
+      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
       parallel_pieces(pairs, grain, [&](Pieces& pieces) {
         run_pairs(left, w, pass, pairs, pieces, tiles, finish);
       });
