@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import paddle
 
+from benchmarks.lib.roofline import Machine
 from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
 
@@ -37,13 +38,6 @@ class Timing(NamedTuple):
 
     median: float
     best: float
-
-
-class Roofline(NamedTuple):
-    """Bytes per second, floating-point operations per second."""
-
-    read: float
-    peak: float
 
 
 def time_once(call: Callable[[], object]) -> float:
@@ -106,10 +100,10 @@ def roofline_calls(ops: CpuOps, weight: PackedLinear) -> dict[str, Callable[[], 
     return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(PEAK_ROUNDS)}
 
 
-def read_roofline(ops: CpuOps, weight: PackedLinear, timings: dict[str, Timing]) -> Roofline | None:
+def read_roofline(ops: CpuOps, weight: PackedLinear, timings: dict[str, Timing]) -> Machine | None:
     if "read" not in timings:
         return None
-    return Roofline(weight.nbytes / timings["read"].median, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median)
+    return Machine(weight.nbytes / timings["read"].median, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median)
 
 
 def report_linears(model: Model, rows: int, repeats: int) -> dict:
@@ -129,7 +123,7 @@ def report_linears(model: Model, rows: int, repeats: int) -> dict:
     return result
 
 
-def line(label: str, timing: Timing, size: int, work: int, roofline: Roofline | None) -> dict:
+def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | None) -> dict:
     """Print one line about reading ``size`` bytes and doing ``work`` operations; returns it as a dict."""
     rate, speed = size / timing.median, work / timing.median
     text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})"

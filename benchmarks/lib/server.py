@@ -27,6 +27,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+KILL_S = 10.0  # a killed process gives its memory back before it is gone
+
+
 class ServerProcess:
     """A server, detached from our terminal. Every process that comes of it carries a mark in its environment, so that
     :meth:`left_over` finds those that outlive it, whatever they did to their process group."""
@@ -96,6 +99,9 @@ class ServerProcess:
         return sorted({*session_processes(self._process.pid), *self.left_over()})
 
     def kill(self) -> None:
-        """End whatever is left, for good."""
+        """End whatever is left, for good, and wait until it is gone."""
         send_all(self.processes(), signal.SIGKILL)
         self._process.wait()
+        deadline = time.perf_counter() + KILL_S
+        while self.left_over() and time.perf_counter() < deadline:
+            time.sleep(0.01)

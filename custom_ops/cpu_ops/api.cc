@@ -64,6 +64,11 @@ int fd_set_isa(int isa) { return static_cast<int>(set_isa(static_cast<Isa>(isa))
 int fd_num_threads() { return num_threads(); }
 void fd_set_num_threads(int n) { set_num_threads(n); }
 
+void fd_free_scratch() {
+  end_workers();
+  free_scratch();
+}
+
 Weight* fd_new_weight(int bf16, int64_t n, int64_t k, int with_bias) { return new_weight(bf16, n, k, with_bias); }
 void fd_free_weight(Weight* w) { free_weight(w); }
 int64_t fd_weight_bytes(const Weight* w) { return w->bytes + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0); }
@@ -145,6 +150,11 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
 
 int fd_attention(const AttentionArgs* a) {
   return FD_MATRIX(a->cache->bf16, attention, *a);
+}
+
+// The pieces of work that fd_attention makes of a batch; qkv and out may be null.
+int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {
+  return FD_MATRIX(a->cache->bf16, count_tasks, *a, count);
 }
 
 int fd_sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,

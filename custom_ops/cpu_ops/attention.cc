@@ -13,6 +13,7 @@ namespace FD_ISA {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
+constexpr bool kShare = false;  // run_task takes one sequence at a time
 
 #if defined(__AVX512F__)
 constexpr int kRowGroup = 8;
@@ -245,6 +246,11 @@ void run_task(const AttentionArgs& a, const Task& task, const float* all_queries
 
 }  // namespace
 
+void count_tasks(const AttentionArgs& a, int64_t* count) {
+  Task* tasks;
+  *count = make_tasks(a, kShare, &tasks);
+}
+
 void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
   const int64_t work = (a.heads + 2 * a.cache->kv_heads) * a.cache->head_dim;
   parallel_for(a.tokens, std::max<int64_t>(1, 8192 / work), [&](int64_t begin, int64_t end) {
@@ -261,7 +267,7 @@ void attention(const AttentionArgs& a) {
   float* query = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 4));
   prepare_attention(a, query, false);
   Task* tasks;
-  const int64_t count = make_tasks(a, false, &tasks);
+  const int64_t count = make_tasks(a, kShare, &tasks);
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       if (a.cache->bf16) {

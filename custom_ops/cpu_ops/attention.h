@@ -30,39 +30,56 @@ static inline int64_t query_rows(const AttentionArgs& a) {
 }
 
 // Keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
-static inline int64_t shared_keys(const AttentionArgs& a, int64_t s) {
+static inline int32_t shared_keys(const AttentionArgs& a, int64_t s) {
   if (s + 1 >= a.sequences || a.cu_tokens[s + 2] - a.cu_tokens[s] != 2 || a.cu_tokens[s + 1] - a.cu_tokens[s] != 1)
     return 0;
   const int32_t *mine = a.tables + s * a.table_width, *other = mine + a.table_width;
   const int64_t both = std::min(a.starts[s], a.starts[s + 1]), blocks = both / a.cache->block_size;
   int64_t same = 0;
   while (same < blocks && mine[same] == other[same]) ++same;
-  return same * a.cache->block_size / kKeyBlock * kKeyBlock;
+  return static_cast<int32_t>(same * a.cache->block_size / kKeyBlock * kKeyBlock);
 }
 
+// Neighbouring sequences that go through their first keys together; one alone shares none.
+struct Neighbours {
+  int64_t members;
+  int32_t shared;
+};
+
+// Those from s on, at most `most`. common[i]: the keys that i and i + 1 share, 0 for the last.
+static inline Neighbours find_neighbours(const int32_t* common, int64_t sequences, int64_t s, int64_t most) {
+  const int32_t shared = common[s];
+  // Where the next one shares more with its own next, the better group begins behind s.
+  if (most < 2 || shared == 0 || (s + 1 < sequences && common[s + 1] > shared)) return {1, 0};
+  int64_t members = 2;
+  while (members < most && common[s + members - 1] >= shared) ++members;
+  return {members, shared};
+}
+
+// `share`: whether the kernel takes tasks of several members. Both lists lie in one scratch slot.
 static inline int64_t make_tasks(const AttentionArgs& a, bool share, Task** tasks) {
-  const int64_t group = a.heads / a.cache->kv_heads, most = kQueryRows / group;
+  const int64_t group = a.heads / a.cache->kv_heads, most = share ? kQueryRows / group : 1;
   int64_t count = 0;
   for (int64_t s = 0; s < a.sequences; ++s)
     count += ((a.cu_tokens[s + 1] - a.cu_tokens[s]) * group + kQueryRows - 1) / kQueryRows * a.cache->kv_heads;
-  Task* list = static_cast<Task*>(scratch(kScratchTasks, static_cast<size_t>(count) * sizeof(Task)));
+  const size_t list_bytes = static_cast<size_t>(count) * sizeof(Task);
+  char* memory = static_cast<char*>(scratch(kScratchTasks, list_bytes + static_cast<size_t>(a.sequences) * 4));
+  Task* list = reinterpret_cast<Task*>(memory);
+  int32_t* common = reinterpret_cast<int32_t*>(memory + list_bytes);
+  for (int64_t s = 0; s < a.sequences; ++s) common[s] = most > 1 ? shared_keys(a, s) : 0;
   Task* next = list;
-  for (int64_t s = 0, members = 1; s < a.sequences; s += members) {
-    int64_t shared = share && most > 1 ? shared_keys(a, s) : 0;
-    if (shared_keys(a, s + 1) > shared) shared = 0;  // the next one's own group is behind it, not before
-    members = 1;
-    if (shared > 0)
-      do ++members;
-      while (members < most && shared_keys(a, s + members - 1) >= shared);
-    const int64_t rows = (a.cu_tokens[s + members] - a.cu_tokens[s]) * group;
+  for (int64_t s = 0; s < a.sequences;) {
+    const Neighbours together = find_neighbours(common, a.sequences, s, most);
+    const int64_t rows = (a.cu_tokens[s + together.members] - a.cu_tokens[s]) * group;
     for (int64_t first = 0; first < rows; first += kQueryRows)
       for (int64_t head = 0; head < a.cache->kv_heads; ++head)
         *next++ = {static_cast<int32_t>(s),
                    static_cast<int32_t>(head),
                    static_cast<int32_t>(first),
                    static_cast<int32_t>(std::min(kQueryRows, rows - first)),
-                   static_cast<int32_t>(members),
-                   static_cast<int32_t>(shared)};
+                   static_cast<int32_t>(together.members),
+                   together.shared};
+    s += together.members;
   }
   *tasks = list;
   return next - list;

@@ -18,6 +18,7 @@ namespace {
 // Rows of a left tile, always: those beyond a task's own compute on whatever lies behind its queries; a row of the
 // result depends on its own left row alone.
 constexpr int64_t kTileRows = 16;
+constexpr bool kShare = true;  // a tile has room for the rows of several sequences
 
 // One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
 struct alignas(64) Workspace {
@@ -258,12 +259,17 @@ Workspace& workspace(int64_t padded, int index) {
 
 }  // namespace
 
+void count_tasks(const AttentionArgs& a, int64_t* count) {
+  Task* tasks;
+  *count = make_tasks(a, kShare, &tasks);
+}
+
 void attention(const AttentionArgs& a) {
   const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
   uint16_t* query = static_cast<uint16_t*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 2));
   avx512::prepare_attention(a, query, true);
   Task* tasks;
-  const int64_t count = make_tasks(a, true, &tasks);
+  const int64_t count = make_tasks(a, kShare, &tasks);
   parallel_pieces(count, 1, [&](Pieces& pieces) {
     Workspace &work = workspace(a.cache->dim_padded, 0), &own = workspace(a.cache->dim_padded, 1);
     configure_tiles(kTileRows);  // last: an exception must not leave the tiles in use

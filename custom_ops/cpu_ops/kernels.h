@@ -16,8 +16,6 @@ namespace fd {
 constexpr int64_t kColumns = 16;  // columns of a weight tile
 constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
 
-inline int64_t round_up(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
-
 // An immutable packed weight; owns its pages and bias (padded to whole tiles) together.
 struct Weight {
   bool bf16;
@@ -92,6 +90,7 @@ struct LayerInput {
   void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);           \
   void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
   void attention(const AttentionArgs& a);                                                                      \
+  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)

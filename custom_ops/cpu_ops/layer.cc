@@ -18,6 +18,21 @@ void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width
     std::memmove(out + i * width, x + rows[i] * width, static_cast<size_t>(width) * 4);
 }
 
+// multiply_gated of any width. Where gate and up share a column tile, their products are multiplied by themselves.
+Left multiply_any_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
+  const int64_t half = w.n / 2;
+  if (half % kColumns == 0) return multiply_gated(slot, left, w, next);
+  float* both = floats(kScratchGateUp, left.m * w.n);
+  multiply(left, w, both, false);
+  for (int64_t r = 0; r < left.m; ++r)
+    for (int64_t i = 0; i < half; i += 16) {
+      const int count = static_cast<int>(half - i < 16 ? half - i : 16);
+      const float *gate = both + r * w.n + i, *up = gate + half;
+      store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // behind all reads
+    }
+  return make_left(slot, both, nullptr, 0, left.m, next);
+}
+
 }  // namespace
 
 // residual += o(attention(qkv(norm(residual)))), then += down(gated(norm(residual))).
@@ -41,7 +56,7 @@ void decoder_layer(const LayerArgs& a, const LayerInput& in) {
   }
   multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, in.residual, true);
   const Left normed = make_left(kScratchInput, in.residual, a.post_norm, eps, m, *a.gate_up);
-  multiply(multiply_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, in.residual, true);
+  multiply(multiply_any_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, in.residual, true);
 }
 
 void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out) {
@@ -50,7 +65,7 @@ void linear(const float* x, const float* norm, float eps, int64_t m, const Weigh
 
 void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
   const Left left = make_left(kScratchInput, x, nullptr, 0, m, gate_up);
-  multiply(multiply_gated(kScratchInner, left, gate_up, down), down, out, false);
+  multiply(multiply_any_gated(kScratchInner, left, gate_up, down), down, out, false);
 }
 
 }  // namespace FD_ISA

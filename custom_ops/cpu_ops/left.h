@@ -24,7 +24,8 @@ Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, i
 // out [m, n] = left @ w.T + bias, or += without touching it otherwise.
 void multiply(const Left& left, const Weight& w, float* out, bool accumulate);
 
-// silu(left @ gate.T) * (left @ up.T), of a weight that packs gate, then up: already the left operand of `next`.
+// silu(left @ gate.T) * (left @ up.T), of a weight that packs gate, then up, each of whole column tiles: already the
+// left operand of `next`.
 Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& gate_up, const Weight& next);
 
 // 1 / sqrt(mean(x^2) + eps), summed in 16 lanes and four chains, combined in a fixed order.

@@ -155,28 +155,17 @@ void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
 Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
   const int64_t half = w.n / 2, half_tiles = half / kColumns, m = left.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
-  if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
-    float* both = static_cast<float*>(scratch(kScratchGateUp, static_cast<size_t>(m * w.n) * 4));
-    multiply(left, w, both, false);
-    for (int64_t r = 0; r < m; ++r)
-      for (int64_t i = 0; i < half; i += 16) {
-        const int count = static_cast<int>(std::min<int64_t>(16, half - i));
-        const float *gate = both + r * w.n + i, *up = gate + half;
-        store_n(rows + r * next.k_padded + i, rounded(next, mul(silu(load_n(gate, count)), load_n(up, count))), count);
-      }
-  } else {
-    for_all_pairs(
-        left, w, half_tiles,
-        [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
-          *tile0 = pair;
-          *tile1 = pair + half_tiles;
-        },
-        [&](int64_t row, int64_t pair, F16 gate, F16 up) {
-          gate = with_bias(w, pair, gate);
-          up = with_bias(w, pair + half_tiles, up);
-          store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
-        });
-  }
+  for_all_pairs(
+      left, w, half_tiles,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = pair;
+        *tile1 = pair + half_tiles;
+      },
+      [&](int64_t row, int64_t pair, F16 gate, F16 up) {
+        gate = with_bias(w, pair, gate);
+        up = with_bias(w, pair + half_tiles, up);
+        store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
+      });
   for (int64_t r = 0; r < m; ++r)
     std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);
   return {rows, m};

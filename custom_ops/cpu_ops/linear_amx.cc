@@ -238,7 +238,8 @@ void for_all_pairs(const Left& rows, const Weight& w, int64_t pairs, Tiles tiles
       pass.steps = k_tiles * (p + 1) / passes - pass.k0;
       pass.first = p == 0;
       pass.last = p + 1 == passes;
-      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * ((pass.rows + kStrip - 1) / kStrip)));
+      const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
+      const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
       parallel_pieces(pairs, grain, [&](Pieces& pieces) {
         run_pairs(left, w, pass, pairs, pieces, tiles, finish);
       });
@@ -312,18 +313,7 @@ void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
 }
 
 Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
-  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = left.m;
-  if (half % kColumns != 0) {  // gate and up do not start on tile boundaries
-    float* both = static_cast<float*>(scratch(kScratchGateUp, static_cast<size_t>(m * w.n) * 4));
-    multiply(left, w, both, false);
-    for (int64_t r = 0; r < m; ++r)
-      for (int64_t i = 0; i < half; i += 16) {
-        const int count = static_cast<int>(std::min<int64_t>(16, half - i));
-        float *gate = both + r * w.n + i, *up = gate + half, *to = both + r * half + i;
-        store_n(to, mul(silu(load_n(gate, count)), load_n(up, count)), count);
-      }
-    return make_left(slot, both, nullptr, 0, m, next);
-  }
+  const int64_t half_tiles = w.n / 2 / kColumns, m = left.m;
   const LeftTiles inner(scratch(slot, LeftTiles::bytes(m, next)), m, next);
   auto put = [&](int64_t row, int64_t tile, __m256i values) {
     char* to = inner.row(row) + tile / 2 * inner.step() + tile % 2 * 32;

@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
 
-size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 // Huge pages, but for an end of less than half of one: a layer has four weights, and their ends add up.
 size_t whole_pages(size_t bytes) {
   return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge);
@@ -21,7 +19,7 @@ size_t whole_pages(size_t bytes) {
 
 class Buffer {
  public:
-  ~Buffer() { std::free(pointer_); }
+  ~Buffer() { release(); }
 
   // Throws bad_alloc; the buffer is empty then.
   void* at_least(size_t bytes) {
@@ -29,10 +27,14 @@ class Buffer {
     return pointer_;
   }
 
+  void release() {
+    std::free(std::exchange(pointer_, nullptr));
+    bytes_ = 0;
+  }
+
  private:
   void grow(size_t bytes) {
-    std::free(std::exchange(pointer_, nullptr));  // before the new one is there: its contents are not wanted
-    bytes_ = 0;
+    release();  // before the new one is there: its contents are not wanted
     size_t size = round_up(bytes + bytes / 4, 4096);
     const bool large = size > kHuge / 4;
     if (large) size = round_up(size, kHuge);
@@ -68,5 +70,9 @@ void free_pages(void* pointer, size_t bytes) {
 }
 
 void* scratch(ScratchSlot slot, size_t bytes) { return buffers[slot].at_least(bytes); }
+
+void free_scratch() {
+  for (Buffer& buffer : buffers) buffer.release();
+}
 
 }  // namespace fd

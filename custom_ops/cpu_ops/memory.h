@@ -5,6 +5,12 @@
 
 namespace fd {
 
+// The next multiple of `unit`.
+template <typename T, typename Unit>
+static constexpr T round_up(T n, Unit unit) {
+  return (n + static_cast<T>(unit) - 1) / static_cast<T>(unit) * static_cast<T>(unit);
+}
+
 // Zeroed pages from a 2 MiB boundary on, advised to be huge ones but for a short end: a weight stream otherwise misses
 // the TLB every 4 KiB and the hardware prefetcher stops at every page. Null when the system has no memory left.
 void* allocate_pages(size_t bytes);
@@ -25,5 +31,6 @@ enum ScratchSlot {
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);
+void free_scratch();  // the calling thread's
 
 }  // namespace fd

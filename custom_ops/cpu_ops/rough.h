@@ -1,5 +1,5 @@
-// Functions of 16 lanes for results that are rounded to bfloat16's 8 bits: as exact as that takes, and no slower. Static
-// for the reason given in simd.h.
+// Functions of 16 lanes for results that are rounded to bfloat16's 8 bits: as exact as that takes, and no slower.
+// Static for the reason given in simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -7,8 +7,7 @@
 namespace fd {
 namespace amx {
 
-// 2^x for the wanted lanes, within 3e-6 and exactly 1 at 0; the others are 0. x in [-126, 127], or NaN,
-// which stays NaN.
+// 2^x for the wanted lanes, within 3e-6 and exactly 1 at 0; the others are 0. x in [-126, 127], or NaN (stays NaN).
 //
 // 2^x = 2^n 2^r with |r| <= 1/2. The polynomial for 2^r is the quartic of value 1 at 0 whose largest relative error on
 // [-1/2, 1/2] is least (2.8e-6; the Taylor series of that degree is off by 5.6e-5), found by Lawson's algorithm: least

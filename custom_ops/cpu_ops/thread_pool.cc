@@ -226,6 +226,11 @@ void set_num_threads(int n) {
   pool.reset();
 }
 
+void end_workers() {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  pool.reset();
+}
+
 int num_threads() {
   std::lock_guard<std::mutex> lock(pool_mutex);
   if (wanted_threads == 0) wanted_threads = default_threads();

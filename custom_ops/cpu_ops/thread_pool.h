@@ -24,10 +24,13 @@ int num_threads();
 // that the process may use.
 void set_num_threads(int n);
 
-// Shares [0, n) out in pieces of at most `grain` items; fn is called once on each thread that takes part (one that wakes
-// up late does not), and none is in it any more when this returns. Each thread starts on a contiguous share, so that
-// weights stream in order. What is no more than one piece, or meets a pool that is busy with another caller's job, runs
-// on the calling thread, as one piece of any size. What fn throws on any thread is thrown here, the first of them.
+// Ends the workers, and with them their scratch; the next job starts others. Must not run beside an op.
+void end_workers();
+
+// Shares [0, n) out in pieces of at most `grain` items; fn is called once on each thread that takes part (one that
+// wakes up late does not), and none is in it any more when this returns. Each thread starts on a contiguous share, so
+// that weights stream in order. What is no more than one piece, or meets a pool that is busy with another caller's job,
+// runs on the calling thread, as one piece of any size. What fn throws on any thread is thrown here, the first of them.
 void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context);
 
 // body(pieces): for work that carries something (tile registers, a result not yet written) from piece to piece.

@@ -149,6 +149,7 @@ class ModelRunner:
             self.weights = None
         if KV_CACHE in tags:
             self.cache = None
+        self.ops.free_scratch()
         self.asleep |= frozenset(tags)
         give_back_freed_memory()
         return max(before - resident_memory(), 0)

@@ -155,6 +155,13 @@ def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
     driver.runner.execute(StepPlan(0, 0, "v", chunks, []))
 
 
+def test_the_scratch_of_the_ops_sleeps_too(make_runner, monkeypatch):
+    runner, calls = make_runner("qwen2"), []
+    monkeypatch.setattr(runner.ops, "free_scratch", lambda: calls.append(runner.cache))
+    runner.sleep(("kv_cache",), discard=False)
+    assert calls == [None]
+
+
 def test_a_plan_of_copies_only_is_executed(make_runner):
     runner = make_runner("qwen2")
     result = runner.execute(StepPlan(3, 0, "v", [], [BlockCopy(0, 1)]))

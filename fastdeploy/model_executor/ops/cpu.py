@@ -32,6 +32,7 @@ _SIGNATURES = {
     "fd_set_isa": (c_int, [c_int]),
     "fd_num_threads": (c_int, []),
     "fd_set_num_threads": (None, [c_int]),
+    "fd_free_scratch": (None, []),
     "fd_new_weight": (c_void_p, [c_int, c_int64, c_int64, c_int]),
     "fd_free_weight": (None, [c_void_p]),
     "fd_weight_bytes": (c_int64, [c_void_p]),
@@ -48,6 +49,7 @@ _SIGNATURES = {
     "fd_cache_bytes": (c_int64, [c_void_p]),
     "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "fd_attention": (c_int, [c_void_p]),
+    "fd_attention_tasks": (c_int, [c_void_p, c_void_p]),
     "fd_sample": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_probe_read": (c_double, [c_void_p]),
@@ -253,6 +255,10 @@ class CpuOps:
         """Replace the thread pool (0: as at start), in the whole process. No op may be running."""
         self._lib.fd_set_num_threads(count)
 
+    def free_scratch(self) -> None:
+        self._logits = None
+        self._lib.fd_free_scratch()
+
     def probe_read(self, weight: CpuLinear) -> None:
         """Read the whole weight once, on all threads, as fast as a plain reader can. Needs AMX."""
         assert self.isa == "amx"
@@ -324,7 +330,8 @@ class CpuOps:
         m, k = x.shape
         assert k == head.in_features and norm.shape == [k]
         if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
-            self._logits = _empty([m, head.out_features])
+            self._logits = None  # the old ones first
+            self._logits = _empty([_logits_rows(m), head.out_features])
         out = self._logits[:m]
         self._check(self._lib.fd_linear(_data(x), _data(norm), eps, m, head.handle, out.data_ptr()))
         return out
@@ -397,6 +404,14 @@ class CpuOps:
         args.qkv, args.out = _data(qkv), out.data_ptr()
         self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
+
+    def attention_tasks(self, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec) -> int:
+        """Into how many pieces of work ``attention`` cuts this batch: with AMX, neighbours that decode behind the same
+        blocks are one, which reads these once."""
+        args = _attention_args(cache, spec, _batch_args(batch, _limits(cache, spec), len(batch.positions)))
+        count = c_int64()
+        self._check(self._lib.fd_attention_tasks(ctypes.addressof(args), ctypes.addressof(count)))
+        return count.value
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows, vocab = logits.shape
@@ -474,6 +489,12 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: _Batch) -> _A
         k_norm=None if spec.k_norm is None else _data(spec.k_norm),
         eps=spec.norm_eps,
     )
+
+
+def _logits_rows(m: int) -> int:
+    """Rows to allocate for m: a batch that grows one by one must not allocate each time. Powers of two up to 64, then
+    multiples of 64, since 64 rows of a vocabulary of 150,000 are 37 MiB."""
+    return 1 << (m - 1).bit_length() if m <= 64 else -(-m // 64) * 64
 
 
 def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:

@@ -4,8 +4,9 @@ All activations are contiguous float32 Paddle tensors on the ops' place. ``dtype
 of the weights and of the KV cache. With bfloat16 the C++ ops round the left operand of a linear to bfloat16 and
 accumulate in float32; the reference computes in float32 on weights rounded to bfloat16.
 
-Every op gives a row the same bits whatever else is in the batch and however a prompt is cut into chunks:
-sums run in an order fixed by the row's own position and the op's constants alone.
+For finite inputs every op gives a row the same bits whatever else is in the batch and however a prompt is cut into
+chunks: sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite
+spoils no other sequence's; its own bits are not promised.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class AttentionSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer's weights. qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size]."""
+    """One layer's weights. qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size].
+
+    Compared by identity, and weakly referenceable: ops keep what they prepared for a layer as long as it lives, without
+    keeping its weights."""
 
     input_norm: paddle.Tensor
     qkv: PackedLinear
@@ -151,6 +155,10 @@ class Ops(Protocol):
         """qkv [T, (num_heads + 2*num_kv_heads) * head_dim] (q, then k, then v): norm q and k if the spec says so,
         rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim].
         A part of a layer, by itself."""
+
+    def free_scratch(self) -> None:
+        """Give back what is kept between calls for speed alone, ``logits``' memory included. No other op may be
+        running."""
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         """logits [S, V] -> token ids int32 [S]. Probabilities are softmax(logits / temperature); keep the top_k best,

@@ -172,6 +172,9 @@ class ReferenceOps:
         paddle.scatter_(values, slots, self._rounded_tensor(v))
         return _attend(q, keys, values, batch, cache.block_size, spec)
 
+    def free_scratch(self) -> None:
+        """Nothing is kept."""
+
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows = logits.numpy()
         return np.array([_draw(row, batch, i) for i, row in enumerate(rows)], np.int32)

@@ -225,3 +225,23 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
         for row, start, count, table in zip(rows, starts, counts, tables, strict=True)
     ]
     np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_neighbours_that_decode_behind_the_same_blocks_are_one_task(ops, isa, dtype, rng):
+    """Sharing changes no bit, so only the count of tasks tells that the shared keys are read once. 2 heads each."""
+    shape = Shape(8, 2, 64, 32, False)  # groups of 4 heads: 8 sequences fill the 32 rows of a task
+    cache, spec = ops.new_kv_cache(1, 100, shape.block_size, shape.kv_heads, shape.dim), make_spec(rng, shape)
+    shares = (isa, dtype) == ("amx", "bfloat16")
+
+    def tasks(shared: list[int], start: int = 200) -> int:
+        """Of sequences that decode one token each; the i-th begins with this many blocks of the first one's."""
+        tables = [[*range(count), *range(10 + 7 * i, 10 + 7 * i + 7 - count)] for i, count in enumerate(shared)]
+        return ops.attention_tasks(cache, make_batch([start] * len(shared), [1] * len(shared), tables), spec)
+
+    assert tasks([0, 0, 0, 0]) == 4 * 2
+    assert tasks([4, 4, 4, 4]) == (2 if shares else 4 * 2)
+    assert tasks([4] * 9) == (2 * 2 if shares else 9 * 2), "a task has room for eight"
+    assert tasks([1, 1, 1]) == 3 * 2, "32 keys are less than the 64 that are gone through at a time"
+    assert tasks([2, 2, 0, 0]) == (3 * 2 if shares else 4 * 2)
+    assert tasks([2, 6, 6]) == (2 * 2 if shares else 3 * 2), "the first does not tear the second from the third"
+    assert tasks([4, 4], start=40) == 2 * 2, "not yet behind 64 keys"

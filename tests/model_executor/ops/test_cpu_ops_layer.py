@@ -8,6 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
+from fastdeploy.model_executor.ops import cpu
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer
 
 BLOCK = 16
@@ -172,6 +173,18 @@ def test_several_layers_are_one_after_another_and_what_is_raised_between_them_en
         assert len(calls) == 5
         again = one.decoder_layers(paddle.to_tensor(x), layers, cache, batch, rows)
         np.testing.assert_array_equal(again.numpy(), expected.numpy())
+
+
+def test_a_batch_that_grows_row_by_row_seldom_allocates_logits_anew(ops, rng, monkeypatch):
+    allocated, empty = [], cpu._empty
+    monkeypatch.setattr(cpu, "_empty", lambda shape: allocated.append(shape[0]) or empty(shape))
+    norm, head = paddle.ones([16]), ops.pack_linear([rng.standard_normal((20, 16)).astype(np.float32)])
+    for rows in range(1, 200):
+        assert ops.logits(paddle.zeros([rows, 16]), norm, 1e-6, head).shape == [rows, 20]
+    assert allocated == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    other = ops.pack_linear([rng.standard_normal((21, 16)).astype(np.float32)])
+    assert ops.logits(paddle.zeros([3, 16]), norm, 1e-6, other).shape == [3, 21]
+    assert allocated[-1] == 4
 
 
 def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(ops, rng):

@@ -197,3 +197,20 @@ def test_weights_and_caches_give_their_memory_back():
     )
     grew_kib = int(run_python(code).split("grew ")[1])
     assert grew_kib < 100_000
+
+
+def test_freed_scratch_goes_back_to_the_system_and_the_next_op_takes_new():
+    code = (
+        "import numpy as np, paddle\n"
+        "from fastdeploy.model_executor.ops.cpu import CpuOps\n"
+        "resident = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096 >> 20\n"
+        "ops = CpuOps('bfloat16'); head = ops.pack_linear([np.ones((40_000, 64), np.float32)])\n"
+        "wide = ops.pack_linear([np.ones((16, 20_000), np.float32)]); x = paddle.ones([1000, 20_000])\n"
+        "run = lambda: (ops.linear(x, wide), ops.logits(x[:500, :64].contiguous(), paddle.ones([64]), 1e-6, head))\n"
+        "before = resident(); first = [t.numpy() for t in run()]; held = resident() - before\n"
+        "ops.free_scratch(); kept = resident() - before\n"
+        "same = all((a.numpy() == b).all() for a, b in zip(run(), first))\n"
+        "print('found', held, kept, same)"
+    )
+    held, kept, same = run_python(code, FASTDEPLOY_CPU_THREADS="2").split("found ")[1].split()
+    assert int(held) - int(kept) > 90 and same == "True"  # logits of 77 MiB, a left operand of 38 MiB

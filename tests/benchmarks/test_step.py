@@ -1,0 +1,55 @@
+"""The two benchmarks of a step run through on the embedded model, and the step's bounds are those of the roofline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import step
+from benchmarks.lib.roofline import Machine, Shape
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.model_executor.ops import get_ops
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_cpu_ops = pytest.mark.skipif(get_ops("bfloat16").name != "cpu", reason="there is no compiler here")
+
+
+@needs_cpu_ops
+def test_the_step_benchmark_tells_every_step_and_its_part_of_the_roofline(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(step, "PROBE_ROWS", 1 << 10)
+    arguments = ["--running", "1,3", "--context", "20", "--chunk", "40", "--repeats", "1"]
+    told = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["step", "--model", str(MODEL_DIR), *arguments, "--json", str(told)])
+    step.main()
+    report, shape = json.loads(told.read_text()), Shape.of(MODEL_DIR)
+    assert list(report["steps"]) == ["decode 1", "decode 3", "prefill 40"]
+    assert all(found["ms"] >= found["best_ms"] > 0 for found in report["steps"].values())
+    if report["machine"] is not None:  # with AMX
+        machine = Machine(**report["machine"])
+        bounds = {
+            "decode 3": shape.step_bytes / machine.read,
+            "prefill 40": shape.prefill_operations(40) / machine.peak,
+        }
+        for name, least in bounds.items():
+            found = report["steps"][name]
+            assert found["of_roofline"] == pytest.approx(least * 1e3 / found["ms"])
+    assert "prefill 40" in capsys.readouterr().out
+
+
+def test_host_time_tells_the_parts_of_a_step_and_their_sum():
+    arguments = ["--running", "3", "--waiting", "4", "--context", "40", "--steps", "5", "--json"]
+    command = [sys.executable, "-m", "benchmarks.host_time", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    tables = json.loads(run.stdout.splitlines()[-1])
+    assert list(tables) == ["0", "4"]
+    for rows in tables.values():
+        medians = {row["part"]: row["median"] for row in rows}
+        assert {"plan", "make batch", "sampling", "outputs"} <= set(medians)
+        assert 0 < medians["make batch"] < medians["host time of a step"] < 1000
