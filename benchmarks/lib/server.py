@@ -19,15 +19,13 @@ from benchmarks.lib.processes import send_all, session_processes
 from benchmarks.lib.wire import WireError
 
 MARK = "FASTDEPLOY_BENCHMARK_MARK"
+KILL_S = 10.0  # a killed process gives its memory back before it is gone
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-KILL_S = 10.0  # a killed process gives its memory back before it is gone
 
 
 class ServerProcess:
