@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None
 
 class FakeEngine:
     """Answers Hello and status calls by itself. With ``script`` it also answers every request: script(request) is the
-    list of outputs to send, one message each, and each once the client has had the one before: else it would read
-    several in one go, and show them as one. ``seen`` gets every other message."""
+    list of outputs to send, one message each, and each once the client has had the one before and ``taken()``: else
+    its readers would now and then find several, and show them as one. ``seen`` gets every other message."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class FakeEngine:
         self.beating = True
         self._owner: dict[str, str] = {}
         self._script = script
+        self.taken: Callable[[], bool] = lambda: True
         self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the output before
         self._next_fence = 1 << 32  # those of tests are small
         self._welcome = m.Welcome(boot_id=boot_id, pid=pid or os.getpid(), max_model_len=max_model_len)
@@ -109,6 +111,10 @@ class FakeEngine:
                 self.seen.put(message)
                 self._send_next(client, iter(self._script(message) if self._script else []))
             case m.FenceAck(fence_id=fence_id) if fence_id in self._unsent:
+                for _ in range(1000):
+                    if self.taken():
+                        break
+                    time.sleep(0.001)
                 self._send_next(client, self._unsent.pop(fence_id))
             case _:
                 self.seen.put(message)

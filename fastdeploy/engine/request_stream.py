@@ -31,7 +31,7 @@ class RequestStream:
         self._whole = n
         self._cancel = cancel
         self._forget = forget
-        self._outputs: list[Output] = []
+        self._outputs: dict[int, Output] = {}  # by choice
         self._error: Exception | None = None
         self.event = event or asyncio.Event()
         self.in_line = False  # to be woken, by whoever put something in
@@ -41,10 +41,16 @@ class RequestStream:
         """No further output will come: every choice ended or was stopped, or the request failed."""
         return not self._open or self._error is not None
 
+    @property
+    def has_outputs(self) -> bool:
+        return bool(self._outputs)
+
     def put(self, output: Output) -> None:
-        """Keep ``output`` for the reader, which is not woken yet."""
+        """Keep ``output`` for the reader, which is not woken yet. It is joined with what is there of its choice: a late
+        reader sees fewer steps, and each as a whole."""
         if output.choice in self._open:
-            self._outputs.append(output)
+            before = self._outputs.get(output.choice)
+            self._outputs[output.choice] = output if before is None else joined(before, output)
             if output.finish_reason is not None:
                 self._end(output.choice)
 
@@ -55,8 +61,8 @@ class RequestStream:
         self.event.set()
 
     def take(self) -> list[Output]:
-        """All outputs that are there; once they are taken, raises what :meth:`fail` was given."""
-        outputs, self._outputs = self._outputs, []
+        """All outputs that are there, one of each choice; once they are taken, raises what :meth:`fail` was given."""
+        outputs, self._outputs = list(self._outputs.values()), {}
         if self._error is not None:
             if not outputs:
                 raise self._error
@@ -87,3 +93,20 @@ class RequestStream:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def joined(first: Output, then: Output) -> Output:
+    """What both say, as one output of their choice."""
+    return Output(
+        request_id=first.request_id,
+        choice=first.choice,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        spans=first.spans + then.spans,
+        finish_reason=then.finish_reason,
+        stop_reason=then.stop_reason,
+        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+        cached_tokens=first.cached_tokens + then.cached_tokens,
+        num_preempted=first.num_preempted + then.num_preempted,
+        message=then.message,
+    )

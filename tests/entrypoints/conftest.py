@@ -57,6 +57,10 @@ class Server:
 
         uvloop.run(serve())
 
+    def all_taken(self) -> bool:
+        """Every reader has taken the outputs that came for it."""
+        return not any(stream.has_outputs for stream in tuple(self.client._streams.values()))
+
     def wait_connected(self) -> None:
         for _ in range(1000):
             if self.http.get("/health").status_code == 200:
@@ -78,8 +82,8 @@ class Stack:
 
     def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig):
         self._endpoint = endpoint
-        self.engine = FakeEngine(endpoint)
         self.server = Server(endpoint, tokenizer, config)
+        self.restart_engine()
         self.server.wait_connected()
 
     @property
@@ -94,6 +98,7 @@ class Stack:
 
     def restart_engine(self, **fields) -> None:
         self.engine = FakeEngine(self._endpoint, **fields)
+        self.engine.taken = self.server.all_taken
 
     def close(self) -> None:
         self.server.stop()

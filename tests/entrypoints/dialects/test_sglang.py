@@ -232,6 +232,24 @@ def test_every_chunk_of_a_stream_holds_everything_so_far(stack):
     assert "index" not in chunks[0]
 
 
+def test_a_late_reader_gets_chunks_whose_parts_belong_together(stack):
+    """Three steps have come before it looks: the text is that of the ids, and the end is told once."""
+
+    def at_once(request: m.AddRequest) -> list[m.Output]:
+        outputs = reply_with(list(b"abcd"))(request)
+        stack.engine.send(m.Outputs(outputs[1:]))
+        return outputs[:1]
+
+    stack.engine.taken = lambda: True
+    stack.script(at_once)
+    chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))[:-1]
+    for chunk in chunks:
+        assert chunk["text"].encode() == bytes(chunk["output_ids"])
+        assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
+    assert [bool(chunk["meta_info"]["finish_reason"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["text"] == "abcd"
+
+
 def test_a_stream_shows_no_text_that_a_stop_string_may_take_back(stack):
     stack.script(reply_with(list(b"abYZ")))
     chunks = events(generate(stack, input_ids=[1], stream=True, sampling_params={"stop": ["YZ"]}))
