@@ -22,12 +22,6 @@ constexpr int kRowGroup = 8;
 constexpr int kRowGroup = 4;
 #endif
 
-uint16_t bf16_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>(bits >> 16);
-}
-
 // out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
 void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
                      float* out) {
@@ -67,17 +61,16 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
     std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
     return;
   }
-  alignas(64) float rounded[2][kMaxHeadDim];
-  for (int64_t d = 0; d < dim; d += 16) {
-    const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
-    store(rounded[0] + d, round_bf16(load_n(key + d, n)));
-    store(rounded[1] + d, round_bf16(load_n(value + d, n)));
-  }
   uint16_t* data = static_cast<uint16_t*>(cache.data);
   uint16_t* k = data + k_base + unit + slot % 16 * 2;
-  uint16_t* v = data + v_base + slot / 2 * 2 * padded + slot % 2;
-  for (int64_t d = 0; d < dim; ++d) k[d / 2 * 32 + d % 2] = bf16_bits(rounded[0][d]);
-  for (int64_t d = 0; d < dim; ++d) v[d * 2] = bf16_bits(rounded[1][d]);
+  uint16_t* v = data + v_base + slot / 2 * 2 * padded;
+  alignas(64) uint16_t rounded[kMaxHeadDim];
+  for (int64_t d = 0; d < dim; d += 16) {  // zeros beyond dim, as there are already
+    const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+    store_bf16(rounded + d, load_n(key + d, n));
+    store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
+  }
+  for (int64_t d = 0; d < dim; d += 2) std::memcpy(k + d * 16, rounded + d, 4);
 }
 
 void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void* query, bool bf16) {
@@ -92,8 +85,7 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
     const int64_t to = (h / group * query_rows(a) + token * group + h % group) * padded;
     if (bf16) {
       uint16_t* q = static_cast<uint16_t*>(query) + to;
-      for (int64_t d = 0; d < padded; d += 16) store(head + d, round_bf16(load(head + d)));
-      for (int64_t d = 0; d < padded; ++d) q[d] = bf16_bits(head[d]);
+      for (int64_t d = 0; d < padded; d += 16) store_bf16(q + d, load(head + d));
     } else {
       std::memcpy(static_cast<float*>(query) + to, head, static_cast<size_t>(padded) * 4);
     }
