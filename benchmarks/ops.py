@@ -28,7 +28,7 @@ from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
-MAX_LEN, BLOCK = 2048, 16
+MAX_LEN, BLOCK = 16384, 16
 PEAK_ROUNDS = 2000
 PROBE_ROWS = 1 << 20  # x 1024 bfloat16 = 2 GiB: several times any last-level cache
 
@@ -140,24 +140,26 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
     }
 
 
-def attention_call(ops: CpuOps, sequences: int, tokens: int, context: int, shared: int = 0) -> Callable[[], object]:
-    """``tokens`` new tokens of each sequence behind ``context`` cached ones, over all layers. Groups of 8 have their
-    first ``shared`` tokens in common."""
-    blocks = -(-(context + tokens) // BLOCK)
-    cache = ops.new_kv_cache(LAYERS, sequences * blocks, BLOCK, KV_HEADS, HEAD_DIM)
+def attention_call(ops: CpuOps, contexts: list[int], tokens: int, shared: int = 0) -> Callable[[], object]:
+    """``tokens`` new tokens of sequences behind so many cached ones each, over all layers. Groups of 8 have their first
+    ``shared`` tokens in common."""
+    sequences, blocks = len(contexts), [-(-(context + tokens) // BLOCK) for context in contexts]
+    cache = ops.new_kv_cache(LAYERS, sum(blocks), BLOCK, KV_HEADS, HEAD_DIM)
     cos, sin = paddle.rand([MAX_LEN, HEAD_DIM // 2]), paddle.rand([MAX_LEN, HEAD_DIM // 2])
     specs = [
         AttentionSpec(layer, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, cos, sin, None, None, 1e-6)
         for layer in range(LAYERS)
     ]
-    tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+    firsts = np.cumsum([0, *blocks[:-1]], dtype=np.int32)
+    tables = np.minimum(firsts[:, None] + np.arange(max(blocks), dtype=np.int32), sum(blocks) - 1)
     leaders = np.arange(sequences) // 8 * 8
     tables[:, : shared // BLOCK] = tables[leaders, : shared // BLOCK]
+    starts = np.array(contexts, np.int32)
     batch = AttentionBatch(
         np.arange(0, (sequences + 1) * tokens, tokens, dtype=np.int32),
-        np.full(sequences, context, np.int32),
+        starts,
         tables,
-        np.tile(np.arange(context, context + tokens, dtype=np.int32), sequences),
+        (starts[:, None] + np.arange(tokens, dtype=np.int32)).reshape(-1),
     )
     qkv = paddle.rand([sequences * tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM])
     return lambda: [ops.attention(qkv, cache, batch, spec) for spec in specs]
@@ -180,13 +182,14 @@ def report_others(ops: CpuOps, repeats: int) -> dict:
     small = paddle.rand([1, 32])
     logits = paddle.randn([8, VOCAB])
     calls = {
-        "attention, 1 stream at 512, all layers": attention_call(ops, 1, 1, 512),
-        "attention, 8 streams at 512, all layers": attention_call(ops, 8, 1, 512),
-        "attention, 32 streams at 1024, all layers": attention_call(ops, 32, 1, 1024),
-        "attention, 32 streams at 544, all layers": attention_call(ops, 32, 1, 544),
-        "attention, 32 streams at 544, 8 share 512, all layers": attention_call(ops, 32, 1, 544, shared=512),
-        "attention, 512 tokens of prefill, all layers": attention_call(ops, 1, 512, 0),
-        "attention, 256 tokens behind 768, all layers": attention_call(ops, 1, 256, 768),
+        "attention, 1 stream at 512, all layers": attention_call(ops, [512], 1),
+        "attention, 8 streams at 512, all layers": attention_call(ops, [512] * 8, 1),
+        "attention, 32 streams at 1024, all layers": attention_call(ops, [1024] * 32, 1),
+        "attention, 32 streams at 544, all layers": attention_call(ops, [544] * 32, 1),
+        "attention, 32 streams at 544, 8 share 512, all layers": attention_call(ops, [544] * 32, 1, shared=512),
+        "attention, 1 stream at 8192 beside 7 at 64, all layers": attention_call(ops, [8192, *[64] * 7], 1),
+        "attention, 512 tokens of prefill, all layers": attention_call(ops, [0], 512),
+        "attention, 256 tokens behind 768, all layers": attention_call(ops, [768], 256),
         "linear of 1 row, 32 x 32: cost of a call, x 100": lambda: [ops.linear(small, tiny) for _ in range(100)],
         "sample 8 rows, greedy": sample_call(ops, 8, 0.0, 0, 1.0),
         "sample 8 rows, temperature 1": sample_call(ops, 8, 1.0, 0, 1.0),

@@ -13,19 +13,14 @@ namespace FD_ISA {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr bool kShare = false;  // run_task takes one sequence at a time
+constexpr bool kShare = false;  // attend takes one sequence at a time
+constexpr float kUnit = 1.0f;   // scores are powers of e
 
 #if defined(__AVX512F__)
 constexpr int kRowGroup = 8;
 #else
 constexpr int kRowGroup = 4;
 #endif
-
-uint16_t bf16_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return static_cast<uint16_t>(bits >> 16);
-}
 
 // out[0, Dp) = rotate(norm(x[0, D))), zero beyond D.
 void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, const float* cos, const float* sin,
@@ -66,17 +61,16 @@ void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot
     std::memcpy(data + v_base + slot * padded, value, static_cast<size_t>(dim) * 4);
     return;
   }
-  alignas(64) float rounded[2][kMaxHeadDim];
-  for (int64_t d = 0; d < dim; d += 16) {
-    const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
-    store(rounded[0] + d, round_bf16(load_n(key + d, n)));
-    store(rounded[1] + d, round_bf16(load_n(value + d, n)));
-  }
   uint16_t* data = static_cast<uint16_t*>(cache.data);
   uint16_t* k = data + k_base + unit + slot % 16 * 2;
-  uint16_t* v = data + v_base + slot / 2 * 2 * padded + slot % 2;
-  for (int64_t d = 0; d < dim; ++d) k[d / 2 * 32 + d % 2] = bf16_bits(rounded[0][d]);
-  for (int64_t d = 0; d < dim; ++d) v[d * 2] = bf16_bits(rounded[1][d]);
+  uint16_t* v = data + v_base + slot / 2 * 2 * padded;
+  alignas(64) uint16_t rounded[kMaxHeadDim];
+  for (int64_t d = 0; d < dim; d += 16) {  // zeros beyond dim, as there are already
+    const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+    store_bf16(rounded + d, load_n(key + d, n));
+    store_half_pairs(v + d * 2, load_n(value + d, n), slot % 2 != 0);
+  }
+  for (int64_t d = 0; d < dim; d += 2) std::memcpy(k + d * 16, rounded + d, 4);
 }
 
 void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void* query, bool bf16) {
@@ -91,8 +85,7 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
     const int64_t to = (h / group * query_rows(a) + token * group + h % group) * padded;
     if (bf16) {
       uint16_t* q = static_cast<uint16_t*>(query) + to;
-      for (int64_t d = 0; d < padded; d += 16) store(head + d, round_bf16(load(head + d)));
-      for (int64_t d = 0; d < padded; ++d) q[d] = bf16_bits(head[d]);
+      for (int64_t d = 0; d < padded; d += 16) store_bf16(q + d, load(head + d));
     } else {
       std::memcpy(static_cast<float*>(query) + to, head, static_cast<size_t>(padded) * 4);
     }
@@ -172,8 +165,9 @@ void add_values_rows(int rows, const float* weights, const void* values, int64_t
   for (; r < rows; ++r) add_values<Bf16, 1>(weights + r * kKeyBlock, values, padded, count, out + r * padded);
 }
 
+// Goes through the task's keys of the partition from `begin` on. A row that sees none of them ends up as NaN.
 template <bool Bf16>
-void run_task(const AttentionArgs& a, const Task& task, const float* all_queries) {
+void attend(const AttentionArgs& a, const Task& task, const float* all_queries, int64_t begin, const State& state) {
   using Element = typename std::conditional<Bf16, uint16_t, float>::type;
   const Cache& cache = *a.cache;
   const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
@@ -184,15 +178,10 @@ void run_task(const AttentionArgs& a, const Task& task, const float* all_queries
   const Element* data = static_cast<const Element*>(cache.data);
   const int64_t head_offset = task.kv_head * cache.block_size * padded;
   const int rows = task.rows;
-
-  float best[kQueryRows], mass[kQueryRows];
   alignas(64) float scores[kQueryRows * kKeyBlock];
-  float* out = static_cast<float*>(scratch(kScratchTask, static_cast<size_t>(kQueryRows * padded) * 4));
-  std::memset(out, 0, static_cast<size_t>(rows * padded) * 4);
-  for (int r = 0; r < rows; ++r) best[r] = -INFINITY, mass[r] = 0.0f;
 
-  const int64_t limit = start + (task.first_row + rows - 1) / group + 1;  // keys that the last row sees
-  for (int64_t key0 = 0; key0 < limit; key0 += kKeyBlock) {
+  const int64_t limit = std::min<int64_t>(task.keys, partition_end(begin));
+  for (int64_t key0 = begin; key0 < limit; key0 += kKeyBlock) {
     const int64_t units = (std::min(kKeyBlock, limit - key0) + 15) / 16;
     for (int64_t u = 0; u < units; ++u) {
       const int64_t key = key0 + u * 16;
@@ -213,33 +202,25 @@ void run_task(const AttentionArgs& a, const Task& task, const float* all_queries
         store(row + u * 16, s);
         top = max(top, s);
       }
-      const float new_best = std::max(best[r], reduce_max(top));
+      const float new_best = std::max(state.best[r], reduce_max(top));
       alignas(64) float shrink[16];
-      store(shrink, exp(set1(best[r] - new_best)));
+      store(shrink, exp(set1(state.best[r] - new_best)));
       F16 sum = zero();
       for (int64_t u = 0; u < units; ++u) {
         const F16 p = exp(sub(load(row + u * 16), set1(new_best)));
         store(row + u * 16, p);
         sum = add(sum, p);
       }
-      mass[r] = mass[r] * shrink[0] + reduce_add(sum);
-      best[r] = new_best;
-      for (int64_t d = 0; d < padded; d += 16)
-        store(out + r * padded + d, mul(load(out + r * padded + d), set1(shrink[0])));
+      state.mass[r] = state.mass[r] * shrink[0] + reduce_add(sum);
+      state.best[r] = new_best;
+      float* out = state.out + r * padded;
+      for (int64_t d = 0; d < padded; d += 16) store(out + d, mul(load(out + d), set1(shrink[0])));
     }
     for (int64_t u = 0; u < units; ++u) {
       const int64_t key = key0 + u * 16;
       const Element* values = data + cache.offset(a.layer, 1, table[key / cache.block_size]) + head_offset +
                               key % cache.block_size * padded;
-      add_values_rows<Bf16>(rows, scores + u * 16, values, padded, std::min<int64_t>(16, limit - key), out);
-    }
-  }
-  for (int r = 0; r < rows; ++r) {
-    const int64_t row = task.first_row + r;
-    float* to = a.out + ((first_token + row / group) * a.heads + task.kv_head * group + row % group) * cache.head_dim;
-    for (int64_t d = 0; d < cache.head_dim; d += 16) {
-      const int n = static_cast<int>(std::min<int64_t>(16, cache.head_dim - d));
-      store_n(to + d, div(load(out + r * padded + d), set1(mass[r])), n);
+      add_values_rows<Bf16>(rows, scores + u * 16, values, padded, std::min<int64_t>(16, limit - key), state.out);
     }
   }
 }
@@ -247,8 +228,7 @@ void run_task(const AttentionArgs& a, const Task& task, const float* all_queries
 }  // namespace
 
 void count_tasks(const AttentionArgs& a, int64_t* count) {
-  Task* tasks;
-  *count = make_tasks(a, kShare, &tasks);
+  *count = make_tasks(a, kShare).count;
 }
 
 void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
@@ -266,17 +246,18 @@ void attention(const AttentionArgs& a) {
   const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
   float* query = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 4));
   prepare_attention(a, query, false);
-  Task* tasks;
-  const int64_t count = make_tasks(a, kShare, &tasks);
-  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      if (a.cache->bf16) {
-        run_task<true>(a, tasks[t], query);
-      } else {
-        run_task<false>(a, tasks[t], query);
-      }
-    }
+  const Tasks tasks = make_tasks(a, kShare);
+  parallel_for(tasks.count, 1, [&](int64_t begin, int64_t end) {
+    const int64_t floats = state_floats(kQueryRows, a.cache->dim_padded);
+    float* memory = static_cast<float*>(scratch(kScratchTask, static_cast<size_t>(2 * floats) * 4));
+    const State own[] = {state_in(memory, kQueryRows), state_in(memory + floats, kQueryRows)};
+    for (int64_t t = begin; t < end; ++t)
+      run_task(a, tasks.list[t], tasks.partials, own, kUnit, [&](int64_t key, const State& state) {
+        a.cache->bf16 ? attend<true>(a, tasks.list[t], query, key, state)
+                      : attend<false>(a, tasks.list[t], query, key, state);
+      });
   });
+  merge_partials(a, tasks, kUnit);
 }
 
 }  // namespace FD_ISA

@@ -1,11 +1,15 @@
-// How attention is cut into tasks; shared by the vector and the AMX version. Static for the reason given in simd.h.
+// How attention is cut into tasks and put together again; shared by the vector and the AMX version. Static for the
+// reason given in simd.h.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 #include "memory.h"
+#include "simd.h"
 #include "thread_pool.h"
 
 namespace fd {
@@ -17,10 +21,37 @@ constexpr int64_t kKeyBlock = 64;
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
 constexpr int64_t kQueryRows = 32;
 
+// Keys of a partition, again from position 0. A row's result is that of its first partition, merged with the others'
+// in order, each computed from nothing: the same bits, whether one task goes through all of them or each is a task.
+constexpr int64_t kPartition = 1024;
+static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
+constexpr int32_t kAll = -1;
+// A task is split where it has more than one in so many of all keys: with enough others of its size beside it, it keeps
+// no thread waiting.
+constexpr int64_t kFairShares = 64;
+constexpr int64_t kMergeGrain = 64;  // tasks; few results are merged sooner than another thread is awake
+
 // With `members` above 1: one decode row each of so many neighbouring sequences whose first `shared` keys are the same
 // ones (a prompt that several samples share lies in the cache once): these keys are gone through together.
 struct Task {
   int32_t sequence, kv_head, first_row, rows, members, shared;
+  int32_t keys;       // seen by the row that sees most
+  int32_t partition;  // or kAll
+  int32_t partial;    // of one partition: its first row in the partial results
+};
+
+// What the keys so far give each row: its best score, the sum of weights relative to that, and the weighted values
+// [Dp]. Room for whole vectors of rows.
+struct State {
+  float *best, *mass, *out;
+
+  State from(int64_t row, int64_t padded) const { return {best + row, mass + row, out + row * padded}; }
+};
+
+struct Tasks {
+  Task* list;
+  int64_t count;
+  State partials;  // of the tasks of one partition; null if there are none
 };
 
 // Queries as [kv head][token * group + head of the group][Dp], so that the rows of a task are contiguous; padded so
@@ -56,33 +87,144 @@ static inline Neighbours find_neighbours(const int32_t* common, int64_t sequence
   return {members, shared};
 }
 
-// `share`: whether the kernel takes tasks of several members. Both lists lie in one scratch slot.
-static inline int64_t make_tasks(const AttentionArgs& a, bool share, Task** tasks) {
+static inline int64_t partitions(int64_t keys) { return (keys + kPartition - 1) / kPartition; }
+
+// Of the partition that `key` is in.
+static inline int64_t partition_end(int64_t key) { return (key / kPartition + 1) * kPartition; }
+
+// Of the task's r-th row: (token, head of the group) pairs in a row, also where each token is another sequence's.
+static inline int64_t token_of(const AttentionArgs& a, const Task& task, int64_t r) {
+  return a.cu_tokens[task.sequence] + (task.first_row + r) / (a.heads / a.cache->kv_heads);
+}
+
+static inline int64_t state_floats(int64_t rows, int64_t padded) { return rows * (2 + padded); }
+
+static inline State state_in(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+// `share`: whether the kernel takes tasks of several members.
+static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
   const int64_t group = a.heads / a.cache->kv_heads, most = share ? kQueryRows / group : 1;
-  int64_t count = 0;
-  for (int64_t s = 0; s < a.sequences; ++s)
-    count += ((a.cu_tokens[s + 1] - a.cu_tokens[s]) * group + kQueryRows - 1) / kQueryRows * a.cache->kv_heads;
-  const size_t list_bytes = static_cast<size_t>(count) * sizeof(Task);
+  int64_t room = 0, all_keys = 0;
+  for (int64_t s = 0; s < a.sequences; ++s) {
+    const int64_t tokens = a.cu_tokens[s + 1] - a.cu_tokens[s], keys = a.starts[s] + tokens;
+    const int64_t tasks = (tokens * group + kQueryRows - 1) / kQueryRows * a.cache->kv_heads;
+    room += tasks * partitions(keys);
+    all_keys += tasks * keys;
+  }
+  const size_t list_bytes = static_cast<size_t>(room) * sizeof(Task);
   char* memory = static_cast<char*>(scratch(kScratchTasks, list_bytes + static_cast<size_t>(a.sequences) * 4));
   Task* list = reinterpret_cast<Task*>(memory);
   int32_t* common = reinterpret_cast<int32_t*>(memory + list_bytes);
   for (int64_t s = 0; s < a.sequences; ++s) common[s] = most > 1 ? shared_keys(a, s) : 0;
   Task* next = list;
+  int64_t partial_rows = 0;
   for (int64_t s = 0; s < a.sequences;) {
     const Neighbours together = find_neighbours(common, a.sequences, s, most);
     const int64_t rows = (a.cu_tokens[s + together.members] - a.cu_tokens[s]) * group;
     for (int64_t first = 0; first < rows; first += kQueryRows)
-      for (int64_t head = 0; head < a.cache->kv_heads; ++head)
-        *next++ = {static_cast<int32_t>(s),
-                   static_cast<int32_t>(head),
-                   static_cast<int32_t>(first),
-                   static_cast<int32_t>(std::min(kQueryRows, rows - first)),
-                   static_cast<int32_t>(together.members),
-                   together.shared};
+      for (int64_t head = 0; head < a.cache->kv_heads; ++head) {
+        Task task = {};
+        task.sequence = static_cast<int32_t>(s);
+        task.kv_head = static_cast<int32_t>(head);
+        task.first_row = static_cast<int32_t>(first);
+        task.rows = static_cast<int32_t>(std::min(kQueryRows, rows - first));
+        task.members = static_cast<int32_t>(together.members);
+        task.shared = together.shared;
+        for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
+          task.keys = std::max(task.keys, a.positions[t] + 1);
+        task.partition = kAll;
+        if (task.keys <= std::max(kPartition, all_keys / kFairShares)) {
+          *next++ = task;
+          continue;
+        }
+        for (task.partition = 0; task.partition < partitions(task.keys); ++task.partition) {
+          task.partial = static_cast<int32_t>(partial_rows);
+          partial_rows += round_up(task.rows, 16);
+          *next++ = task;
+        }
+      }
     s += together.members;
   }
-  *tasks = list;
-  return next - list;
+  if (partial_rows == 0) return {list, next - list, {}};
+  const size_t partial_bytes = static_cast<size_t>(state_floats(partial_rows, a.cache->dim_padded)) * 4;
+  return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partial_rows)};
+}
+
+// Adds a later partition, of keys from `begin` on, to what is known of those before; `unit` is the logarithm of what
+// scores are powers of. Rows that see none of its keys stay as they are.
+static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float unit, const State& later,
+                         const State& state) {
+  const int64_t padded = a.cache->dim_padded;
+  for (int64_t r = 0; r < task.rows; r += 16) {
+    const int64_t count = std::min<int64_t>(16, task.rows - r);
+    Mask sees = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
+    const F16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
+    const F16 shrink = exp(mul(sub(old_best, best), set1(unit))), weight = exp(mul(sub(later_best, best), set1(unit)));
+    const F16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
+    store(state.best + r, select(sees, best, old_best));
+    store(state.mass + r, select(sees, mass, old_mass));
+    alignas(64) float shrinks[16], weights[16];
+    store(shrinks, shrink);
+    store(weights, weight);
+    for (int64_t i = 0; i < count; ++i) {
+      if ((sees >> i & 1) == 0) continue;
+      float *out = state.out + (r + i) * padded, *added = later.out + (r + i) * padded;
+      for (int64_t d = 0; d < padded; d += 16)
+        store(out + d, fma(load(out + d), set1(shrinks[i]), mul(load(added + d), set1(weights[i]))));
+    }
+  }
+}
+
+static inline void write_out(const AttentionArgs& a, const Task& task, const State& state) {
+  const int64_t dim = a.cache->head_dim, group = a.heads / a.cache->kv_heads;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    const int64_t head = task.kv_head * group + (task.first_row + r) % group;
+    float* to = a.out + (token_of(a, task, r) * a.heads + head) * dim;
+    for (int64_t d = 0; d < dim; d += 16) {
+      const int n = static_cast<int>(std::min<int64_t>(16, dim - d));
+      store_n(to + d, div(load(state.out + r * a.cache->dim_padded + d), set1(state.mass[r])), n);
+    }
+  }
+}
+
+// attend(begin, state) goes through the task's keys of the partition from `begin` on; own: two states of kQueryRows.
+template <typename Attend>
+static inline void run_task(const AttentionArgs& a, const Task& task, const State& partials, const State* own,
+                            float unit, Attend attend) {
+  const int64_t padded = a.cache->dim_padded;
+  auto attend_afresh = [&](int64_t begin, const State& state) {
+    std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
+    std::fill_n(state.mass, round_up(task.rows, 16), 0.0f);
+    std::memset(state.out, 0, static_cast<size_t>(task.rows * padded) * 4);
+    attend(begin, state);
+  };
+  if (task.partition != kAll) {
+    attend_afresh(task.partition * kPartition, partials.from(task.partial, padded));
+    return;
+  }
+  attend_afresh(0, own[0]);
+  for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
+    attend_afresh(begin, own[1]);
+    merge(a, task, begin, unit, own[1], own[0]);
+  }
+  write_out(a, task, own[0]);
+}
+
+// Results of the tasks that were split, once all have run.
+static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, float unit) {
+  if (tasks.partials.out == nullptr) return;
+  auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
+  parallel_for(tasks.count, kMergeGrain, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const Task& task = tasks.list[t];
+      if (task.partition != 0) continue;
+      for (int64_t i = 1; i < partitions(task.keys); ++i)
+        merge(a, task, i * kPartition, unit, partial(tasks.list[t + i]), partial(task));
+      write_out(a, task, partial(task));
+    }
+  });
 }
 
 }  // namespace FD_ISA

@@ -64,6 +64,21 @@ static inline F16 round_bf16(F16 a) {
   const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   return {_mm512_mask_blend_ps(nan, _mm512_castsi512_ps(kept), a.v)};
 }
+// Sixteen bfloat16, rounded.
+static inline void store_bf16(uint16_t* p, F16 a) {
+  const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bits));
+}
+// Sixteen bfloat16, rounded, as the low or the high ones of as many pairs; the others, which may be another thread's to
+// write, are left alone.
+static inline void store_half_pairs(uint16_t* p, F16 a, bool high) {
+  const __m512i bits = _mm512_castps_si512(round_bf16(a).v);
+  if (high) {
+    _mm512_mask_storeu_epi16(p, 0xaaaaaaaa, bits);
+  } else {
+    _mm512_mask_storeu_epi16(p, 0x55555555, _mm512_srli_epi32(bits, 16));
+  }
+}
 // Both instruction sets halve the same way: 16 -> 8 -> 4 -> 2 -> 1 lanes, lane i with lane i + half.
 static inline __m256 lower_half(F16 a) { return _mm512_castps512_ps256(a.v); }
 static inline __m256 upper_half(F16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
@@ -82,11 +97,13 @@ static inline void store(float* p, F16 a) {
   _mm256_storeu_ps(p + 8, a.hi);
 }
 static inline F16 load_n(const float* p, int n) {
+  if (n == 16) return load(p);
   alignas(32) float padded[16] = {};
   std::memcpy(padded, p, static_cast<size_t>(n) * 4);
   return load(padded);
 }
 static inline void store_n(float* p, F16 a, int n) {
+  if (n == 16) return store(p, a);
   alignas(32) float all[16];
   store(all, a);
   std::memcpy(p, all, static_cast<size_t>(n) * 4);
@@ -147,6 +164,18 @@ static inline __m256 round_bf16_half(__m256 a) {
   return _mm256_blendv_ps(_mm256_castsi256_ps(kept), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
 static inline F16 round_bf16(F16 a) { return {round_bf16_half(a.lo), round_bf16_half(a.hi)}; }
+static inline void store_bf16(uint16_t* p, F16 a) {
+  const F16 rounded = round_bf16(a);
+  const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(rounded.lo), 16);
+  const __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(rounded.hi), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);  // packed within 128-bit lanes
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+static inline void store_half_pairs(uint16_t* p, F16 a, bool high) {
+  alignas(32) uint16_t all[16];
+  store_bf16(all, a);
+  for (int i = 0; i < 16; ++i) p[i * 2 + high] = all[i];
+}
 static inline __m256 lower_half(F16 a) { return a.lo; }
 static inline __m256 upper_half(F16 a) { return a.hi; }
 

@@ -10,7 +10,8 @@ import pytest
 
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec
 
-MAX_LEN = 512
+MAX_LEN = 4096
+PARTITION = 1024  # keys, counted from position 0: more than that can be several tasks
 
 
 class Shape(NamedTuple):
@@ -104,6 +105,19 @@ def test_attention_agrees_with_the_reference(ops, reference, isa, dtype, rng, sh
         np.testing.assert_allclose(a, e, rtol=0, atol=tolerance(isa, dtype))
 
 
+@pytest.mark.parametrize(
+    "shape, lengths",
+    [(SHAPES[0], [PARTITION + 40, 40]), (SHAPES[2], [PARTITION, PARTITION + 1, 2 * PARTITION + 200])],
+    ids=str,
+)
+def test_attention_agrees_with_the_reference_across_partitions(ops, reference, isa, dtype, rng, shape, lengths):
+    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, lengths)
+    cuts = [[n - 4, 1, 3] for n in lengths]
+    actual, expected = sequences.run(ops, spec, cuts), sequences.run(reference, spec, cuts)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance(isa, dtype))
+
+
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]], ids=str)
 def test_a_request_has_the_same_bits_alone_and_among_others(ops, rng, shape):
     spec, lengths = make_spec(rng, shape), [int(n) for n in rng.integers(1, 90, 32)]
@@ -133,9 +147,55 @@ def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape):
         np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads):
-    spec, sequences = make_spec(rng, SHAPES[0]), Sequences(rng, SHAPES[0], [200, 40, 3])
-    cuts = [[150, 50], [40], [2, 1]]
+def test_a_long_prompt_has_the_same_bits_in_any_cut(ops, rng):
+    """Across partitions: whole, where each task goes through all of its keys, and in steps that are split into more."""
+    spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [2100])
+    whole = sequences.run(ops, spec, [[2100]])[0]
+    for cut in ([1024, 1024, 52], [700, 700, 700], [1020, *[1] * 8, 1072], [2040, *[1] * 16, 44]):
+        np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
+
+
+def test_a_long_request_has_the_same_bits_alone_and_among_others(ops, rng):
+    """Beside short ones its step is split, beside a long chunk of another it is not."""
+    spec, lengths = make_spec(rng, SMALL), [2100, 1500, *(int(n) for n in rng.integers(1, 90, 30))]
+    sequences = Sequences(rng, SMALL, lengths)
+    cuts = [[2096, 1, 1, 2], [0, 1500], *([n] for n in lengths[2:])]
+    together = sequences.run(ops, spec, cuts)[0]
+    np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[0])[0], together)
+    cuts = [[2096, 1, 1, 2], *([0, n - n // 2, *[1] * (n // 2)] for n in lengths[1:])]
+    np.testing.assert_array_equal(sequences.run(ops, spec, cuts, only=[0, *range(2, 32)])[0], together)
+
+
+def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng):
+    spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 32, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
+
+    def tasks(starts: list[int], counts: list[int]) -> int:
+        """For each of the heads."""
+        tables = [[r] * (MAX_LEN // SMALL.block_size) for r in range(len(starts))]  # no two share a beginning
+        return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec) // SMALL.kv_heads
+
+    assert [tasks([keys - 1], [1]) for keys in (1, 64, 1024, 1025, 2048, 3000)] == [1, 1, 1, 2, 2, 3]
+    assert tasks([3000, *[60] * 7], [1] * 8) == 3 + 7
+    assert tasks([1500] * 31, [1] * 31) == 2 * 31
+    assert tasks([1500] * 32, [1] * 32) == 32
+    assert tasks([3000, 0], [1, 1600]) == 1 + 100, "a long chunk is tasks enough"
+    assert tasks([1020], [8]) == 2, "of which the second is of the last four tokens alone"
+
+
+def test_a_row_behind_the_last_partition_is_spoilt_by_nothing_in_it(ops, rng):
+    """Tokens of one task on both sides of a boundary; the later ones' keys and values are not finite."""
+    spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [PARTITION + 4])
+    cuts = [[PARTITION - 4, 8]]
+    clean = sequences.run(ops, spec, cuts)[0]
+    sequences.qkv[0][PARTITION:] = np.inf
+    spoilt = sequences.run(ops, spec, cuts)[0]
+    np.testing.assert_array_equal(spoilt[:PARTITION], clean[:PARTITION])
+
+
+@pytest.mark.parametrize("long", [200, 2100])
+def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads, long):
+    spec, sequences = make_spec(rng, SHAPES[0]), Sequences(rng, SHAPES[0], [long, 40, 3])
+    cuts = [[long - 50, 49, 1], [40], [2, 1]]
     results = []
     for count in (1, 2, 5):
         ops.set_num_threads(count)
@@ -191,13 +251,13 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("shared", [64, 130, 256])
+@pytest.mark.parametrize("shared", [64, 130, 256, 1000, 2100])
 def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
     """Nine samples whose prompt lies in the same blocks, beside others that share nothing, less, or decode not yet."""
     spec, size = make_spec(rng, shape), shape.block_size
     width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
     own = 3  # blocks of a sample behind the prompt's
-    ids = rng.permutation(100).tolist()
+    ids = rng.permutation(200).tolist()
     prompt = [ids.pop() for _ in range(whole)]
     starts, tables = [], []
     for _ in range(9):
@@ -208,7 +268,7 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
     counts = [1] * len(starts)
     starts.append(0), tables.append([ids.pop() for _ in range(2)]), counts.append(20)
     starts.append(5), tables.append([ids.pop()]), counts.append(1)
-    cache, used = ops.new_kv_cache(1, 100, size, shape.kv_heads, shape.dim), set()
+    cache, used = ops.new_kv_cache(1, 200, size, shape.kv_heads, shape.dim), set()
     for start, table in zip(starts, tables, strict=True):  # what lies in the cache before the step
         first = len(prompt) * size if used.issuperset(prompt) and table[:whole] == prompt else 0
         if start > first:
