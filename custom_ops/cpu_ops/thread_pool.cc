@@ -20,7 +20,7 @@
 namespace fd {
 namespace {
 
-// Within a decoder layer the next job follows at once, and the next layer after some 10 us of Python, so a worker that
+// Within a step the next job follows at once, or after some microseconds of Python between two layers, so a worker that
 // spins this long meets it awake; between steps, or when the engine is idle, it parks and leaves its core to the API
 // server.
 constexpr auto kSpin = std::chrono::microseconds(100);

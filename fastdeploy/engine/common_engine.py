@@ -185,7 +185,7 @@ class CommonEngine:
         try:
             result = self._runner.execute(plan, self._inbox.look_for_pause)
         except StepAbandoned:
-            self.scheduler.abandon(plan)
+            self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
             return []
         self._inbox.step_completed()

@@ -41,10 +41,6 @@ class RequestStream:
         """No further output will come: every choice ended or was stopped, or the request failed."""
         return not self._open or self._error is not None
 
-    @property
-    def has_outputs(self) -> bool:
-        return bool(self._outputs)
-
     def put(self, output: Output) -> None:
         """Keep ``output`` for the reader, which is not woken yet. It is joined with what is there of its choice: a late
         reader sees fewer steps, and each as a whole."""

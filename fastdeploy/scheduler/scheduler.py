@@ -198,9 +198,9 @@ class Scheduler:
         self.retract(victim)
         return victim
 
-    def abandon(self, plan: StepPlan) -> None:
-        """The step was given up after its copies. No request has moved on by it, and no block that it wrote to can be
-        found by others: the next plan computes the same again."""
+    def abandon(self) -> None:
+        """The step that was planned has been given up, after its copies. No request has moved on by it, and no block
+        that it wrote to can be found by others: the next plan computes the same again."""
         self.kv.step_done()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:

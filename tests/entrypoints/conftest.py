@@ -59,7 +59,7 @@ class Server:
 
     def all_taken(self) -> bool:
         """Every reader has taken the outputs that came for it."""
-        return not any(stream.has_outputs for stream in tuple(self.client._streams.values()))
+        return not any(stream._outputs for stream in tuple(self.client._streams.values()))
 
     def wait_connected(self) -> None:
         for _ in range(1000):

@@ -17,7 +17,8 @@ def get_ops(dtype: str, place: str = "cpu") -> Ops:
     """
     if place != "cpu":
         raise InvalidField("place", f"there are no ops for {place!r} yet, only for cpu")
-    from fastdeploy.model_executor.ops.cpu import CpuOps, load_library
+    from fastdeploy.model_executor.ops.cpu import CpuOps
+    from fastdeploy.model_executor.ops.cpu_library import load_library
 
     try:
         return CpuOps(dtype, load_library())

@@ -1,62 +1,28 @@
-"""The C++ CPU ops (custom_ops/cpu_ops), called through ctypes: a call costs some microseconds and releases the GIL.
-
-Environment: FASTDEPLOY_CPU_THREADS (default: the cores the process may use), FASTDEPLOY_CPU_ISA (avx2, avx512 or amx:
-the most that may be used; default: what the machine has).
-"""
+"""The C++ CPU ops (custom_ops/cpu_ops), called through ctypes: a call costs some microseconds and releases the GIL."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
-from pathlib import Path
+from ctypes import c_int32, c_int64
 from typing import NamedTuple
 
 import numpy as np
 import paddle
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.model_executor.ops.cpu_library import (
+    ISA_NAMES,
+    AttentionArgs,
+    Batch,
+    BetweenLayers,
+    LayerArgs,
+    StepArgs,
+    load_library,
+)
 from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer, SampleBatch
 
-LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
-ISA_NAMES = ("none", "avx2", "avx512", "amx")
 MAX_HEAD_DIM = 512
-
-_SIGNATURES = {
-    "fd_sizeof_attention_args": (c_int64, []),
-    "fd_sizeof_layer_args": (c_int64, []),
-    "fd_last_error": (c_char_p, []),
-    "fd_isa": (c_int, []),
-    "fd_set_isa": (c_int, [c_int]),
-    "fd_num_threads": (c_int, []),
-    "fd_set_num_threads": (None, [c_int]),
-    "fd_free_scratch": (None, []),
-    "fd_new_weight": (c_void_p, [c_int, c_int64, c_int64, c_int]),
-    "fd_free_weight": (None, [c_void_p]),
-    "fd_weight_bytes": (c_int64, [c_void_p]),
-    "fd_pack_rows": (None, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
-    "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
-    "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
-    "fd_get_bias": (None, [c_void_p, c_void_p]),
-    "fd_decoder_layers": (c_int, [c_void_p]),
-    "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
-    "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
-    "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
-    "fd_free_cache": (None, [c_void_p]),
-    "fd_cache_bytes": (c_int64, [c_void_p]),
-    "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
-    "fd_attention": (c_int, [c_void_p]),
-    "fd_attention_tasks": (c_int, [c_void_p, c_void_p]),
-    "fd_sample": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
-    "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "fd_probe_read": (c_double, [c_void_p]),
-    "fd_probe_peak": (c_int64, [c_int64]),
-    "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
-    "fd_probe_silu": (None, [c_void_p, c_int64, c_void_p]),
-}
 
 
 _CPU = paddle.CPUPlace()
@@ -66,76 +32,6 @@ _FLOAT32 = (paddle.float32,)  # `x in` takes the same object for equal; `==` bet
 def _empty(shape: list[int]) -> paddle.Tensor:
     # paddle.empty spends twice as long checking its arguments as allocating
     return paddle._C_ops.empty(shape, paddle.float32, _CPU)
-
-
-class _Batch(ctypes.Structure):
-    """Batch of kernels.h."""
-
-    _fields_ = [
-        ("tokens", c_int64),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-        ("cu_tokens", c_void_p),
-        ("starts", c_void_p),
-        ("tables", c_void_p),
-        ("positions", c_void_p),
-    ]
-
-
-class _AttentionArgs(_Batch):
-    """AttentionArgs of kernels.h."""
-
-    _fields_ = [
-        ("qkv", c_void_p),
-        ("out", c_void_p),
-        ("cache", c_void_p),
-        ("layer", c_int64),
-        ("heads", c_int64),
-        ("scale", c_float),
-        ("rope_cos", c_void_p),
-        ("rope_sin", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-    ]
-
-
-class _LayerArgs(ctypes.Structure):
-    """LayerArgs of kernels.h."""
-
-    _fields_ = [
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
-        ("qkv", c_void_p),
-        ("o", c_void_p),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
-        ("attention", _AttentionArgs),
-    ]
-
-
-_BetweenLayers = ctypes.CFUNCTYPE(c_int)
-
-
-class _StepArgs(ctypes.Structure):
-    """StepArgs of kernels.h."""
-
-    _fields_ = [
-        ("batch", _Batch),
-        ("residual", c_void_p),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("layers", c_void_p),
-        ("count", c_int64),
-        ("between_layers", _BetweenLayers),
-    ]
-
-
-_STRUCTS = {
-    "fd_sizeof_attention_args": _AttentionArgs,
-    "fd_sizeof_layer_args": _LayerArgs,
-    "fd_sizeof_step_args": _StepArgs,
-}
 
 
 class _Limits(NamedTuple):
@@ -154,30 +50,7 @@ class _Prepared(NamedTuple):
     cache: weakref.ref[CpuKVCache]
     limits: _Limits
     hidden: int
-    args: ctypes.Array[_LayerArgs]
-
-
-def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load, was built of
-    other sources than these or finds no instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names
-    none."""
-    wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
-    if wanted is not None and wanted not in ISA_NAMES[1:]:
-        raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
-    library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            raise OSError(f"{path.name} is of another version: it has no {name}")
-        function.restype, function.argtypes = result, arguments
-    for name, struct in _STRUCTS.items():
-        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
-        if theirs != ours:
-            what = f"{struct.__name__.removeprefix('_')} has {theirs} bytes there and {ours} here"
-            raise OSError(f"{path.name} is of another version: {what}")
-    if library.fd_isa() == 0:
-        raise OSError(f"{path.name} needs a CPU with AVX2 and FMA")
-    return library
+    args: ctypes.Array[LayerArgs]
 
 
 def _address(array: np.ndarray) -> int:
@@ -311,7 +184,7 @@ class CpuOps:
         prepared = self._prepare(layers, cache)
         tokens, hidden = residual.shape
         assert hidden == prepared.hidden
-        step = _StepArgs(_batch_args(batch, prepared.limits, tokens), _data(residual))
+        step = StepArgs(_batch_args(batch, prepared.limits, tokens), _data(residual))
         if rows is not None:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
@@ -319,7 +192,7 @@ class CpuOps:
         step.layers, step.count = ctypes.addressof(prepared.args), len(layers)
         raised: list[BaseException] = []
         if between_layers is not None:
-            step.between_layers = _BetweenLayers(lambda: _called(between_layers, raised))
+            step.between_layers = BetweenLayers(lambda: _called(between_layers, raised))
         status = self._lib.fd_decoder_layers(ctypes.addressof(step))
         if raised:
             raise raised.pop()
@@ -389,7 +262,7 @@ class CpuOps:
             limits = {_limits(cache, layer.attention) for layer in layers}
             hidden = {layer.qkv.in_features for layer in layers}
             assert len(limits) == len(hidden) == 1
-            args = (_LayerArgs * len(layers))(*(_layer_args(layer, cache) for layer in layers))
+            args = (LayerArgs * len(layers))(*(_layer_args(layer, cache) for layer in layers))
             found = _Prepared(list(map(weakref.ref, layers)), weakref.ref(cache), limits.pop(), hidden.pop(), args)
             self._prepared = found
         return found
@@ -452,7 +325,7 @@ def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> 
     return 0
 
 
-def _layer_args(layer: DecoderLayer, cache: CpuKVCache) -> _LayerArgs:
+def _layer_args(layer: DecoderLayer, cache: CpuKVCache) -> LayerArgs:
     """All but the batch."""
     spec = layer.attention
     hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
@@ -461,24 +334,24 @@ def _layer_args(layer: DecoderLayer, cache: CpuKVCache) -> _LayerArgs:
     assert layer.gate_up.in_features == layer.down.out_features == hidden
     assert layer.gate_up.out_features == 2 * layer.down.in_features
     assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
-    return _LayerArgs(
+    return LayerArgs(
         input_norm=_data(layer.input_norm),
         post_norm=_data(layer.post_norm),
         qkv=layer.qkv.handle,
         o=layer.o.handle,
         gate_up=layer.gate_up.handle,
         down=layer.down.handle,
-        attention=_attention_args(cache, spec, _Batch()),
+        attention=_attention_args(cache, spec, Batch()),
     )
 
 
-def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: _Batch) -> _AttentionArgs:
+def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: Batch) -> AttentionArgs:
     """All but qkv and out."""
     assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
     assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
     assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
-    return _AttentionArgs(
-        *(getattr(batch, name) for name, _ in _Batch._fields_),
+    return AttentionArgs(
+        *(getattr(batch, name) for name, _ in Batch._fields_),
         cache=cache.handle,
         layer=spec.layer,
         heads=spec.num_heads,
@@ -501,12 +374,12 @@ def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:
     return _Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
 
 
-def _batch_args(batch: AttentionBatch, limits: _Limits, tokens: int) -> _Batch:
+def _batch_args(batch: AttentionBatch, limits: _Limits, tokens: int) -> Batch:
     """Valid while ``batch`` lives."""
     _check_batch(batch, limits)
     assert tokens == len(batch.positions)
     sequences, width = batch.block_tables.shape
-    return _Batch(tokens, sequences, width, *map(_address, batch))
+    return Batch(tokens, sequences, width, *map(_address, batch))
 
 
 def _check_batch(batch: AttentionBatch, limits: _Limits) -> None:

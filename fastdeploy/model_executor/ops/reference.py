@@ -98,8 +98,8 @@ class ReferenceOps:
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor:
-        for layer in layers:
-            residual = self._decoder_layer(residual, layer, cache, batch, rows if layer is layers[-1] else None)
+        for i, layer in enumerate(layers, 1):
+            residual = self._decoder_layer(residual, layer, cache, batch, rows if i == len(layers) else None)
             if between_layers is not None:
                 between_layers()
         return residual

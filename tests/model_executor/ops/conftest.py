@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fastdeploy.model_executor.ops.cpu import ISA_NAMES, LIBRARY, CpuOps, load_library
+from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops.cpu_library import ISA_NAMES, LIBRARY, load_library
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 
 # On a machine that cannot build the library there is nothing to compare. Where there is a compiler, a library that is

@@ -16,8 +16,8 @@ import paddle
 import pytest
 
 from fastdeploy.errors import InvalidField
-from fastdeploy.model_executor.ops import cpu, get_ops
-from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops import cpu_library, get_ops
+from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,8 +48,8 @@ def test_the_built_library_is_chosen_for_the_cpu(caplog):
 
 
 def test_without_a_library_the_reference_runs_after_one_warning(caplog, monkeypatch, tmp_path):
-    load = cpu.load_library
-    monkeypatch.setattr(cpu, "load_library", lambda: load(tmp_path / "missing.so"))
+    load = cpu_library.load_library
+    monkeypatch.setattr(cpu_library, "load_library", lambda: load(tmp_path / "missing.so"))
     with caplog.at_level(logging.WARNING):
         ops = get_ops("float32")
     assert isinstance(ops, ReferenceOps)
@@ -60,26 +60,26 @@ def test_a_file_that_is_no_library_counts_as_missing(tmp_path):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not an object file")
     with pytest.raises(OSError):
-        cpu.load_library(broken)
+        cpu_library.load_library(broken)
 
 
 def test_a_library_of_other_sources_counts_as_missing_and_the_error_says_why(caplog, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(cpu._SIGNATURES, "fd_of_tomorrow", (None, []))
+        patch.setitem(cpu_library.SIGNATURES, "fd_of_tomorrow", (None, []))
         with pytest.raises(OSError, match="fd_of_tomorrow"):
-            cpu.load_library()
+            cpu_library.load_library()
         with caplog.at_level(logging.WARNING):
             assert isinstance(get_ops("float32"), ReferenceOps)
         assert "fd_of_tomorrow" in caplog.text
-    for name, struct in cpu._STRUCTS.items():
+    for name, struct in cpu_library.STRUCTS.items():
 
         class Grown(struct):
             _fields_ = [("new", ctypes.c_void_p)]
 
         with monkeypatch.context() as patch:
-            patch.setitem(cpu._STRUCTS, name, Grown)
+            patch.setitem(cpu_library.STRUCTS, name, Grown)
             with pytest.raises(OSError, match=f"Grown has {ctypes.sizeof(struct)} bytes there"):
-                cpu.load_library()
+                cpu_library.load_library()
 
 
 def test_a_place_without_ops_is_refused():
@@ -107,7 +107,7 @@ def test_a_build_is_skipped_while_nothing_changed(builder, tmp_path, monkeypatch
 
 
 def test_the_library_carries_the_stamp_that_the_build_looks_for(builder):
-    assert builder.fingerprint().encode() in cpu.LIBRARY.read_bytes()
+    assert builder.fingerprint().encode() in cpu_library.LIBRARY.read_bytes()
 
 
 def test_without_a_compiler_the_build_says_so_in_one_line_and_leaves_no_stale_library(tmp_path):
@@ -143,7 +143,7 @@ def test_the_environment_caps_instruction_set_and_threads():
 def test_an_unknown_instruction_set_is_refused(monkeypatch):
     monkeypatch.setenv("FASTDEPLOY_CPU_ISA", "sse9")
     with pytest.raises(InvalidField, match="FASTDEPLOY_CPU_ISA.*sse9"):
-        cpu.load_library()
+        cpu_library.load_library()
 
 
 def test_packing_beside_a_running_op_disturbs_neither(rng):
@@ -152,7 +152,7 @@ def test_packing_beside_a_running_op_disturbs_neither(rng):
     source = rng.standard_normal((512, 640)).astype(np.float32)
     x, weight = paddle.to_tensor(rng.standard_normal((40, 640)).astype(np.float32)), ops.pack_linear([source])
     expected = ops.linear(x, weight).numpy()
-    packed: list[cpu.CpuLinear] = []
+    packed: list[CpuLinear] = []
     stager = threading.Thread(target=lambda: packed.extend(ops.pack_linear([source]) for _ in range(100)))
     stager.start()
     rounds = 0

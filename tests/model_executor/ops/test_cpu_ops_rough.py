@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdeploy.model_executor.ops.cpu import CpuOps, load_library
+from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops.cpu_library import load_library
 
 pytestmark = pytest.mark.skipif(CpuOps("float32").isa != "amx", reason="only the AMX kernels approximate")
 

@@ -1,0 +1,144 @@
+"""The C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h) as ctypes sees it.
+
+Environment: FASTDEPLOY_CPU_THREADS (default: the cores the process may use), FASTDEPLOY_CPU_ISA (avx2, avx512 or amx:
+the most that may be used; default: what the machine has).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+from fastdeploy.errors import InvalidField
+
+LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
+ISA_NAMES = ("none", "avx2", "avx512", "amx")
+
+SIGNATURES = {
+    "fd_sizeof_attention_args": (c_int64, []),
+    "fd_sizeof_layer_args": (c_int64, []),
+    "fd_last_error": (c_char_p, []),
+    "fd_isa": (c_int, []),
+    "fd_set_isa": (c_int, [c_int]),
+    "fd_num_threads": (c_int, []),
+    "fd_set_num_threads": (None, [c_int]),
+    "fd_free_scratch": (None, []),
+    "fd_new_weight": (c_void_p, [c_int, c_int64, c_int64, c_int]),
+    "fd_free_weight": (None, [c_void_p]),
+    "fd_weight_bytes": (c_int64, [c_void_p]),
+    "fd_pack_rows": (None, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
+    "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "fd_get_bias": (None, [c_void_p, c_void_p]),
+    "fd_decoder_layers": (c_int, [c_void_p]),
+    "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
+    "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
+    "fd_free_cache": (None, [c_void_p]),
+    "fd_cache_bytes": (c_int64, [c_void_p]),
+    "fd_copy_blocks": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
+    "fd_attention": (c_int, [c_void_p]),
+    "fd_attention_tasks": (c_int, [c_void_p, c_void_p]),
+    "fd_sample": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "fd_logprobs": (c_int, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "fd_probe_read": (c_double, [c_void_p]),
+    "fd_probe_peak": (c_int64, [c_int64]),
+    "fd_probe_exp2": (None, [c_void_p, c_int64, c_void_p]),
+    "fd_probe_silu": (None, [c_void_p, c_int64, c_void_p]),
+}
+
+
+class Batch(ctypes.Structure):
+    """Batch of kernels.h."""
+
+    _fields_ = [
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("table_width", c_int64),
+        ("cu_tokens", c_void_p),
+        ("starts", c_void_p),
+        ("tables", c_void_p),
+        ("positions", c_void_p),
+    ]
+
+
+class AttentionArgs(Batch):
+    """AttentionArgs of kernels.h."""
+
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("out", c_void_p),
+        ("cache", c_void_p),
+        ("layer", c_int64),
+        ("heads", c_int64),
+        ("scale", c_float),
+        ("rope_cos", c_void_p),
+        ("rope_sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+    ]
+
+
+class LayerArgs(ctypes.Structure):
+    """LayerArgs of kernels.h."""
+
+    _fields_ = [
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("o", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("attention", AttentionArgs),
+    ]
+
+
+BetweenLayers = ctypes.CFUNCTYPE(c_int)
+
+
+class StepArgs(ctypes.Structure):
+    """StepArgs of kernels.h."""
+
+    _fields_ = [
+        ("batch", Batch),
+        ("residual", c_void_p),
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("layers", c_void_p),
+        ("count", c_int64),
+        ("between_layers", BetweenLayers),
+    ]
+
+
+STRUCTS = {
+    "fd_sizeof_attention_args": AttentionArgs,
+    "fd_sizeof_layer_args": LayerArgs,
+    "fd_sizeof_step_args": StepArgs,
+}
+
+
+def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load, was built of
+    other sources than these or finds no instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names
+    none."""
+    wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
+    if wanted is not None and wanted not in ISA_NAMES[1:]:
+        raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name, None)
+        if function is None:
+            raise OSError(f"{path.name} is of another version: it has no {name}")
+        function.restype, function.argtypes = result, arguments
+    for name, struct in STRUCTS.items():
+        theirs, ours = getattr(library, name)(), ctypes.sizeof(struct)
+        if theirs != ours:
+            what = f"{struct.__name__} has {theirs} bytes there and {ours} here"
+            raise OSError(f"{path.name} is of another version: {what}")
+    if library.fd_isa() == 0:
+        raise OSError(f"{path.name} needs a CPU with AVX2 and FMA")
+    return library

@@ -1,0 +1,87 @@
+"""A pause in the middle of a step: what is given up is done again, and leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.test_pause import LONG, busy, tokens_of
+from fake_runner import FakeRunner, expected_tokens
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+def pause_in_step(h: Harness, **args) -> m.Reply:
+    """Pause while the next step computes; the reply, after some turns."""
+    calls: list[int] = []
+    h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(**args)))
+    h.turn(4)
+    return h.reply(calls[0])
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_does_not_wait_for_the_step_in_flight(mode):
+    h = busy()
+    computed, before = h.runner.computed_tokens, tokens_of(h)
+    assert pause_in_step(h, mode=mode).result["is_paused"]
+    assert h.runner.computed_tokens == computed and tokens_of(h) == before
+    h.resume()
+    h.run_out()
+    ends = before if mode == "abort" else [LONG] * 6
+    for i, count in enumerate(ends):
+        assert h.stream(f"r{i}").tokens == expected_tokens([i + 1] * 3, count), "the given-up step left a trace"
+        assert len(h.stream(f"r{i}").finals) == 1
+
+
+def test_a_drain_needs_the_step_in_flight_and_has_it():
+    h = busy()
+    computed = h.runner.computed_tokens
+    calls: list[int] = []
+    h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(mode="wait")))
+    h.turn()
+    assert h.runner.computed_tokens == computed + 4
+
+
+def test_however_often_one_pauses_every_second_step_is_completed():
+    h = busy()
+    for _ in range(5):
+        before = tokens_of(h)
+        pause_in_step(h, mode="keep")
+        assert tokens_of(h) == before
+        h.resume()
+        pause_in_step(h, mode="keep")
+        assert tokens_of(h) == [count + 1 for count in before[:4]] + [0, 0]
+        h.resume()
+
+
+def test_what_came_with_the_pause_is_handled_in_its_order():
+    h = busy()
+
+    def arrive() -> None:
+        h.add("before", [7, 7], max_tokens=3)
+        h.call(m.PauseArgs(mode="abort"))
+        h.add("after", [7, 7], max_tokens=3)
+
+    h.runner.in_step = arrive
+    h.turn(4)
+    assert h.stream("before").reason == "abort" and h.rejected("before") is None
+    assert h.rejected("after").code == "rejecting_new_requests"
+
+
+def test_blocks_that_an_abandoned_step_was_to_copy_are_whole_when_it_is_done_again():
+    """The second request shares a partial block with the first, which is copied before the step computes."""
+    h = Harness(FakeRunner(num_blocks=128))
+    prompt = [1, 2, 3, 4, 5, 6]
+    h.add("first", prompt, max_tokens=LONG)
+    h.turn(3)
+    h.add("second", [*prompt, 9, 9, 9], max_tokens=5)
+    pause_in_step(h, mode="keep")
+    h.resume()
+    h.run_out()
+    assert h.stream("second").tokens == expected_tokens([*prompt, 9, 9, 9], 5)
+    assert h.stream("first").tokens == expected_tokens(prompt, LONG)
+
+
+def test_a_step_that_was_given_up_is_counted():
+    h = busy()
+    pause_in_step(h, mode="keep")
+    assert "fastdeploy:steps_abandoned_total 1.0" in h.ask(m.MetricsArgs()).result["text"]
