@@ -1,5 +1,5 @@
 """Every environment variable this package reads, with its type and default, in one place; those of the C++ ops
-(FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are in model_executor/ops/cpu.py."""
+(FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are in model_executor/ops/cpu_library.py."""
 
 from __future__ import annotations
 

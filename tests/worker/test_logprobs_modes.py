@@ -21,7 +21,7 @@ from step_driver import Driver, Sequence
 TOP, STEPS = 4, 10
 # Rounding to bfloat16 on the way moves a logit by a hundredth on average and by up to 0.2 at the far end of some 1,400
 # (0.0192 and 0.165 seen with AMX, 0.0108 and 0.138 with AVX-512).
-BFLOAT16_MAX, BFLOAT16_MEAN = 0.25, 0.025
+BFLOAT16_MAX, BFLOAT16_MEAN = 0.2, 0.02
 
 
 @dataclass(frozen=True)
