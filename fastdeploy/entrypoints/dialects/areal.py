@@ -12,6 +12,7 @@ from fastdeploy.entrypoints.dialects.common import LaxBody, place_pause, read_co
 from fastdeploy.entrypoints.dialects.sglang_weights import sglang_shape, success
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import Version
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
@@ -55,7 +56,7 @@ def areal_router(context: ServingContext) -> APIRouter:
         await read_control(request, LaxBody)
         return success("Generation continued", report=await resume(context))
 
-    @router.post("/areal_update_weights")
+    @router.post("/areal_update_weights", openapi_extra=takes(UpdateBody, query=True))
     @sglang_shape()
     async def update_weights(request: Request) -> Response:
         """The folder is read before the reply: AReaL deletes it then. KV of older weights is rebuilt under the new

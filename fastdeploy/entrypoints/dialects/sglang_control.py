@@ -16,6 +16,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import PAUSE_PATIENCE_S
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import parse_body, parse_json
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
@@ -60,7 +61,7 @@ def add_control_routes(router: APIRouter, context: ServingContext) -> None:
 def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/pause_generation")
+    @router.post("/pause_generation", openapi_extra=takes(PauseGenerationBody))
     async def pause_generation(request: Request) -> Response:
         """Answers when quiesced. Requests that come while it stands are held, whatever the mode."""
         body = await read_lax(request, PauseGenerationBody)
@@ -82,7 +83,7 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
         report = await client.call(m.ResumeArgs(), config.stall_s)
         return json_response({"status": "ok", "message": "Generation continued successfully.", "report": report})
 
-    @router.post("/abort_request")
+    @router.post("/abort_request", openapi_extra=takes(AbortRequestBody))
     async def abort_request(request: Request) -> Response:
         body = await read_lax(request, AbortRequestBody)
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
@@ -92,7 +93,8 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
         result = await client.call(args, config.stall_s)
         return json_response({"success": True, **result})
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Of a paused engine the frozen requests give their KV back too: whoever flushes then is about to change the
         weights. Of a running one only what no request uses is dropped. Neither is ever refused."""
@@ -104,7 +106,7 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
 def _add_memory(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/release_memory_occupation")
+    @router.post("/release_memory_occupation", openapi_extra=takes(MemoryBody))
     async def release_memory_occupation(request: Request) -> Response:
         tags = memory_tags((await read_lax(request, MemoryBody)).tags)
         if tags is None:
@@ -112,7 +114,7 @@ def _add_memory(router: APIRouter, context: ServingContext) -> None:
         args = m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S)
         return json_response({"success": True, **await client.call(args, config.update_s)})
 
-    @router.post("/resume_memory_occupation")
+    @router.post("/resume_memory_occupation", openapi_extra=takes(MemoryBody))
     async def resume_memory_occupation(request: Request) -> Response:
         tags = memory_tags((await read_lax(request, MemoryBody)).tags)
         if tags is None:

@@ -16,6 +16,7 @@ from fastdeploy.entrypoints.openai.generation import Generation, GenerationReque
 from fastdeploy.entrypoints.openai.protocol import parse_json
 from fastdeploy.entrypoints.openai.reply import weight_versions
 from fastdeploy.entrypoints.openai.streaming import EventStream, JsonResponse
+from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.errors import FastDeployError
 from fastdeploy.inter_communicator import messages as m
@@ -25,7 +26,8 @@ BEFORE_PREFILL = "Abort before prefill"
 
 
 def add_generate_route(router: APIRouter, context: ServingContext) -> None:
-    @router.api_route("/generate", methods=["POST", "PUT"])
+    @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
+    @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:
         body = parse_generate(parse_json(await request.body()))
         context.check_model(body.model)

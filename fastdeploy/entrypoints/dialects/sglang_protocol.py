@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,7 @@ from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
+from fastdeploy.entrypoints.openapi import described
 from fastdeploy.errors import InvalidField
 
 # They change what is computed or returned, and are refused unless they are empty.
@@ -60,29 +61,6 @@ GREEDY_BELOW = 1e-6
 SEED_BITS = 63
 
 
-class GenerateBody(BaseModel):
-    """What is read of the body; other fields are dropped, as SGLang does. Fields of type Any may be lists, one entry
-    per prompt. ``model`` is no field of SGLang's, but routers add it."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-    model: str | None = None
-    rid: Any = None
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: Any = None
-    return_logprob: Any = None
-    logprob_start_len: Any = None
-    top_logprobs_num: Any = None
-    return_text_in_logprobs: bool = False
-    return_prompt_token_ids: bool = False
-    stream: bool = False
-    priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
-    cache_salt: str | None = Field(None, max_length=256)
-    extra_key: str | None = Field(None, max_length=256)
-    logprobs_mode: str | None = None
-
-
 class SamplingBody(Body):
     max_new_tokens: Int64 | None = None
     min_new_tokens: Int64 = 0
@@ -101,6 +79,29 @@ class SamplingBody(Body):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: Int64 | None = None
+    logprobs_mode: str | None = None
+
+
+class GenerateBody(BaseModel):
+    """What is read of the body; other fields are dropped, as SGLang does. Fields of type Any may be lists, one entry
+    per prompt. ``model`` is no field of SGLang's, but routers add it."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    rid: Annotated[Any, described(str | list[str])] = None
+    text: Annotated[Any, described(str | list[str])] = None
+    input_ids: Annotated[Any, described(list[int] | list[list[int]])] = None
+    sampling_params: Annotated[Any, described(SamplingBody | list[SamplingBody])] = None
+    return_logprob: Annotated[Any, described(bool | list[bool])] = None
+    logprob_start_len: Annotated[Any, described(int | list[int])] = None
+    top_logprobs_num: Annotated[Any, described(int | list[int])] = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
+    cache_salt: str | None = Field(None, max_length=256)
+    extra_key: str | None = Field(None, max_length=256)
     logprobs_mode: str | None = None
 
 

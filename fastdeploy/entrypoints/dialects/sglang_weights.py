@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import field_validator
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.dialects.sglang_control import LaxBody, read_lax
 from fastdeploy.entrypoints.dialects.sglang_pull import pull_weights
 from fastdeploy.entrypoints.dialects.sglang_tensors import (
+    TensorBody,
     distinct,
     parse_tensors,
     require_format,
@@ -24,6 +25,8 @@ from fastdeploy.entrypoints.dialects.sglang_tensors import (
 from fastdeploy.entrypoints.dialects.sglang_updates import PLACED_BY, SGLangWeights, Update
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import error_body, json_response
+from fastdeploy.entrypoints.openai.protocol import Label
+from fastdeploy.entrypoints.openapi import described, takes
 from fastdeploy.entrypoints.upload import spooled_bytes
 from fastdeploy.errors import STATUS, FastDeployError, InvalidField, WrongOrder
 from fastdeploy.inter_communicator import messages as m
@@ -53,7 +56,7 @@ Route = Callable[[Request], Awaitable[Response]]
 class VersionedBody(LaxBody):
     """An integer becomes the label that it reads as."""
 
-    weight_version: str | None = None
+    weight_version: Annotated[str | None, described(Label | None)] = None
     abort_all_requests: bool = False
 
     @field_validator("weight_version", mode="plain")
@@ -124,7 +127,7 @@ def _add_refusal(router: APIRouter, path: str, why: str) -> None:
 def _add_updates(router: APIRouter, context: ServingContext) -> None:
     weights = SGLangWeights(context)
 
-    @router.post("/update_weights_from_disk")
+    @router.post("/update_weights_from_disk", openapi_extra=takes(DiskBody))
     @sglang_shape(num_paused_requests=0)
     async def update_weights_from_disk(request: Request) -> Response:
         body = await read_lax(request, DiskBody)
@@ -137,7 +140,7 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
         paused = report.get("requests_in_flight", 0) if report.get("state") == "paused" else 0
         return success("Succeeded to update model weights.", num_paused_requests=paused, report=report)
 
-    @router.post("/update_weights_from_tensor")
+    @router.post("/update_weights_from_tensor", openapi_extra=takes(TensorBody))
     @sglang_shape()
     async def update_weights_from_tensor(request: Request) -> Response:
         body = await asyncio.to_thread(parse_tensors, await request.body())
@@ -152,14 +155,14 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
 def _add_session(router: APIRouter, context: ServingContext) -> None:
     weights = SGLangWeights(context)
 
-    @router.post("/begin_weight_update")
+    @router.post("/begin_weight_update", openapi_extra=takes(BeginBody))
     @sglang_shape()
     async def begin_weight_update(request: Request) -> Response:
         require_target((await read_lax(request, BeginBody)).selector)
         begun = await weights.call(m.BeginUpdateArgs(partial=True, placed_by=PLACED_BY))
         return success("Success", session_id=begun["session_id"], lease_s=begun["lease_s"])
 
-    @router.post("/end_weight_update")
+    @router.post("/end_weight_update", openapi_extra=takes(VersionedBody))
     @sglang_shape()
     async def end_weight_update(request: Request) -> Response:
         body = await read_lax(request, VersionedBody)
@@ -180,7 +183,7 @@ def _add_session(router: APIRouter, context: ServingContext) -> None:
 def _add_folders(router: APIRouter, context: ServingContext) -> None:
     weights = SGLangWeights(context)
 
-    @router.post("/pull_weights")
+    @router.post("/pull_weights", openapi_extra=takes(PullBody))
     @sglang_shape()
     async def pull(request: Request) -> Response:
         """Copies a published version to a local folder; what serves is not touched, nor paused."""
@@ -190,7 +193,8 @@ def _add_folders(router: APIRouter, context: ServingContext) -> None:
         )
         return success(f"pulled version {body.target_version}")
 
-    @router.api_route("/weights_checker", methods=["GET", "POST"])
+    @router.get("/weights_checker")
+    @router.post("/weights_checker", openapi_extra=takes(CheckBody))
     @sglang_shape()
     async def weights_checker(request: Request) -> Response:
         body = await read_lax(request, CheckBody)

@@ -20,6 +20,7 @@ from fastdeploy.entrypoints.dialects.vllm_weights import (
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import parse_body
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -46,7 +47,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
     _add_rpc(router, worker_methods(VllmWeights(context)))
     _add_adapters(router)
 
-    @router.post("/finish_session")
+    @router.post("/finish_session", openapi_extra=takes(SessionBody, query=True))
     async def finish_session(request: Request) -> Response:
         """For routers, which tie a session to a replica. Here is one replica, so that nothing is to be released; 0 is
         a session like any other."""
@@ -82,7 +83,7 @@ def worker_methods(weights: VllmWeights) -> dict[str, Method]:
 
 
 def _add_rpc(router: APIRouter, methods: dict[str, Method]) -> None:
-    @router.post("/collective_rpc")
+    @router.post("/collective_rpc", openapi_extra=takes(RpcBody, query=True))
     async def collective_rpc(request: Request) -> Response:
         body = await read_control(request, RpcBody)
         if body.method not in methods:
@@ -95,7 +96,7 @@ def _add_adapters(router: APIRouter) -> None:
     async def load_lora_adapter() -> Response:
         raise adapters_off()
 
-    @router.post("/skyrl/v1/abort_lora_requests")
+    @router.post("/skyrl/v1/abort_lora_requests", openapi_extra=takes(AdapterBody, query=True))
     async def abort_lora_requests(request: Request) -> Response:
         """No request runs on an adapter here, so that there is none to abort."""
         await read_control(request, AdapterBody)

@@ -11,6 +11,7 @@ from fastdeploy.entrypoints.dialects.common import LaxBody, place_pause, read_co
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import Body
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -45,7 +46,7 @@ def add_control_routes(router: APIRouter, context: ServingContext) -> None:
 def _add_pause(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/pause")
+    @router.post("/pause", openapi_extra=takes(PauseBody, query=True))
     async def pause(request: Request) -> Response:
         """Answers when quiesced."""
         body = await read_control(request, PauseBody)
@@ -62,7 +63,7 @@ def _add_pause(router: APIRouter, context: ServingContext) -> None:
     async def is_paused() -> Response:
         return json_response(await client.call(m.PauseStatusArgs(), config.stall_s))
 
-    @router.post("/reset_prefix_cache")
+    @router.post("/reset_prefix_cache", openapi_extra=takes(ResetBody, query=True))
     async def reset_prefix_cache(request: Request) -> Response:
         """Never refused, frozen requests or not."""
         body = await read_control(request, ResetBody)
@@ -73,7 +74,7 @@ def _add_pause(router: APIRouter, context: ServingContext) -> None:
 def _add_abort(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/abort_requests")
+    @router.post("/abort_requests", openapi_extra=takes(AbortBody, query=True))
     async def abort_requests(request: Request) -> Response:
         ids = (await read_control(request, AbortBody)).request_ids
         args = m.AbortArgs(request_ids=ids) if ids else m.AbortArgs(abort_all=True)
@@ -81,7 +82,7 @@ def _add_abort(router: APIRouter, context: ServingContext) -> None:
         reply = {"status": "aborted", "aborted": len(result["aborted"])}
         return json_response({**reply, "requests": result["aborted"], "not_found": result["not_found"]})
 
-    @router.post("/inference/v1/abort_requests")
+    @router.post("/inference/v1/abort_requests", openapi_extra=takes(AbortTheseBody, query=True))
     async def abort_these(request: Request) -> Response:
         ids = (await read_control(request, AbortTheseBody)).request_ids
         return json_response(await client.call(m.AbortArgs(request_ids=ids), config.stall_s))

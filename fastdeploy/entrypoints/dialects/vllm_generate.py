@@ -15,6 +15,7 @@ from fastdeploy.entrypoints.openai.generation import Generation
 from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
 from fastdeploy.entrypoints.openai.serving_completion import prepare
+from fastdeploy.entrypoints.openapi import schema_of, streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
 
@@ -42,8 +43,17 @@ class GenerateBody(Body):
     sampling_params: dict[str, Any] = {}
 
 
+def generate_schema() -> dict[str, Any]:
+    """The JSON schema of the whole body: GenerateBody, and the fields that it shares with a completion."""
+    schema, completion = schema_of(GenerateBody), schema_of(CompletionBody)["properties"]
+    sampling = {k: v for k, v in completion.items() if k not in NOT_SAMPLING}
+    schema["properties"]["sampling_params"] = {"type": "object", "properties": sampling}
+    schema["properties"] |= {k: v for k, v in completion.items() if k in PASSED_ON}
+    return schema
+
+
 def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
-    @router.post("/inference/v1/generate")
+    @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
         """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
         body = parse_generate(parse_json(await request.body()))

@@ -14,6 +14,7 @@ from fastdeploy.entrypoints.dialects.sglang_weights import sglang_shape
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import Version
+from fastdeploy.entrypoints.openapi import asks, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
@@ -45,7 +46,7 @@ def _add_server(router: APIRouter, context: ServingContext) -> None:
         """One replica on one device, whatever include_dp says."""
         return json_response({"world_size": 1})
 
-    @router.get("/server_info")
+    @router.get("/server_info", openapi_extra=asks(InfoBody))
     async def server_info(request: Request) -> Response:
         """SGLang's fields at the top level, vLLM's below vllm_config."""
         body = await read_control(request, InfoBody)
@@ -92,7 +93,7 @@ def vllm_config(context: ServingContext) -> dict[str, Any]:
 def _add_version(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/update_weight_version")
+    @router.post("/update_weight_version", openapi_extra=takes(VersionBody, query=True))
     @sglang_shape()
     async def update_weight_version(request: Request) -> Response:
         """Relabels later tokens; nothing in flight is touched."""
@@ -110,7 +111,7 @@ def _add_version(router: APIRouter, context: ServingContext) -> None:
 def _add_checker(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
-    @router.post("/weight_checker")
+    @router.post("/weight_checker", openapi_extra=takes(CheckBody, query=True))
     async def weight_checker(request: Request) -> Response:
         """checksum: SHA-256 of every tensor that serves. compare: the names that differ from ``baseline``, which the
         caller keeps; a name that only one of the two has differs."""

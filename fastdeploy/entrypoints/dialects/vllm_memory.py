@@ -11,6 +11,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.dialects.common import PAUSE_TIMEOUT_S, LaxBody, read_control
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
@@ -48,7 +49,7 @@ def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
     async def asleep() -> set[str]:
         return set((await client.call(m.WeightInfoArgs(), config.stall_s))["asleep"])
 
-    @router.post("/sleep")
+    @router.post("/sleep", openapi_extra=takes(SleepBody, query=True))
     async def sleep(request: Request) -> Response:
         body = await read_control(request, SleepBody)
         if body.level not in (1, 2):
@@ -65,7 +66,7 @@ def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
         )
         return json_response({"status": "sleeping", **await client.call(args, config.update_s)})
 
-    @router.post("/wake_up")
+    @router.post("/wake_up", openapi_extra=takes(TagsBody, query=True))
     async def wake_up(request: Request) -> Response:
         wanted = (await read_control(request, TagsBody)).ours()
         sleeping = await asleep()

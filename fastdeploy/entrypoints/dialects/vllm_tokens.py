@@ -12,6 +12,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import ChatBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.serving_chat import prepare
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 
 
@@ -41,7 +42,7 @@ SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "
 
 
 def add_token_routes(router: APIRouter, context: ServingContext) -> None:
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = await read_control(request, TokenizeBody)
         context.check_model(body.model)
@@ -57,7 +58,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
         limit = context.max_model_len
         return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": spelled})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """No tokens are the empty text: those of a request that was aborted at once."""
         body = await read_control(request, DetokenizeBody)
@@ -67,7 +68,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
             context.check_vocabulary(body.tokens, "tokens")
         return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
-    @router.post("/v1/chat/completions/render")
+    @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
     async def render(request: Request) -> Response:
         """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
         data = parse_json(await request.body())

@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.entrypoints.dialects.common import read_control, read_fields
+from fastdeploy.entrypoints.dialects.common import LaxBody, read_control, read_fields
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import Body, Checksums, Kv, Version, parse_body
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.entrypoints.upload import is_upload, spooled_upload
 from fastdeploy.errors import InvalidField, WrongOrder
 from fastdeploy.inter_communicator import messages as m
@@ -69,6 +70,22 @@ class UpdateInfo(Body):
         if self.model_path is not None:
             return m.FolderSource(self.model_path)
         return m.SharedMemorySource(self.shared_memory, self.nbytes)
+
+
+class UpdateBody(LaxBody):
+    """The body of /update_weights where it is JSON; parse_update_info reads it."""
+
+    update_info: UpdateInfo
+
+
+class InitInfo(Body):
+    backend: Literal[*BACKENDS] = BACKENDS[0]
+
+
+class InitBody(LaxBody):
+    """The body of /init_weight_transfer_engine; check_init reads it."""
+
+    init_info: InitInfo
 
 
 class Chunk(NamedTuple):
@@ -164,23 +181,23 @@ async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator
 def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
     weights = VllmWeights(context)
 
-    @router.post("/init_weight_transfer_engine")
+    @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
     async def init_weight_transfer_engine(request: Request) -> Response:
         check_init((await read_fields(request)).get("init_info"))
         return json_response({"message": "Weight transfer initialized"})
 
-    @router.post("/start_weight_update")
+    @router.post("/start_weight_update", openapi_extra=takes(StartBody, query=True))
     async def start_weight_update(request: Request) -> Response:
         begun = await weights.start(await read_control(request, StartBody))
         return json_response({"message": "Weight update started", **begun})
 
-    @router.post("/update_weights")
+    @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
         async with read_chunk(request, context) as chunk:
             report = await weights.add(chunk)
         return json_response({"message": "Weights updated", "report": report})
 
-    @router.post("/finish_weight_update")
+    @router.post("/finish_weight_update", openapi_extra=takes(FinishBody, query=True))
     async def finish_weight_update(request: Request) -> Response:
         report = await weights.finish((await read_control(request, FinishBody)).weight_version)
         reply = {"message": "Weight update finished", "weight_version": report.get("version")}

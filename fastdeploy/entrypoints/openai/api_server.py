@@ -20,6 +20,7 @@ from fastdeploy.entrypoints.dialects.areal import areal_router
 from fastdeploy.entrypoints.dialects.sglang import sglang_router
 from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
+from fastdeploy.entrypoints.docs_page import add_docs_page
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
@@ -28,6 +29,7 @@ from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, La
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
+from fastdeploy.entrypoints.openapi import describe
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.entrypoints.upload import remove_leftovers
 from fastdeploy.inter_communicator.event_pipe import EventPipe
@@ -35,6 +37,17 @@ from fastdeploy.logger import setup_logging
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
+# The groups of routes, in the order of /docs.
+ROUTERS = {
+    "OpenAI": (completion_router, chat_router),
+    "Control": (control_router,),
+    "Weights": (weights_router,),
+    "Operation": (health_router,),
+    "vLLM": (vllm_router,),
+    "SkyRL": (skyrl_router,),
+    "SGLang": (sglang_router,),
+    "AReaL": (areal_router,),
+}
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> FastAPI:
@@ -56,10 +69,11 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         redoc_url=None,
     )
     context = ServingContext(client, tokenizer, config)
-    native = (completion_router, chat_router, control_router, weights_router, health_router)
-    dialects = (vllm_router, skyrl_router, sglang_router, areal_router)
-    for router in (*native, *dialects):
-        app.include_router(router(context))
+    for tag, routers in ROUTERS.items():
+        for router in routers:
+            app.include_router(router(context), tags=[tag])
+    describe(app)
+    add_docs_page(app)
     add_error_handlers(app)
     # The last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)

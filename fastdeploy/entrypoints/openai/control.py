@@ -23,6 +23,7 @@ from fastdeploy.entrypoints.openai.protocol import (
     parse_body,
     parse_json,
 )
+from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.entrypoints.upload import is_upload
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
@@ -38,14 +39,14 @@ def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
     client, config = context.client, context.config
 
-    @router.post("/v1/pause")
+    @router.post("/v1/pause", openapi_extra=takes(PauseBody, query=True))
     async def pause(request: Request) -> Response:
         body = await read(request, PauseBody)
         # An engine that drains beats all the while: silence means more than a timeout_s of an hour.
         patience_s = min(body.timeout_s, PAUSE_PATIENCE_S) + config.stall_s
         return envelope(await client.call(m.PauseArgs(**body.model_dump()), patience_s))
 
-    @router.post("/v1/resume")
+    @router.post("/v1/resume", openapi_extra=takes(ResumeBody, query=True))
     async def resume(request: Request) -> Response:
         body = await read(request, ResumeBody)
         return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id), config.stall_s))
@@ -55,7 +56,7 @@ def control_router(context: ServingContext) -> APIRouter:
         await read(request, Body)
         return envelope(await client.call(m.PauseStatusArgs(), config.stall_s))
 
-    @router.post("/v1/abort_requests")
+    @router.post("/v1/abort_requests", openapi_extra=takes(AbortBody, query=True))
     async def abort_requests(request: Request) -> Response:
         body = await read(request, AbortBody)
         if body.abort_all == (body.req_ids is not None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from fastapi import APIRouter
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from fastdeploy import __version__
 from fastdeploy.entrypoints.openai.context import ServingContext
@@ -37,7 +37,7 @@ def health_router(context: ServingContext) -> APIRouter:
     async def version() -> Response:
         return json_response({"version": __version__})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         result = await client.call(m.MetricsArgs(), config.stall_s)
         return Response(result["text"], media_type="text/plain; version=0.0.4")

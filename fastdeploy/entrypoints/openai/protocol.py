@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from fastdeploy.engine.sampling_params import MAX_INT32
+from fastdeploy.entrypoints.openapi import described
 from fastdeploy.errors import InvalidField
 
 # Bookkeeping of hosted services and hints: no effect on what is sampled.
@@ -184,8 +185,13 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """prompt: a string, token ids, or a list of either."""
 
-    prompt: Any = None
+    prompt: Annotated[Any, described(str | list[int] | list[str] | list[list[int]])]
     logprobs: Int64 | None = None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
 
 
 class ChatMessage(BaseModel):
@@ -193,7 +199,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: Any = None
+    content: Annotated[Any, described(str | list[TextPart] | None)] = None
 
 
 class ChatBody(GenerationBody):
@@ -225,6 +231,9 @@ class AbortBody(Body):
     req_ids: list[str] | None = None
 
 
+Label = int | Annotated[str, Field(min_length=1, max_length=MAX_VERSION_CHARS)]
+
+
 def _label(value: Any) -> str:
     """An integer becomes the label that it reads as."""
     label = str(value) if type(value) is int else value
@@ -251,7 +260,7 @@ def _tag_list(value: Any) -> Any:
     return [tag for part in parts for tag in part.split(",") if tag]
 
 
-Version = Annotated[str, PlainValidator(_label)]
+Version = Annotated[str, PlainValidator(_label), described(Label)]
 Checksums = Annotated[dict[str, str], BeforeValidator(_from_query)]
 Tags = Annotated[list[Literal["weight", "kv_cache"]], BeforeValidator(_tag_list)]
 Kv = Literal["keep", "recompute"]

@@ -13,6 +13,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, requ
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
 
@@ -20,7 +21,7 @@ from fastdeploy.inter_communicator.messages import Logprob
 def chat_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), ChatBody)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))

@@ -27,6 +27,7 @@ from fastdeploy.entrypoints.openai.protocol import (
     WakeBody,
     WeightInfoBody,
 )
+from fastdeploy.entrypoints.openapi import asks, takes
 from fastdeploy.entrypoints.upload import is_upload, spooled_upload
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
@@ -39,7 +40,7 @@ def weights_router(context: ServingContext) -> APIRouter:
     async def call(args: m.Args) -> Response:
         return envelope(await client.call(args, config.update_s))
 
-    @router.post("/v1/update_weights")
+    @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
     async def update_weights(request: Request) -> Response:
         """With a version and no tensors, only the label changes."""
         body = await read(request, UpdateWeightsBody)
@@ -48,40 +49,40 @@ def weights_router(context: ServingContext) -> APIRouter:
         async with _source(request, context, body) as source:
             return await call(m.UpdateWeightsArgs(source, **body.rest()))
 
-    @router.get("/v1/weights")
+    @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
     async def weight_info(request: Request) -> Response:
         body = await read(request, WeightInfoBody)
         return await call(m.WeightInfoArgs(checksums=body.checksums))
 
-    @router.post("/v1/weights/begin")
+    @router.post("/v1/weights/begin", openapi_extra=takes(BeginBody, query=True))
     async def begin(request: Request) -> Response:
         return await call(m.BeginUpdateArgs(**(await read(request, BeginBody)).model_dump()))
 
-    @router.post("/v1/weights/chunk")
+    @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, ChunkBody)
         async with _source(request, context, body) as source:
             return await call(m.UpdateChunkArgs(source=source, **body.rest()))
 
-    @router.post("/v1/weights/commit")
+    @router.post("/v1/weights/commit", openapi_extra=takes(CommitBody, query=True))
     async def commit(request: Request) -> Response:
         return await call(m.CommitUpdateArgs(**(await read(request, CommitBody)).model_dump()))
 
-    @router.post("/v1/weights/abort")
+    @router.post("/v1/weights/abort", openapi_extra=takes(AbortUpdateBody, query=True))
     async def abort(request: Request) -> Response:
         return await call(m.AbortUpdateArgs(**(await read(request, AbortUpdateBody)).model_dump()))
 
-    @router.post("/v1/sleep")
+    @router.post("/v1/sleep", openapi_extra=takes(SleepBody, query=True))
     async def sleep(request: Request) -> Response:
         body = await read(request, SleepBody)
         args = m.SleepArgs(tuple(body.tags), mode=body.mode, discard=body.discard, timeout_s=body.timeout_s)
         return await call(args)
 
-    @router.post("/v1/wakeup")
+    @router.post("/v1/wakeup", openapi_extra=takes(WakeBody, query=True))
     async def wakeup(request: Request) -> Response:
         return await call(m.WakeArgs(tuple((await read(request, WakeBody)).tags)))
 
-    @router.post("/v1/reset")
+    @router.post("/v1/reset", openapi_extra=takes(ResetBody, query=True))
     async def reset(request: Request) -> Response:
         return await call(m.ResetArgs(version=(await read(request, ResetBody)).version))
 
