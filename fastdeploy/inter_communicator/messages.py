@@ -51,7 +51,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
     group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
     request_id itself); aborting a group aborts all of its members.
-    first_choice: number of the first choice, for the random numbers: choice k of a group that is resubmitted alone.
+    first_choice: number of the first choice, for the random numbers. Choices are numbered over all prompts of an HTTP
+    request, so that equal prompts draw apart; a choice that is resubmitted alone keeps its number.
     resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
     deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
     it with reason "abort" and the stop_reason "deadline" or "queue_timeout".

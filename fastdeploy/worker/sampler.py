@@ -34,7 +34,8 @@ class _Rows:
         self.top_k = np.array([p.top_k for p in params], np.int32)
         self.top_p = np.array([p.top_p for p in params], np.float64)
         self.min_p = np.array([p.min_p for p in params], np.float64)
-        self.seeds = np.array([p.seed for p in params], np.int64)
+        assert all(p.seed is not None for p in params if p.temperature), "a request without a seed was let in"
+        self.seeds = np.array([p.seed or 0 for p in params], np.int64)  # a greedy row needs none
         self.choices = np.array([choice for _, choice in keys], np.int64)
 
     def sample_batch(self, positions: np.ndarray) -> SampleBatch:

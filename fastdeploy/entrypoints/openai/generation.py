@@ -91,7 +91,7 @@ class Generation:
             priority=r.priority,
             cache_salt=r.cache_salt,
             arrival=arrival,
-            first_choice=r.first_choice,
+            first_choice=r.first_choice + r.n * i,
             resumed_tokens=r.resumed_tokens,
             deadline=None if r.deadline_s is None else arrival + r.deadline_s,
             max_queue_s=r.max_queue_s,

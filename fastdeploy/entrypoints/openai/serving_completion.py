@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
@@ -35,10 +35,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
     context.check_model(body.model)
     await context.client.require_engine()
     prompts = await tokenise(context, body)
-    seed = seed_of(body)
-    sampling = [
-        context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
-    ]
+    sampling = [context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens)) for ids in prompts]
     return GenerationRequest(
         request_id=request_id(body, request, "cmpl"),
         prompts=prompts,
