@@ -140,13 +140,6 @@ def test_without_max_tokens_the_rest_of_the_context_is_the_limit_and_more_is_cut
         assert stack.engine.expect(m.AddRequest).sampling.max_tokens == expected
 
 
-def test_requests_without_a_seed_draw_differently(stack):
-    stack.script(reply_with([97]))
-    for _ in range(2):
-        stack.post("/v1/completions", prompt="a")
-    assert stack.engine.expect(m.AddRequest).sampling.seed != stack.engine.expect(m.AddRequest).sampling.seed
-
-
 def test_tokens_can_be_named_by_id_in_logprobs(stack):
     stack.script(reply_with([97]))
     reply = stack.post("/v1/completions", prompt="a", logprobs=0, return_tokens_as_token_ids=True).json()
