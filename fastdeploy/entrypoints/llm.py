@@ -65,8 +65,9 @@ class LLM:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
         per prompt; without a seed every prompt gets a new one. resumed_tokens: one for all, or one per prompt.
         first_choice: number of the first choice of all, from which the others count on, or that of each prompt's own.
-        See messages.AddRequest for both. Raises RequestError for a prompt that is refused, and EngineError if the
-        engine fails."""
+        See messages.AddRequest for both. A choice whose logits were not finite has the tokens until then, finish_reason
+        "error" and a ``message``; the others are whole. Raises RequestError for a prompt that is refused, and
+        EngineError if the engine fails."""
         requests = self._requests(prompts, sampling, n, resumed_tokens, first_choice)
         for request in requests:
             self._inboxes[request.request_id] = queue.SimpleQueue()
@@ -208,7 +209,7 @@ class LLM:
             choice = choices[output.choice]
             if choice.finish_reason is None:
                 choice.feed(output)
-                if choice.finish_reason == "error":
+                if choice.finish_reason == "error" and choice.stop_reason != errors.NonFiniteLogits.code:
                     raise errors.EngineError(choice.message)
                 if choice.finish_reason is not None and output.finish_reason is None:
                     self._client.send(m.CancelRequest(request.request_id, output.choice, "stop"))

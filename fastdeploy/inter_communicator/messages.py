@@ -302,7 +302,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one choice. ``finish_reason`` (stop|length|abort|error) is set exactly once per choice, last.
 
     logprobs is empty unless asked for, else aligned with token_ids. spans label token_ids, counted from the choice's
-    first output token. stop_reason: the stop token id that ended it, "deadline" or "queue_timeout", else None.
+    first output token. stop_reason: the stop token id that ended it, "deadline", "queue_timeout", or with an error that
+    is this choice's own "non_finite_logits"; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
     cached_tokens: prompt tokens served from the prefix cache, told with the first output.
     message: why, for abort and error. An abort before the first token starts with "Abort before prefill".
