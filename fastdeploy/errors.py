@@ -21,6 +21,7 @@
     │   ├── VersionConflict     409  the version that serves is not the expected one
     │   └── WrongOrder          409  not in this state: asleep, not asleep, not paused
     └── EngineError             the engine process is at fault
+        ├── NonFiniteLogits     500  the weights give logits that are not finite: no token can be drawn
         ├── EngineDead          503  it died; what was in flight has been answered
         └── EngineStalled       504  it stopped beating; it is being replaced
 
@@ -138,6 +139,12 @@ class WrongOrder(ControlError):
 
 class EngineError(FastDeployError):
     code, status = "engine_error", 500
+
+
+class NonFiniteLogits(EngineError):
+    """The code is also the ``stop_reason`` of a choice that ended so."""
+
+    code, status = "non_finite_logits", 500
 
 
 class EngineDead(EngineError):

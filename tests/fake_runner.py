@@ -15,6 +15,7 @@ from fastdeploy.inter_communicator.messages import Logprob, SharedMemorySource, 
 from fastdeploy.scheduler.interface import (
     ChunkReceipt,
     ModelInfo,
+    NonFinite,
     Sampled,
     ScheduledChunk,
     StepPlan,
@@ -89,6 +90,7 @@ class FakeRunner:
     in_step: called in the middle of the next step, once. plans: those that were computed to the end.
     mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
+    poison: tokens behind which the logits are not finite. bad_weights: weights that have none which are.
     may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
     """
 
@@ -98,6 +100,8 @@ class FakeRunner:
         self.weights = 0
         self.plans: list[StepPlan] = []
         self.fail_next = False
+        self.poison: set[int] = set()
+        self.bad_weights: set[int] = set()
         self.in_step: Callable[[], object] = nothing
         self.step_s = 0.001
         self.computed_tokens = 0
@@ -130,12 +134,18 @@ class FakeRunner:
         of_prompts = {i: self._prompt_logprobs(c) for i, c in enumerate(plan.chunks) if c.prompt_logprobs}
         return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob]:
+    def _spoiled(self, tokens: list[int]) -> bool:
+        return self.weights in self.bad_weights or not self.poison.isdisjoint(tokens)
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob] | NonFinite:
         """Logprob -1 - weights of every prompt token, beside the token itself."""
+        for position in range(chunk.start, chunk.start + chunk.prompt_logprobs):
+            if self._spoiled(chunk.all_token_ids[: position + 1]):
+                return NonFinite(position + 1)
         asked = chunk.all_token_ids[chunk.start + 1 :][: chunk.prompt_logprobs]
         return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
 
-    def _run(self, chunk: ScheduledChunk) -> Sampled | None:
+    def _run(self, chunk: ScheduledChunk) -> Sampled | NonFinite | None:
         size, tokens = self.info.block_size, list(chunk.all_token_ids)
         end = chunk.start + len(chunk.token_ids)
         assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
@@ -155,6 +165,8 @@ class FakeRunner:
         assert chunk.sample == (end == len(tokens))
         if not chunk.sample:
             return None
+        if self._spoiled(tokens):
+            return NonFinite(end)
         token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
 

@@ -20,6 +20,7 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
 from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
 from fastdeploy.engine.delivery import Delivery
+from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.inbox import Inbox, StepAbandoned
 from fastdeploy.engine.pause import Counts, PauseState
@@ -87,6 +88,7 @@ class CommonEngine:
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
         self.requests = RequestTable()
         self.metrics = EngineMetrics()
+        self._finite_watch = FiniteWatch(self.metrics)
         self.retention = Retention(config.max_retained)
         self.deadlines = Deadlines()
         self.delivery = Delivery(transport, self._reap, lambda output: self.retention.observe(output, clock()))
@@ -189,7 +191,10 @@ class CommonEngine:
             self.metrics.steps_abandoned.inc()
             return []
         self._inbox.step_completed()
-        return self.scheduler.apply(plan, result)
+        before = self.scheduler.num_non_finite
+        tokens = self.scheduler.apply(plan, result)
+        self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
+        return tokens
 
     def _hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""

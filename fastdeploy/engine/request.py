@@ -49,7 +49,8 @@ class Request:
     There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
 
-    key: its second part is what keys random numbers: the number that the choice had when it was first asked for.
+    key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
+    for in.
     num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
     blocks: grows in place; a new array after its KV was given up.
     order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
@@ -72,7 +73,7 @@ class Request:
         self.group = group
         self.choice = choice
         self.order = order
-        self.sampling: SamplingParams = add.sampling
+        self.sampling: SamplingParams = group.sampling
         self.token_ids: list[int] = list(add.prompt_token_ids)
         self.num_prompt_tokens = len(add.prompt_token_ids)
         self.max_output_tokens = max_output_tokens
@@ -138,14 +139,15 @@ class Request:
 class Group:
     """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
     drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, whatever became of it.
-    ``client_id``: what the client calls it, perhaps together with others."""
+    ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always has a seed."""
 
-    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "scheduled", "started")
+    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "started")
 
     def __init__(self, client: str, add: AddRequest):
         self.client = client
         self.client_id = add.group or add.request_id
         self.add = add
+        self.sampling = add.sampling.seeded()
         self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
         self.scheduled = False

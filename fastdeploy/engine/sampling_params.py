@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 
 from fastdeploy.errors import InvalidField
 
 MAX_LOGPROBS = 20
 MAX_INT32 = 2**31 - 1
+SEED_BITS = 63
 LOGPROBS_MODES = ("raw", "temperature", "processed")
 
 
@@ -20,8 +23,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
     processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
     (greedy: after penalties and bans); fewer than k are told where fewer can be drawn.
-    seed: with the choice index and the absolute position it keys the random number of each token, so that a
-    request which is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn.
+    seed: keys the random number of each token, together with the number of the choice and the absolute position. So a
+    request that is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn. None = the
+    engine chooses one for each request.
     """
 
     max_tokens: int = 16
@@ -33,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -52,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "a number from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "a number from -2 to 2"),
-            ("seed", 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
+            ("seed", 0 <= (self.seed or 0) < 2**SEED_BITS, "an integer from 0 to 2**63 - 1"),
             ("stop_token_ids", all(0 <= t <= MAX_INT32 for t in self.stop_token_ids), "token ids"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
             (
@@ -65,6 +69,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             if not ok:
                 raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")
         return self
+
+    def seeded(self) -> SamplingParams:
+        """These parameters with a seed: a new random one if they have none."""
+        if self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=secrets.randbits(SEED_BITS))
 
     @property
     def has_penalties(self) -> bool:

@@ -51,7 +51,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
     group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
     request_id itself); aborting a group aborts all of its members.
-    first_choice: number of the first choice, for the random numbers: choice k of a group that is resubmitted alone.
+    first_choice: number of the first choice, for the random numbers. Choices are numbered over all prompts of an HTTP
+    request, so that equal prompts draw apart; a choice that is resubmitted alone keeps its number.
     resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
     deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
     it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
@@ -301,7 +302,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one choice. ``finish_reason`` (stop|length|abort|error) is set exactly once per choice, last.
 
     logprobs is empty unless asked for, else aligned with token_ids. spans label token_ids, counted from the choice's
-    first output token. stop_reason: the stop token id that ended it, "deadline" or "queue_timeout", else None.
+    first output token. stop_reason: the stop token id that ended it, "deadline", "queue_timeout", or with an error that
+    is this choice's own "non_finite_logits"; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
     cached_tokens: prompt tokens served from the prefix cache, told with the first output.
     message: why, for abort and error. An abort before the first token starts with "Abort before prefill".

@@ -86,6 +86,12 @@ class EngineMetrics:
         self.finished = make(
             Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",)
         )
+        self.non_finite_rows = make(
+            Counter, "non_finite_rows_total", "Sequences that ended with an error since their logits were not finite"
+        )
+        self.non_finite_commits = make(
+            Counter, "non_finite_commits_total", "Weights whose first step gave logits that were not finite"
+        )
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
         self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")

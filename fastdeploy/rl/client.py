@@ -108,7 +108,8 @@ class RolloutClient:
     ) -> Rollout:
         """One answer, whole, however often it was aborted, and however many replicas failed or paused meanwhile.
 
-        params: as of /v1/completions; logprobs are asked for unless they say None. options: see GenerateOptions.
+        params: as of /v1/completions, but without max_tokens the rest of the context may be filled; logprobs are asked
+        for unless they say None. options: see GenerateOptions.
         Raises RolloutFailed with what there is, TooStale, or the error of a request that makes no sense.
         """
         return (await self.generate_group(prompt_ids, params, n=1, **options))[0]

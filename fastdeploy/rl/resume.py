@@ -21,13 +21,14 @@ OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "
 # An abort for these reasons is what the caller asked for; every other abort is gone on from.
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
+REST_OF_CONTEXT = 2**31 - 1  # a server cuts max_tokens to what is left of its context
 
 
 class Request:
     """What the caller asked for. The caller's ``params`` are copied, never changed.
 
     seed is chosen here if absent, so that every attempt draws the same numbers. eos_ids: where the client knows them, a
-    cut-off choice that ends in one of them is complete.
+    cut-off choice that ends in one of them is complete. max_tokens absent: what is left of the context.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Request:
         self.seed: int = self.params["seed"]
         self.first_choice: int = self.params.pop("first_choice", 0)
         self.max_tokens: int | None = self.params.get("max_tokens")
+        self.params.setdefault("max_tokens", REST_OF_CONTEXT)
         self.min_tokens: int = self.params.get("min_tokens", 0)
         self.deadline_s: float | None = self.params.get("deadline_s")
         self._began = time.monotonic()

@@ -80,10 +80,14 @@ class SyncRolloutClient:
         params: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Rollout]:
-        """One answer to each prompt, all at once, in their order."""
+        """One answer to each prompt, all at once, in their order. Answer i is choice i, so that equal prompts draw
+        apart under one seed too."""
+        first = (params or {}).get("first_choice", 0)
+        numbered = [{**(params or {}), "first_choice": first + i} for i in range(len(prompts))]
 
         async def many() -> list[Rollout]:
-            return list(await asyncio.gather(*(self._client.generate(p, params, **options) for p in prompts)))
+            pairs = zip(prompts, numbered, strict=True)
+            return list(await asyncio.gather(*(self._client.generate(p, own, **options) for p, own in pairs)))
 
         return self._run(many())
 

@@ -8,6 +8,7 @@ an abort is answered with what there is, and not gone on from.
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 @dataclass(frozen=True)
 class Limits:
     """Of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the same of
-    release_kv_cache and resume_kv_cache. logprobs_mode: as our server spells it."""
+    release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a random one
+    each. logprobs_mode: as our server spells it."""
 
     prompt_length: int
     response_length: int
@@ -65,6 +67,7 @@ class VerlServer:
         own = f"verl-{uuid.uuid4().hex}"
         self._holds = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
         self._drain_hold = f"{own}-drain"
+        self._times_asked: Counter[int] = Counter()  # by hash of the prompt, where all requests share one seed
 
     # ------------------------------------------------------------------ generation
 
@@ -85,7 +88,7 @@ class VerlServer:
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
-        params = self._params(sampling_params, len(prompt_ids)) | {"priority": priority}
+        params = self._params(sampling_params, prompt_ids) | {"priority": priority}
         choice = Partial(Request(prompt_ids, params, request_id=request_id))
         choice.begin(self._server.url)
         usage: dict[str, Any] = {}
@@ -104,16 +107,23 @@ class VerlServer:
             choice.cut_off()
         return await self._reply(choice.rollout(), usage)
 
-    def _params(self, given: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    def _params(self, given: Mapping[str, Any], prompt_ids: Sequence[int]) -> dict[str, Any]:
         params = {name: value for name, value in given.items() if name not in ("max_new_tokens", "logprobs")}
         asked = given.get("max_tokens", given.get("max_new_tokens"))
-        params["max_tokens"] = self._limits.max_tokens(asked, prompt_tokens)
+        params["max_tokens"] = self._limits.max_tokens(asked, len(prompt_ids))
         params["logprobs"] = 0 if given.get("logprobs") else None
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
-        if self._limits.seed is not None:
-            params.setdefault("seed", self._limits.seed)
+        if self._limits.seed is not None and params.get("seed") is None:
+            params["seed"], params["first_choice"] = self._limits.seed, self._number(prompt_ids)
         return params
+
+    def _number(self, prompt_ids: Sequence[int]) -> int:
+        """How often this prompt came before: its choice number, so that a group of equal prompts, which verl sends one
+        by one, draws apart under one seed, and the same in every run."""
+        key = hash(tuple(prompt_ids))
+        self._times_asked[key] += 1
+        return self._times_asked[key] - 1
 
     async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
         labels = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]

@@ -70,14 +70,21 @@ class Sampled(msgspec.Struct, frozen=True):
     logprob: Logprob | None
 
 
+class NonFinite(msgspec.Struct, frozen=True):
+    """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
+    token can be drawn there, or no logprob told."""
+
+    position: int
+
+
 class StepResult(NamedTuple):
-    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of it.
-    prompt_logprobs: by index of the chunk, as many as the chunk asked for."""
+    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of the step.
+    prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is not finite."""
 
     step_id: int
-    sampled: list[Sampled | None]
+    sampled: list[Sampled | NonFinite | None]
     elapsed_s: float
-    prompt_logprobs: dict[int, list[Logprob]] = {}
+    prompt_logprobs: dict[int, list[Logprob] | NonFinite] = {}
 
 
 class ChunkReceipt(NamedTuple):
@@ -129,7 +136,8 @@ class Runner(Protocol):
     asleep: frozenset[str]
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
-        """Copy blocks, compute every chunk, draw for those that sample. What ``between_layers`` raises goes through:
+        """Copy blocks, compute every chunk, draw for those that sample. A row of logits that is not finite concerns its
+        own chunk alone: the others get the same bits as without it. What ``between_layers`` raises goes through:
         the copies are made then, and KV of the plan's own positions may be overwritten, but nothing else is changed."""
         ...
 

@@ -18,7 +18,7 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.interface import ModelInfo, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
@@ -202,13 +202,13 @@ class ModelRunner:
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
-    ) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
-        """What each chunk drew, and the prompt logprobs by index of the chunk."""
+    ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
+        """The draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch = _make_batch(chunks, self.info.block_size)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
-        of_prompts: dict[int, list[Logprob]] = {}
+        of_prompts: dict[int, list[Logprob] | NonFinite] = {}
         spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
         hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
@@ -216,23 +216,26 @@ class ModelRunner:
             of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])))
         if asking and sampling:
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
-        result: list[Sampled | None] = [None] * len(chunks)
+        result: list[Sampled | NonFinite | None] = [None] * len(chunks)
         if sampling:
             logits = self.model.logits(self.weights, hidden)
             for i, one in zip(sampling, self._sampler.sample(logits, [chunks[i] for i in sampling]), strict=True):
                 result[i] = one
         return result, of_prompts
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int) -> list[Logprob]:
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int) -> list[Logprob] | NonFinite:
         """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
-        a whole prompt may be larger than the model."""
+        a whole prompt may be larger than the model. The first row that is not finite stands for all."""
         count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
         targets = np.array(chunk.all_token_ids[chunk.start + 1 : chunk.start + 1 + count], np.int32)
         found: list[Logprob] = []
         for at in range(0, count, LOGITS_ROWS):
             end = min(at + LOGITS_ROWS, count)
             logits = self.model.logits(self.weights, hidden[first + at : first + end])
-            found += prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at))
+            for logprob in prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
+                if logprob is None:
+                    return NonFinite(chunk.start + 1 + len(found))
+                found.append(logprob)
         return found
 
 

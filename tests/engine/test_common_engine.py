@@ -137,6 +137,20 @@ def test_logprobs_are_aligned_when_asked_for_and_absent_when_not():
     assert h.stream("without").logprobs == []
 
 
+def test_requests_without_a_seed_get_one_each_that_their_choices_share():
+    h = Harness()
+    for name in ("a", "b"):
+        h.add(name, [1, 2], n=2, max_tokens=3)
+    h.add("c", [1, 2], seed=5, max_tokens=3)
+    h.run_out()
+    seeds: dict[str, set] = {}
+    for plan in h.runner.plans:
+        for chunk in plan.chunks:
+            seeds.setdefault(chunk.key[0], set()).add(chunk.sampling.seed)
+    assert [len(seeds[name]) for name in "abc"] == [1, 1, 1] and None not in seeds["a"] | seeds["b"]
+    assert seeds["a"] != seeds["b"] and seeds["c"] == {5}
+
+
 def test_eos_and_stop_ids_end_a_request_but_not_before_min_tokens():
     runner = FakeRunner(vocab=4)
     h = Harness(runner)

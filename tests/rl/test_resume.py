@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastdeploy.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
-from fastdeploy.rl.resume import Partial, Request
+from fastdeploy.rl.resume import REST_OF_CONTEXT, Partial, Request
 from fastdeploy.rl.rollout import Rollout
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 
@@ -121,11 +121,11 @@ def test_a_seed_is_chosen_by_the_client_and_stays_the_same():
     assert again.token_ids == joined.token_ids
 
 
-def test_without_max_tokens_none_is_invented():
+def test_without_max_tokens_the_rest_of_the_context_is_asked_for():
     seed = next(s for s in range(1000) if EOS in [token_at(s, 0, p) for p in range(9, 30)] and
                 EOS not in [token_at(s, 0, p) for p in range(5, 9)])  # fmt: skip
     joined, server = rollout(Fault("abort", 4), params={"seed": seed})
-    assert all("max_tokens" not in b for b in server.requests) and joined.finish_reason == "stop"
+    assert {b["max_tokens"] for b in server.requests} == {REST_OF_CONTEXT} and joined.finish_reason == "stop"
 
 
 def test_an_end_that_was_asked_for_is_not_resumed():

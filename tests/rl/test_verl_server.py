@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,18 @@ def test_the_budget_is_as_asked_or_what_verl_leaves_of_the_response_and_never_be
             assert server.requests[0]["max_tokens"] == 6 and "max_new_tokens" not in server.requests[0]
 
     run(go())
+
+
+def test_equal_prompts_under_one_seed_draw_apart_and_the_same_in_every_run():
+    """verl's full_determinism has one seed for a server, and sends the members of a group one by one."""
+    unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
+
+    async def group() -> list[tuple[int, ...]]:
+        async with handle(limits=replace(LIMITS, seed=7)) as (_, verl):
+            return [tuple((await verl.generate(PROMPT, unseeded, f"r{i}")).token_ids) for i in range(4)]
+
+    first = run(group())
+    assert len(set(first)) == 4 and run(group()) == first
 
 
 def test_images_are_refused_by_name():

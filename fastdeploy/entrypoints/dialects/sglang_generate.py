@@ -168,6 +168,13 @@ def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
             return {"type": "length", "length": 0} if not kept else {"type": "stop", "matched": matched}
         case "length":
             return {"type": "length", "length": kept}
+        case "error":  # as SGLang says it; no client may take this for an abort that it should resume
+            return {
+                "type": "abort",
+                "message": choice.message,
+                "status_code": 500,
+                "err_type": "InternalServerError",
+            }
     message = choice.message or "Aborted"
     if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
         message = f"{BEFORE_PREFILL}: {message}"

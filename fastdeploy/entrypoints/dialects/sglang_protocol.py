@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.engine.sampling_params import MAX_INT32, SEED_BITS, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
@@ -58,7 +57,6 @@ UNSUPPORTED_SAMPLING = (
 HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
-SEED_BITS = 63
 
 
 class SamplingBody(Body):
@@ -262,7 +260,7 @@ def _sampling(
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
-    seed = random.getrandbits(SEED_BITS) if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
+    seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
         min_tokens=params.min_new_tokens,

@@ -55,9 +55,11 @@ def generate_schema() -> dict[str, Any]:
 def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
-        """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
+        """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
+        limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
         body = parse_generate(parse_json(await request.body()))
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        prepared = await prepare(context, body, request, default_max_tokens=None)
+        generation = Generation(context.client, context.tokenizer, prepared)
         return GenerateView(context, generation, body).response()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +109,6 @@ class ServingContext:
         prompt_tokens: int,
         logprobs: int | None,
         max_tokens: tuple[str, int | None],
-        seed: int,
     ) -> SamplingParams:
         """Checked parameters for one prompt. ``max_tokens``: (name of the field, its value); None is what is left of
         the context, and a larger value is cut to that."""
@@ -122,7 +120,7 @@ class ServingContext:
         return SamplingParams(
             max_tokens=min(left if wanted is None else wanted, left),
             top_k=max(body.top_k or 0, 0),
-            seed=seed,
+            seed=body.seed,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
@@ -165,7 +163,3 @@ def fingerprint(body: GenerationBody) -> str:
     """What two bodies share exactly if they ask for the same answer, however it is to be delivered."""
     fields = body.model_dump(exclude=NOT_OF_THE_ANSWER, exclude_none=True)
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
-
-
-def seed_of(body: GenerationBody) -> int:
-    return random.getrandbits(63) if body.seed is None else body.seed

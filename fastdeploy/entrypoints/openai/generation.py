@@ -12,7 +12,7 @@ from fastdeploy.engine.request_stream import RequestStream
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.entrypoints.openai.choice import Choice, Delta, TextOptions
 from fastdeploy.entrypoints.tokenizer import Tokenizer
-from fastdeploy.errors import EngineError
+from fastdeploy.errors import EngineError, NonFiniteLogits
 from fastdeploy.inter_communicator.messages import AddRequest, Output
 
 
@@ -91,7 +91,7 @@ class Generation:
             priority=r.priority,
             cache_salt=r.cache_salt,
             arrival=arrival,
-            first_choice=r.first_choice,
+            first_choice=r.first_choice + r.n * i,
             resumed_tokens=r.resumed_tokens,
             deadline=None if r.deadline_s is None else arrival + r.deadline_s,
             max_queue_s=r.max_queue_s,
@@ -114,6 +114,11 @@ class Generation:
     def cached_tokens_of(self, prompt: int) -> int:
         return self._cached_tokens[prompt]
 
+    def require_an_answer(self) -> None:
+        """Raise NonFiniteLogits if every choice ended with that error: then there is nothing to answer with."""
+        if all(choice.finish_reason == "error" for choice in self.choices):
+            raise NonFiniteLogits(self.choices[0].message)
+
     def nudge(self) -> None:
         """Make :meth:`step` return."""
         self._event.set()
@@ -126,7 +131,8 @@ class Generation:
     async def step(self) -> list[tuple[int, Delta]]:
         """Wait for new tokens: what was added to which choice. Empty after a nudge.
 
-        Raises what the engine answered (RequestError), EngineDead, or EngineError for a choice that failed.
+        Raises what the engine answered (RequestError), EngineDead, or EngineError if the engine failed. A choice whose
+        logits were not finite has the finish_reason "error", and the others go on: see :meth:`require_an_answer`.
         """
         await self._event.wait()
         self._event.clear()
@@ -145,7 +151,7 @@ class Generation:
         delta = choice.feed(output)
         if output.cached_tokens and output.choice == 0:  # the prompt is counted once, whatever n is
             self._cached_tokens[i] = output.cached_tokens
-        if choice.finish_reason == "error":
+        if choice.finish_reason == "error" and choice.stop_reason != NonFiniteLogits.code:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
             stream.stop(output.choice)

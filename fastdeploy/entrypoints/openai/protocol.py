@@ -138,7 +138,8 @@ class GenerationBody(Body):
 
     resumed_tokens: the last so many prompt ids are output of an earlier attempt. Penalties and stop strings count them
     as such, and ``text`` begins with theirs; max_tokens and min_tokens are those of what is still to come.
-    first_choice: number of the first choice, where one of a group is resubmitted alone.
+    first_choice: number of the first choice, where one of a group is resubmitted alone. The choices of further prompts
+    count on from it.
     deadline_s, max_queue_s, retain_s: seconds; see AddRequest. retain_s needs a request_id.
     """
 
@@ -171,7 +172,7 @@ class GenerationBody(Body):
     logprobs_mode: Literal["raw", "temperature", "processed"] | None = None
     prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
     resumed_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    first_choice: int | None = Field(None, ge=0, le=MAX_INT32)
+    first_choice: int | None = Field(None, ge=0, le=MAX_INT32 - MAX_CHOICES)
     priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     cache_salt: str | None = Field(None, max_length=256)
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.errors import error_body
 from fastdeploy.entrypoints.openai.generation import Generation
 from fastdeploy.entrypoints.openai.protocol import GenerationBody
 from fastdeploy.entrypoints.openai.streaming import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.errors import NonFiniteLogits
 from fastdeploy.inter_communicator.messages import Logprob, Span
 
 
@@ -28,6 +30,11 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
         return {"min_weight_version": None, "max_weight_version": None}
     oldest, newest = min(spans, key=lambda s: s.epoch), max(reversed(spans), key=lambda s: s.epoch)
     return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
+
+
+def choice_error(choice: Choice) -> dict[str, Any]:
+    """{"error": {...}} for a choice that ended with an error of its own, beside others that may be well; else empty."""
+    return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
 
 
 class ReplyView:
@@ -98,6 +105,7 @@ class ReplyView:
             "weight_versions": weight_versions(choice.spans),
             **version_bounds(choice.spans),
             "num_preempted": choice.num_preempted,
+            **choice_error(choice),
         }
         if self._tells_prompt(index):
             fields["prompt_logprobs"] = self._prompt_logprobs(index)
@@ -115,6 +123,7 @@ class ReplyView:
             choice["stop_reason"] = whole.stop_reason
             choice |= version_bounds(whole.spans)
             choice["num_preempted"] = whole.num_preempted
+            choice |= choice_error(whole)
         if index not in self._seen and self._tells_prompt(index):
             choice["prompt_logprobs"] = self._prompt_logprobs(index)
         if self._body.return_token_ids:

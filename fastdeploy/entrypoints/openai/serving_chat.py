@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
@@ -53,7 +53,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     return GenerationRequest(
         request_id=request_id(body, request, "chatcmpl"),
         prompts=[ids],
-        sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit, seed_of(body))],
+        sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit)],
         text=context.text_options(body),
         n=body.n or 1,
         priority=body.priority or 0,

@@ -9,13 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.reply import ReplyView
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
 
 
 def completion_router(context: ServingContext) -> APIRouter:
@@ -24,22 +26,24 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), CompletionBody)
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        prepared = await prepare(context, body, request, DEFAULT_MAX_TOKENS)
+        generation = Generation(context.client, context.tokenizer, prepared)
         return CompletionView(context, generation, body).response()
 
     return router
 
 
-async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
-    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
+async def prepare(
+    context: ServingContext, body: CompletionBody, request: Request, default_max_tokens: int | None
+) -> GenerationRequest:
+    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound. default_max_tokens: None = what is
+    left of the context."""
     arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
     prompts = await tokenise(context, body)
-    seed = seed_of(body)
-    sampling = [
-        context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
-    ]
+    max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
+    sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     return GenerationRequest(
         request_id=request_id(body, request, "cmpl"),
         prompts=prompts,

@@ -54,6 +54,7 @@ class JsonResponse(GenerationResponse):
             async with generation:
                 while not (generation.finished or generation.gone):
                     await generation.step()
+            generation.require_an_answer()
         except Exception as error:
             extra = {"choices": self._partial()} if generation.completion_tokens else {}
             await error_response(error, **extra)(scope, receive, send)
@@ -90,6 +91,7 @@ class EventStream(GenerationResponse):
             async with generation:
                 while not (generation.finished or generation.gone):
                     await self._step(send)
+            generation.require_an_answer()
             await self._send(send, b"".join(map(self._event, self._last())) + DONE, more=False)
         except Exception as error:
             if self._started:

@@ -187,6 +187,9 @@ class ReferenceOps:
         ids = np.empty((count, top), np.int32)
         for i, row in enumerate(rows):
             peak = float(row.max())
+            if not np.isfinite(peak):
+                chosen[i], best[i], ids[i] = np.nan, -np.inf, 0
+                continue
             norm = peak + np.log(np.exp(row.astype(np.float64) - peak).sum())
             chosen[i] = row[token_ids[i]] - norm
             ids[i] = np.argsort(-row, kind="stable")[:top]
@@ -280,6 +283,8 @@ def _attend(
 
 def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
     """One token id from one row of logits, as ``Ops.sample`` says, in float64."""
+    if not np.isfinite(row.max()):  # a NaN is the largest, for numpy
+        return -1
     if batch.temperature[i] == 0:
         return int(row.argmax())
     scaled = row.astype(np.float64) / batch.temperature[i]

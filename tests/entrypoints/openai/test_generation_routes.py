@@ -133,18 +133,23 @@ def test_sampling_parameters_reach_the_engine(stack):
     assert (add.priority, add.cache_salt) == (2, "s")
 
 
-def test_without_max_tokens_the_rest_of_the_context_is_the_limit_and_more_is_cut_to_it(stack):
+def test_without_max_tokens_a_completion_has_16_tokens_and_what_exceeds_the_context_is_cut_to_it(stack):
+    """OpenAI's and vLLM's default."""
     stack.script(reply_with([97]))
-    for max_tokens, expected in ((None, 125), (10**6, 125), (4, 4)):
-        stack.post("/v1/completions", prompt=[1, 2, 3], max_tokens=max_tokens)
+    for length, max_tokens, expected in ((3, None, 16), (120, None, 8), (3, 10**6, 125), (3, 4, 4)):
+        stack.post("/v1/completions", prompt=[1] * length, max_tokens=max_tokens)
         assert stack.engine.expect(m.AddRequest).sampling.max_tokens == expected
+    assert stack.post("/v1/completions", prompt=[1]).status_code == 200
+    assert stack.engine.expect(m.AddRequest).sampling.max_tokens == 16
 
 
-def test_requests_without_a_seed_draw_differently(stack):
+def test_without_max_tokens_a_chat_has_the_rest_of_the_context(stack):
+    """vLLM's default."""
     stack.script(reply_with([97]))
-    for _ in range(2):
-        stack.post("/v1/completions", prompt="a")
-    assert stack.engine.expect(m.AddRequest).sampling.seed != stack.engine.expect(m.AddRequest).sampling.seed
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    stack.post("/v1/chat/completions", **chat)
+    add = stack.engine.expect(m.AddRequest)
+    assert add.sampling.max_tokens == 128 - len(add.prompt_token_ids)
 
 
 def test_tokens_can_be_named_by_id_in_logprobs(stack):
