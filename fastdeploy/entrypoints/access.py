@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -211,6 +211,12 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" else None
 
 
+def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
+    """Whether the body may be tensors. aiohttp calls an absent body octets too."""
+    octets = any(name == b"content-type" and b"octet-stream" in value.lower() for name, value in headers)
+    return path in JSON_UPLOAD_PATHS or (octets and (b"content-length", b"0") not in headers)
+
+
 class AccessControl:
     """Answers 401, 403 or 404 for a request that :func:`refusal` refuses, without reading its body."""
 
@@ -222,11 +228,9 @@ class AccessControl:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, path = scope["headers"], scope["path"]
-        raw = any(n == b"content-type" and b"octet-stream" in v.lower() for n, v in headers)
+        path, headers = scope["path"], scope["headers"]
         _, port = scope.get("server") or (None, None)
-        request = Request(path, port, bearer_key(headers), raw or path in JSON_UPLOAD_PATHS)
-        error = refusal(request, self._policy)
+        error = refusal(Request(path, port, bearer_key(headers), is_upload(path, headers)), self._policy)
         if error is None:
             await self._app(scope, receive, send)
             return

@@ -222,9 +222,12 @@ def test_a_refused_body_is_not_waited_for_and_its_connection_goes_on(guarded):
 )
 def test_an_upload_to_an_exposed_server_needs_the_control_key(make_stack, path, headers):
     stack = make_stack(host="0.0.0.0", insecure_control=True, model_roots=("/",))
-    stack.engine.replies[m.UpdateWeightsArgs] = lambda call: m.Reply(call.call_id, {"epoch": 1})
-    reply = stack.http.post(path, content=b"tensors", headers=headers)
-    assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
+    for kind in (m.UpdateWeightsArgs, m.ResumeArgs):
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"epoch": 1})
+    for content in (b"tensors", iter([b"tensors"])):
+        reply = stack.http.post(path, content=content, headers=headers)
+        assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
+    assert stack.http.post("/resume", headers=OCTETS).status_code == 200, "aiohttp's way to send no body"
     assert stack.post("/v1/update_weights", model_path="/checkpoints/1").status_code == 200
 
 
