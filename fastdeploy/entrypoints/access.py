@@ -156,6 +156,7 @@ class Policy:
 
     @classmethod
     def of(cls, config: ServeConfig, keys: Keys) -> Policy:
+        """Return the policy of a server with these settings; config.control_port is the real port, not 0."""
         return cls(keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
 

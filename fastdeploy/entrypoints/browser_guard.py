@@ -43,6 +43,7 @@ class Policy:
 
     @classmethod
     def of(cls, config: ServeConfig) -> Policy:
+        """Return the policy of a server with these settings."""
         named = frozenset(host_name(host) for host in config.allowed_hosts)
         anything = "*" in named or (not named and not is_loopback(config.host))
         return cls(None if anything else named | {host_name(config.host)}, frozenset(config.allowed_origins))
