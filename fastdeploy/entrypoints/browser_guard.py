@@ -1,7 +1,7 @@
 """A web page must not use this server with the rights of whoever looks at the page.
 
-A page in a browser on this machine can send requests to loopback, where no key may be needed. Three rules, for every
-route; programs that are no browsers meet only the third one:
+A page in a browser on this machine can send requests to loopback, where a server often has no keys. Three rules hold on
+every route. A program that is no browser meets the first and the third only:
 
 1. Host. A server bound to loopback answers loopback names only (and --allowed-hosts). A page whose domain resolves to
    127.0.0.1 (DNS rebinding) sends the name of its domain. Bound to another address, any Host is answered: the names of
