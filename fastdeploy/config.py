@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tempfile
 from typing import TypeVar
@@ -72,6 +73,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     names none.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
     model_roots: as of EngineConfig, for routes that copy checkpoints.
+    control_port: the only port that answers control routes; None = port. insecure_control: control routes are answered
+    without a key although other machines can reach them. allowed_hosts: names that the Host header may have besides
+    the names of loopback; "*" = any. allowed_origins: origins of web pages that may use this server; "*" = any.
+    Keys are no settings: settings are shown by /server_info (see entrypoints/keys.py).
     """
 
     model: str
@@ -92,10 +97,21 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
     model_roots: tuple[str, ...] = ()
+    control_port: int | None = None
+    insecure_control: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
+        if self.control_port is not None:
+            _require("control_port", 0 <= self.control_port < 65536, "a port from 0 to 65535", self.control_port)
+            other = self.control_port == 0 or self.control_port != self.port
+            _require("control_port", other, "another port than --port", self.control_port)
+        for origin in self.allowed_origins:
+            whole = origin == "*" or ("://" in origin and not origin.endswith("/"))
+            _require("allowed_origins", whole, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
         for field in (
             "keepalive_s",
@@ -118,6 +134,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def upload_folders(upload_dir: str) -> tuple[str, ...]:
     """Where an API server may spool a weight upload, first choice first; the engine reads uploads from nowhere else."""
     return (upload_dir,) if upload_dir else (SHARED_MEMORY, tempfile.gettempdir())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def to_json(config: msgspec.Struct) -> str:

@@ -3,10 +3,14 @@
     FastDeployError
     ├── RequestError            the caller's fault: nothing was accepted, nothing changed
     │   ├── InvalidField        400  a field is missing, malformed, or not supported
+    │   ├── InvalidKey          401  the request carries no key, or a wrong one
+    │   ├── Forbidden           403  this caller may not use this route
+    │   ├── RouteNotFound       404  there is no such route
     │   ├── ModelNotFound       404  the model named is not served here
     │   ├── DuplicateRequest    409  the request id is alive
     │   ├── AttachedElsewhere   409  a later request with this id took over (retain_s)
     │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
+    │   ├── UnsupportedBody     415  the Content-Type of the body is not taken
     │   ├── QueueFull           429  the waiting queue is at its bound
     │   └── RequestsRejected    503  a pause with admission=reject stands
     ├── ControlError            a control call that did not do what it asked for
@@ -69,6 +73,18 @@ class InvalidField(RequestError):
         self.field = field
 
 
+class InvalidKey(RequestError):
+    code, status = "invalid_api_key", 401
+
+
+class Forbidden(RequestError):
+    code, status = "forbidden", 403
+
+
+class RouteNotFound(RequestError):
+    code, status = "not_found", 404
+
+
 class ModelNotFound(RequestError):
     code, status = "model_not_found", 404
 
@@ -83,6 +99,10 @@ class AttachedElsewhere(RequestError):
 
 class RequestTooLarge(RequestError):
     code, status = "request_too_large", 413
+
+
+class UnsupportedBody(RequestError):
+    code, status = "unsupported_media_type", 415
 
 
 class QueueFull(RequestError):

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastdeploy.inter_communicator.event_pipe import EventReader
 
@@ -22,6 +22,7 @@ class Child:
 
     It is in a session of its own, so that Ctrl-C reaches the supervisor only, which then decides what ends when; and
     it gets ``death_signal`` when the supervisor dies, however that happens (None: it watches the supervisor itself).
+    environment: the environment variables of the process.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class Child:
         args: Sequence[str],
         keep_fds: Sequence[int] = (),
         death_signal: signal.Signals | None = None,
+        *,
+        environment: Mapping[str, str],
     ):
         read_fd, write_fd = os.pipe()
         parent = os.getpid()
@@ -46,6 +49,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *args, "--event-fd", str(write_fd)],
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 pass_fds=[write_fd, *keep_fds],
                 start_new_session=True,
                 preexec_fn=tie,

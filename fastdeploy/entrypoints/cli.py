@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from fastdeploy import __version__
-from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig
+from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
 from fastdeploy.engine.sampling_params import LOGPROBS_MODES
+from fastdeploy.entrypoints.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 from fastdeploy.errors import InvalidField
 from fastdeploy.logger import setup_logging
 
 EMBEDDED_NAME = "fastdeploy-embedded"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+logger = logging.getLogger(__name__)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         flag = "--" + name.replace("_", "-")
         what = f"of a pause by {dialect}'s routes that names none (%(default)s)"
         add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
+    _add_access_flags(serve)
     add = serve.add_argument_group("engine").add_argument
     add("--model", help="Hugging Face folder; without it the embedded model is served")
     add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")
@@ -74,6 +77,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_access_flags(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument_group("who may do what").add_argument
+    keys = "file of keys, one on each line, any of which opens"
+    add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
+    add("--control-key", metavar="FILE", help=f"{keys} every route (or {CONTROL_KEY}, likewise)")
+    add("--control-port", type=int, help="the only port that answers control routes, 0 = any free one (--port)")
+    why = "answer control routes without a key though other machines can reach them"
+    add("--insecure-control", action="store_true", help=why)
+    names = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
+    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=names)
+    origins = "origins of web pages that may use this server; * = any (none but its own)"
+    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=origins)
+
+
+def _comma_list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """The checked configs of ``fastdeploy serve``; raises InvalidField naming a setting."""
     model = os.path.abspath(args.model) if args.model else _embedded_model()
@@ -82,7 +103,7 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     name = args.served_model_name or (os.path.basename(model) if args.model else EMBEDDED_NAME)
     roots = args.model_root
     if roots is None:
-        roots = ["/"] if args.host in LOOPBACK else []
+        roots = ["/"] if is_loopback(args.host) else []
     given = vars(args)
     engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
     http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
@@ -108,19 +129,31 @@ def _embedded_model() -> str:
     return str(MODEL_DIR)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
+    if not is_exposed(config, keys):
+        return
+    if config.insecure_control:
+        logger.warning("--insecure-control: whoever reaches %s can pause this server and change weights", config.host)
+    else:
+        logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
+
+
+def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.engine.main") -> int:
+    """Run the command line ``argv`` and return its exit status. engine_module: see Supervisor."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         engine_config, serve_config = configs(args)
+        keys = read_keys(args.api_key, args.control_key, os.environ)
     except InvalidField as error:
         flag = "--" + error.field.replace("_", "-")
         parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
     from fastdeploy.entrypoints.supervisor import Supervisor
 
     setup_logging("supervisor")
+    _warn_if_exposed(serve_config, keys)
     try:
-        return Supervisor(engine_config, serve_config).run()
+        return Supervisor(engine_config, serve_config, engine_module, keys).run()
     except OSError as error:
         print(f"fastdeploy: {error}", file=sys.stderr)
         return 1

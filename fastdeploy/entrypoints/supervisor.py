@@ -1,6 +1,6 @@
 """The parent of one engine and N API servers: starts them, replaces the ones that die, and ends them all.
 
-The HTTP socket is bound here, once, and inherited by every API server: a server that is replaced loses no connection
+The HTTP sockets are bound here, once, and inherited by every API server: a server that is replaced loses no connection
 that waits in the queue. API servers start at the same time as the engine, so that /health and /ready answer (503) while
 the model loads.
 
@@ -19,9 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from fastdeploy.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.engine.main import REFUSED
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 
 logger = logging.getLogger(__name__)
@@ -53,15 +56,20 @@ class RestartBudget:
 class Supervisor:
     """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for.
 
-    engine_module: what is run as the engine (tests run a scripted one).
+    engine_module: what is run as the engine (tests run a scripted one). keys: passed to the API servers only.
     """
 
     def __init__(
-        self, engine_config: EngineConfig, serve_config: ServeConfig, engine_module: str = "fastdeploy.engine.main"
+        self,
+        engine_config: EngineConfig,
+        serve_config: ServeConfig,
+        engine_module: str = "fastdeploy.engine.main",
+        keys: Keys = NO_KEYS,
     ):
         self._engine_module = engine_module
         self._engine_config = engine_config
         self._config = serve_config
+        self._keys = keys
         self._selector = selectors.DefaultSelector()
         self._engine: Child | None = None
         self._servers: dict[str, Child] = {}
@@ -77,7 +85,7 @@ class Supervisor:
 
     def run(self) -> int:
         raise_open_files_limit()
-        self._listener = bind(self._config.host, self._config.port)
+        self._bind()
         self._socket_dir = ipc_dir.create()
         restore = self._catch_signals()
         try:
@@ -89,10 +97,21 @@ class Supervisor:
         finally:
             self._kill_all()
             restore()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             self._selector.close()
             ipc_dir.remove(self._socket_dir)
         return self._status
+
+    def _bind(self) -> None:
+        """Open the listeners, and put the ports that they got into the config. Raises OSError."""
+        config = self._config
+        self._listeners = [bind(config.host, config.port)]
+        if config.control_port is not None:
+            self._listeners.append(bind(config.host, config.control_port))
+        names = ("port", "control_port")
+        ports = {name: listener.getsockname()[1] for name, listener in zip(names, self._listeners, strict=False)}
+        self._config = msgspec.structs.replace(config, **ports)
 
     def _turn(self) -> None:
         timeout = max(self._stop_deadline - time.monotonic(), 0.0) if self._stopping else None
@@ -168,7 +187,7 @@ class Supervisor:
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
             args.append("--lost-commit")
-        child = self._engine = Child("engine", self._engine_module, args)
+        child = self._engine = Child("engine", self._engine_module, args, environment=NO_KEYS.environment(os.environ))
         self._watch(child, lambda event: self._on_engine_event(child, event), self._on_engine_end)
 
     def _on_engine_event(self, child: Child, event: dict) -> None:
@@ -191,9 +210,10 @@ class Supervisor:
 
     def _start_server(self, name: str) -> None:
         args = ["--config", to_json(self._config), "--endpoint", ipc_dir.endpoint(self._socket_dir)]
-        fd = self._listener.fileno()
-        module = "fastdeploy.entrypoints.openai.api_server"
-        child = Child(name, module, [*args, "--http-fd", str(fd)], (fd,), signal.SIGKILL)
+        fds = [listener.fileno() for listener in self._listeners]
+        args += ["--http-fds", *map(str, fds)]
+        module, environment = "fastdeploy.entrypoints.openai.api_server", self._keys.environment(os.environ)
+        child = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
         self._servers[name] = child
         self._watch(child, lambda event: self._on_server_event(child), lambda status: self._on_server_end(name, status))
 
@@ -201,9 +221,9 @@ class Supervisor:
         child.ready = True
         if not self._announced and all(server.ready for server in self._servers.values()):
             self._announced = True
-            host, port = self._listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"FastDeploy serves {self._config.served_model_name} at http://{shown}:{port}", flush=True)
+            data, *control = [_url(listener) for listener in self._listeners]
+            also = f", control at {control[0]}" if control else ""
+            print(f"FastDeploy serves {self._config.served_model_name} at {data}{also}", flush=True)
 
     def _on_server_end(self, name: str, status: int) -> None:
         del self._servers[name]
@@ -258,6 +278,11 @@ def bind(host: str, port: int) -> socket.socket:
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def raise_open_files_limit() -> None:

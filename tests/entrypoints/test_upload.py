@@ -108,7 +108,7 @@ def test_a_write_that_the_system_cuts_short_is_found(spooling, spool):
 def test_a_client_that_goes_in_the_middle_leaves_no_file(spooling, spool):
     address = spooling.http.base_url
     with socket.create_connection((address.host, address.port)) as client:
-        head = "POST /v1/update_weights HTTP/1.1\r\nhost: x\r\ncontent-type: application/octet-stream\r\n"
+        head = "POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
         client.sendall(f"{head}content-length: 1000000\r\n\r\n".encode() + bytes(1000))
         wait_until(lambda: list(spool.iterdir()))
     wait_until(lambda: not list(spool.iterdir()))

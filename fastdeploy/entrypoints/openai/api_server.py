@@ -6,21 +6,25 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from fastdeploy import __version__
 from fastdeploy.collector import collect_rarely
 from fastdeploy.config import ServeConfig, from_json
 from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints import access, browser_guard
 from fastdeploy.entrypoints.dialects.areal import areal_router
 from fastdeploy.entrypoints.dialects.sglang import sglang_router
 from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
 from fastdeploy.entrypoints.docs_page import add_docs_page
+from fastdeploy.entrypoints.keys import NO_KEYS, Keys, take_keys
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
@@ -50,8 +54,8 @@ ROUTERS = {
 }
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> FastAPI:
-    """The HTTP application. It starts and closes ``client`` with its own life."""
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
+    """Make the HTTP application. It starts and closes ``client`` with its own life."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -77,6 +81,11 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     add_error_handlers(app)
     # The last one is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)
+    app.add_middleware(access.AccessControl, policy=access.Policy.of(config, keys))
+    if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
+        origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
     app.add_middleware(LastResort)
     app.add_middleware(Routing)
     return app
@@ -96,10 +105,12 @@ class ApiServer(uvicorn.Server):
         await aborting
 
 
-def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> ApiServer:
+def make_server(
+    client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
+) -> ApiServer:
     """A uvicorn server of :func:`create_app`; half of the shutdown time is for the engine to end open requests."""
     uvicorn_config = uvicorn.Config(
-        create_app(client, tokenizer, config),
+        create_app(client, tokenizer, config, keys),
         loop="uvloop",
         http=HttpProtocol,
         ws="none",
@@ -113,12 +124,14 @@ def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: Serve
     return ApiServer(uvicorn_config, client, bound_s=config.shutdown_s / 4)
 
 
-async def serve(config: ServeConfig, endpoint: str, listener: socket.socket, events: EventPipe) -> None:
+async def serve(
+    config: ServeConfig, keys: Keys, endpoint: str, listeners: Sequence[socket.socket], events: EventPipe
+) -> None:
     client = EngineClient(endpoint, config.stall_s)
-    server = make_server(client, load_tokenizer(config.model), config)
+    server = make_server(client, load_tokenizer(config.model), config, keys)
     announce = asyncio.create_task(_announce(client, events))
     collect_rarely()
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=list(listeners))
     announce.cancel()
 
 
@@ -131,14 +144,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
-    parser.add_argument("--http-fd", type=int, required=True, help="the listening socket, inherited")
+    parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="the listening sockets, inherited")
     parser.add_argument("--event-fd", type=int, required=True, help="where to tell the supervisor, inherited")
     args = parser.parse_args()
     setup_logging("api")
-    listener = socket.socket(fileno=args.http_fd)
-    config = from_json(args.config, ServeConfig)
+    listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
+    config, keys = from_json(args.config, ServeConfig), take_keys(os.environ)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(serve(config, args.endpoint, listener, EventPipe(args.event_fd)))
+        runner.run(serve(config, keys, args.endpoint, listeners, EventPipe(args.event_fd)))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
