@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
+from fastdeploy.entrypoints.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
 from fastdeploy.errors import InvalidField
 
 # They change what is computed or returned, and are refused unless they are empty.
@@ -282,10 +282,7 @@ def _sampling(
 
 
 def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
-    stops = [params.stop] if isinstance(params.stop, str) else params.stop
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        expected = f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
-        raise InvalidField("sampling_params.stop", expected)
+    stops = stop_strings(params.stop, "sampling_params.stop")
     if stops:
         context.require_tokenizer("sampling_params.stop")
-    return TextOptions(tuple(stops), params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)
+    return TextOptions(stops, params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)

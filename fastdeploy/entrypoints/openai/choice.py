@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastdeploy.entrypoints.openai.detokenizer import IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.entrypoints.openai.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.inter_communicator.messages import Logprob, Output, Span
 
@@ -54,8 +54,10 @@ class Choice:
         self._decoder = None
         if tokenizer is not None:
             fresh = len(prompt) - resumed
-            self._decoder = IncrementalDecoder(tokenizer, prompt[:fresh], options.skip_special_tokens)
+            tail = prompt[max(fresh - CONTEXT, 0) : fresh]  # not a copy of the whole prompt for each choice
+            self._decoder = IncrementalDecoder(tokenizer, tail, options.skip_special_tokens)
             self.text = self._decoder.extend(prompt[fresh:])
+            self._search.push(self.text)
 
     def feed(self, output: Output) -> Delta:
         """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
@@ -94,14 +96,14 @@ class Choice:
             new = self._decoder.push(token_id)
             self.text += new
             enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
-            if new and enough and (hit := self._search.find(self.text, len(new))):
+            if (hit := self._search.push(new)) and enough:
                 return i + 1, hit
         return len(output.token_ids), None
 
     def _show(self) -> str:
         end = len(self.text)
         if self.finish_reason is None:
-            end -= self._search.held_back(self.text)
+            end -= self._search.held_back
         start, self._shown = self._shown, max(end, self._shown)
         return self.text[start : self._shown]
 

@@ -115,6 +115,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 MAX_STOPS = 64
 MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_IN_ALL = 4096
 # Of one prompt, and of one HTTP request with all of its prompts.
 MAX_N = 1024
 MAX_CHOICES = 4096
@@ -175,10 +176,18 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(None, max_length=256)
 
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-        return tuple(stops)
+        return stop_strings(self.stop, "stop")
+
+
+def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+    """The stop strings of a request; raises InvalidField for ``field`` where they are too many or too long."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    sizes = [len(text) for text in stops]
+    if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
+        raise InvalidField(field, f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if sum(sizes) > MAX_STOP_CHARS_IN_ALL:
+        raise InvalidField(field, f"expected at most {MAX_STOP_CHARS_IN_ALL} characters in all, got {sum(sizes)}")
+    return tuple(stops)
 
 
 class CompletionBody(GenerationBody):
