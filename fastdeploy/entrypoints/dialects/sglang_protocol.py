@@ -152,6 +152,7 @@ def is_empty(value: Any) -> bool:
 async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: str | None) -> Prompts:
     """Check everything and tokenise; raises InvalidField."""
     inputs, field, batch = _inputs(body)
+    context.check_choices(len(inputs), 1)
     params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
     n = params[0].n
     if any(p.n != n for p in params):
@@ -187,7 +188,9 @@ async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int
     if isinstance(value, str) and field.startswith("text"):
         context.check_text(value, field)
         value = await context.require_tokenizer(field).encode(value)
-    elif not isinstance(value, list) or any(type(token) is not int for token in value):
+    elif not isinstance(value, list) or (
+        len(value) < context.max_model_len and any(type(token) is not int for token in value)
+    ):
         raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
     context.check_prompt(value, field)
     return value

@@ -119,6 +119,7 @@ MAX_STOP_CHARS_IN_ALL = 4096
 # Of one prompt, and of one HTTP request with all of its prompts.
 MAX_N = 1024
 MAX_CHOICES = 4096
+MAX_MESSAGES = 65536
 MAX_VERSION_CHARS = 256
 # What msgpack can carry. SamplingParams.check knows the narrower ranges of its own fields.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -206,7 +207,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
