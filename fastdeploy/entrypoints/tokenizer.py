@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,8 +40,8 @@ class Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
         self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
-        self.token_text = lru_cache(65536)(self._token_text)
-        self.token_bytes = lru_cache(65536)(self._token_bytes)
+        self.token_text = cache(self._token_text)
+        self.token_bytes = cache(self._token_bytes)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) < INLINE_CHARS:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fastdeploy.engine.sampling_params import MAX_INT32, SEED_BITS, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
+from fastdeploy.entrypoints.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
 from fastdeploy.entrypoints.openapi import described
 from fastdeploy.errors import InvalidField
 
@@ -151,6 +151,7 @@ def is_empty(value: Any) -> bool:
 async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: str | None) -> Prompts:
     """Check everything and tokenise; raises InvalidField."""
     inputs, field, batch = _inputs(body)
+    context.check_choices(len(inputs), 1)
     params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
     n = params[0].n
     if any(p.n != n for p in params):
@@ -186,7 +187,9 @@ async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int
     if isinstance(value, str) and field.startswith("text"):
         context.check_text(value, field)
         value = await context.require_tokenizer(field).encode(value)
-    elif not isinstance(value, list) or any(type(token) is not int for token in value):
+    elif not isinstance(value, list) or (
+        len(value) < context.max_model_len and any(type(token) is not int for token in value)
+    ):
         raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
     context.check_prompt(value, field)
     return value
@@ -281,10 +284,7 @@ def _sampling(
 
 
 def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
-    stops = [params.stop] if isinstance(params.stop, str) else params.stop
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        expected = f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
-        raise InvalidField("sampling_params.stop", expected)
+    stops = stop_strings(params.stop, "sampling_params.stop")
     if stops:
         context.require_tokenizer("sampling_params.stop")
-    return TextOptions(tuple(stops), params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)
+    return TextOptions(stops, params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
+from fastdeploy.entrypoints.openai.pace import Pace
 from fastdeploy.entrypoints.openai.protocol import MAX_CHOICES, GenerationBody
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.errors import EngineDead, InvalidField, ModelNotFound
@@ -39,11 +41,16 @@ NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "ma
 
 @dataclass(frozen=True)
 class ServingContext:
-    """``tokenizer`` None: the model folder has none, and only token ids are served."""
+    """``tokenizer`` None: the model folder has none, and only token ids are served. turn: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
     config: ServeConfig
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def pace(self) -> Pace:
+        """For one reply."""
+        return Pace(self.turn)
 
     @property
     def max_model_len(self) -> int:
@@ -68,9 +75,13 @@ class ServingContext:
 
     def check_text(self, text: str, field: str) -> None:
         """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
+        self.check_length(len(text), field)
+
+    def check_length(self, characters: int, field: str) -> None:
+        """See :meth:`check_text`."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
-        if len(text) > limit:
-            raise InvalidField(field, f"{len(text)} characters do not fit a context of {self.max_model_len} tokens")
+        if characters > limit:
+            raise InvalidField(field, f"{characters} characters do not fit a context of {self.max_model_len} tokens")
 
     def check_prompt(self, ids: list[int], field: str) -> None:
         """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""

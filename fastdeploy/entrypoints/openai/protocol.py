@@ -116,9 +116,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 MAX_STOPS = 64
 MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_IN_ALL = 4096
 # Of one prompt, and of one HTTP request with all of its prompts.
 MAX_N = 1024
 MAX_CHOICES = 4096
+MAX_MESSAGES = 65536
 MAX_VERSION_CHARS = 256
 # What msgpack can carry. SamplingParams.check knows the narrower ranges of its own fields.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -177,10 +179,18 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(None, max_length=256)
 
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-        return tuple(stops)
+        return stop_strings(self.stop, "stop")
+
+
+def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+    """The stop strings of a request; raises InvalidField for ``field`` where they are too many or too long."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    sizes = [len(text) for text in stops]
+    if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
+        raise InvalidField(field, f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if sum(sizes) > MAX_STOP_CHARS_IN_ALL:
+        raise InvalidField(field, f"expected at most {MAX_STOP_CHARS_IN_ALL} characters in all, got {sum(sizes)}")
+    return tuple(stops)
 
 
 class CompletionBody(GenerationBody):
@@ -204,7 +214,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None

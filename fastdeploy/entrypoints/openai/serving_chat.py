@@ -12,7 +12,7 @@ from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
-from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
@@ -24,7 +24,8 @@ def chat_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), ChatBody)
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        checked = await prepare(context, body, request)
+        generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return ChatView(context, generation, body).response()
 
     return router
@@ -38,8 +39,10 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.n or 1)
     continue_final = bool(body.continue_final_message)
+    messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    context.check_length(sum(len(message["content"]) for message in messages), "messages")
     text = await tokenizer.chat_text(
-        [_message(i, message) for i, message in enumerate(body.messages)],
+        messages,
         add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continue_final,
         variables=body.chat_template_kwargs or {},
@@ -88,9 +91,9 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
 class ChatView(ReplyView):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def body(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
-        body = super().body()
+        body = await super().body()
         first = body["choices"][0]
         if "prompt_logprobs" in first:
             body["prompt_logprobs"] = first.pop("prompt_logprobs")
@@ -98,31 +101,30 @@ class ChatView(ReplyView):
             body["prompt_token_ids"] = self._prompt(0)
         return body
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "message": {"role": "assistant", "content": choice.text},
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs),
+            "logprobs": await self._logprobs(choice.token_ids, choice.logprobs),
         }
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         shown = {"content": delta.text}
         if index not in self._seen:
             shown = {"role": "assistant", "content": delta.text}
-        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
-        return [self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+        logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
+        return [await self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
 
-    def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+    async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """OpenAI's list with one entry per token (empty for no tokens)."""
         if not self._body.logprobs:
             return None
-        content = [
-            self._entry(token, entry.logprob) | {"top_logprobs": [self._entry(*best) for best in entry.top]}
-            for token, entry in zip(ids, logprobs, strict=True)
-        ]
+        pairs = zip(ids, logprobs, strict=True)
+        content = await self.generation.pace.array(map(self._token, pairs), work_of(logprobs))
         return {"content": content, "refusal": None}
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._context.tokenizer
-        spelled = list(tokenizer.token_bytes(token_id)) if tokenizer is not None else None
-        return {"token": self.token_text(token_id), "logprob": logprob, "bytes": spelled}
+    def _token(self, pair: tuple[int, Logprob]) -> ChosenToken:
+        token_id, entry = pair
+        text, spelled = self.token_text, self._context.tokenizer.token_bytes
+        top = [TokenLogprob(text(token), logprob, spelled(token)) for token, logprob in entry.top]
+        return ChosenToken(text(token_id), entry.logprob, spelled(token_id), top)

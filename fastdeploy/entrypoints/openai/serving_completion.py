@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,12 +13,13 @@ from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
-from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openai.reply import ReplyView, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
+IDS_PER_WORK = 16  # token ids are checked in one unit of Pace
 
 
 def completion_router(context: ServingContext) -> APIRouter:
@@ -26,8 +28,8 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), CompletionBody)
-        prepared = await prepare(context, body, request, DEFAULT_MAX_TOKENS)
-        generation = Generation(context.client, context.tokenizer, prepared)
+        checked = await prepare(context, body, request, DEFAULT_MAX_TOKENS)
+        generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
 
     return router
@@ -64,14 +66,15 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     prompts = prompt if several else [prompt]
     context.check_choices(len(prompts), body.n or 1)
-    result = []
+    result, pace = [], context.pace()
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
         if isinstance(item, str):
             context.check_text(item, field)
             ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
-        elif isinstance(item, list) and all(type(token) is int for token in item):
-            ids = item
+        elif isinstance(item, list) and (len(item) >= context.max_model_len or all(type(t) is int for t in item)):
+            ids = item  # one that is too long is refused for that, before its ids are looked at
+            await pace.spend(len(ids) // IDS_PER_WORK)
         else:
             raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
         context.check_prompt(ids, field)
@@ -86,34 +89,33 @@ class CompletionView(ReplyView):
         super().__init__(*args)
         self._offsets = [0] * len(self.generation.choices)
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0)[0],
+            "logprobs": (await self._logprobs(choice.token_ids, choice.logprobs, 0))[0],
         }
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        logprobs, self._offsets[index] = self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
-        return [self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs, self._offsets[index] = await self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
+        return [await self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
 
-    def _logprobs(self, ids: list[int], logprobs: list[Logprob], offset: int) -> tuple[dict[str, Any] | None, int]:
+    async def _logprobs(
+        self, ids: list[int], logprobs: list[Logprob], offset: int
+    ) -> tuple[dict[str, Any] | None, int]:
         """OpenAI's four aligned arrays (empty for no tokens), and the text offset behind them."""
         if self._body.logprobs is None:
             return None, offset
-        tokens = [self.token_text(token) for token in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        top = [self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)]
+        text, array = self.token_text, self.generation.pace.array
+        offsets = list(accumulate((len(text(token)) for token in ids), initial=offset))
+        top = (self._top(text(token), entry) for token, entry in zip(ids, logprobs, strict=True))
         return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }, offset
+            "tokens": await array(text(token) for token in ids),
+            "token_logprobs": await array(entry.logprob for entry in logprobs),
+            "top_logprobs": await array(top, work_of(logprobs)),
+            "text_offset": await array(offsets[:-1]),
+        }, offsets[-1]
 
     def _top(self, token: str, entry: Logprob) -> dict[str, float]:
-        best = {self.token_text(token_id): logprob for token_id, logprob in entry.top}
-        return {token: entry.logprob} | best
+        text = self.token_text
+        return {token: entry.logprob} | {text(token_id): logprob for token_id, logprob in entry.top}

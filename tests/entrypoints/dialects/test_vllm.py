@@ -377,6 +377,9 @@ def test_tokenize_and_detokenize(module_stack):
     assert module_stack.post("/detokenize", tokens=[]).json() == {"prompt": ""}
     refused(module_stack.post("/tokenize"), "prompt")
     refused(module_stack.post("/detokenize", tokens=[10**6]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=["a"]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
+    assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
     assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
 
 

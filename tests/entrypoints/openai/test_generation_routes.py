@@ -185,6 +185,17 @@ def _fields(add: m.AddRequest, count: int) -> dict:
     return {"logprobs": output.logprobs, "spans": output.spans}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_stop_strings_beyond_their_bounds_are_refused_by_name(module_stack, path):
+    for stop in (["a"] * 65, ["a" * 257], [""], [chr(97 + i) * 256 for i in range(17)]):
+        if path == "/generate":
+            body = {"input_ids": [97], "sampling_params": {"stop": stop}}
+        else:
+            body = {"prompt": [97], "stop": stop}
+        error = module_stack.post(path, **body).json()["error"]
+        assert error["param"].endswith("stop"), error
+
+
 def test_text_held_back_for_a_stop_string_is_flushed_by_an_abort(stack):
     script = reply_with(list(b"abY"), finish_reason="abort")
     stack.script(script)
