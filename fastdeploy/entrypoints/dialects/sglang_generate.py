@@ -30,7 +30,7 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
         body = parse_generate(parse_json(await request.body()))
         context.check_model(body.model)
         await context.client.require_engine()
-        prompts = await read_prompts(context, body, request.headers.get("x-request-id"))
+        prompts = await read_prompts(context, body)
         generation = LabelledGeneration(context.client, context.tokenizer, to_request(prompts, body))
         view = GenerateView(context, generation, body, prompts)
         if body.stream:

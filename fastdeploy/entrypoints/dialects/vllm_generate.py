@@ -47,7 +47,7 @@ def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     async def generate(request: Request) -> Response:
         """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
         body = parse_generate(parse_json(await request.body()))
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body))
         return GenerateView(context, generation, body).response()
 
 

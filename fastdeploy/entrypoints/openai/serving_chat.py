@@ -23,13 +23,13 @@ def chat_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), ChatBody)
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body))
         return ChatView(context, generation, body).response()
 
     return router
 
 
-async def prepare(context: ServingContext, body: ChatBody, request: Request) -> GenerationRequest:
+async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
     arrived = time.time()
     context.check_model(body.model)
@@ -50,7 +50,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
     return GenerationRequest(
-        request_id=request_id(body, request, "chatcmpl"),
+        request_id=request_id(body, "chatcmpl"),
         prompts=[ids],
         sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit, seed_of(body))],
         text=context.text_options(body),
@@ -59,7 +59,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, [ids]),
-        **lifetime(body, request, arrived),
+        **lifetime(body, arrived),
     )
 
 

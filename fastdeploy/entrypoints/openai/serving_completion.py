@@ -23,13 +23,13 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), CompletionBody)
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body))
         return CompletionView(context, generation, body).response()
 
     return router
 
 
-async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
+async def prepare(context: ServingContext, body: CompletionBody) -> GenerationRequest:
     """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
     arrived = time.time()
     context.check_model(body.model)
@@ -40,7 +40,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
         context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
     ]
     return GenerationRequest(
-        request_id=request_id(body, request, "cmpl"),
+        request_id=request_id(body, "cmpl"),
         prompts=prompts,
         sampling=sampling,
         text=context.text_options(body),
@@ -49,7 +49,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, prompts),
-        **lifetime(body, request, arrived),
+        **lifetime(body, arrived),
     )
 
 
