@@ -17,6 +17,7 @@
     │   ├── PauseInterrupted    409  a resume released the hold while it was draining
     │   ├── PauseTimeout        504  on_timeout=cancel: the engine runs again
     │   ├── ResumeRefused       409  there are no whole weights to run with
+    │   ├── HoldNotFound        404  no such hold stands: it was released, its ttl ended, or the engine restarted
     │   ├── WeightUpdateRefused 400  the old weights serve on
     │   ├── OutOfSpace          507  no room to take an upload or sleeping weights in; nothing changed
     │   ├── UpdateInProgress    409  another weight session is open
@@ -131,6 +132,10 @@ class WeightUpdateRefused(ControlError):
 
 class ResumeRefused(ControlError):
     code, status = "resume_refused", 409
+
+
+class HoldNotFound(ControlError):
+    code, status = "hold_not_found", 404
 
 
 class OutOfSpace(ControlError):

@@ -111,6 +111,7 @@ class CommonEngine:
         self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.pause.pause,
             m.ResumeArgs: lambda args, answer: self.pause.resume(args),
+            m.RenewArgs: lambda args, answer: self.pause.renew(args),
             m.PauseStatusArgs: lambda args, answer: self.pause.status(),
             m.AbortArgs: lambda args, answer: self._abort(args),
             m.UpdateWeightsArgs: self.weights.update,

@@ -31,9 +31,17 @@ from fastdeploy.engine.holds import (
     Hold,
     Mode,
     Phase,
+    expiry,
 )
-from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout, ResumeRefused
-from fastdeploy.inter_communicator.messages import Args, PauseArgs, ResumeArgs
+from fastdeploy.errors import (
+    FastDeployError,
+    HoldNotFound,
+    InvalidField,
+    PauseInterrupted,
+    PauseTimeout,
+    ResumeRefused,
+)
+from fastdeploy.inter_communicator.messages import Args, PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
 FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
@@ -54,6 +62,7 @@ class PauseCall:
     baseline: Counts
     answer: Answer
     escalated_by: str | None = None
+    aborted_ids: list[str] = field(default_factory=list)
     forced_ids: list[str] = field(default_factory=list)
 
 
@@ -164,7 +173,7 @@ class PauseState:
             self._escalate_others(call)
         self._calls.append(call)
         self._advance(Event.PLACE)
-        self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
+        call.aborted_ids = self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
         """A hold that nobody placed over a route: it goes only by its name, or if ``locked`` not even so."""
@@ -191,6 +200,17 @@ class PauseState:
             "still_held_by": list(self.holds),
             **self._effects.weights_label(),
         }
+
+    def renew(self, args: RenewArgs) -> dict[str, Any]:
+        """Set when a standing hold ends by itself, and change nothing else. Raises HoldNotFound if no caller's hold of
+        that name stands, so that whoever believes to hold learns otherwise."""
+        hold = self.holds.get(args.hold_id)
+        if hold is None or hold.placed_by == SYSTEM:
+            why = "it was released, its ttl ended, or the engine restarted"
+            raise HoldNotFound(f"hold_id: {args.hold_id!r} does not stand: {why}", param="hold_id")
+        now = self._clock()
+        hold.expires_at = expiry(args.ttl_s, now)
+        return {"hold": hold.describe(now), "state": self.phase.value, "is_paused": self.is_paused}
 
     def release_system_hold(self, hold_id: str) -> None:
         hold = self.holds.get(hold_id)
@@ -268,6 +288,7 @@ class PauseState:
             call.hold.mode = max(call.hold.mode, mode)
             call.deadline = now + 2 * FENCE_TIMEOUT_S
             call.forced_ids = self._enforce(mode, "the drain timed out (on_timeout=abort)")
+            call.aborted_ids += call.forced_ids
 
     def _enforce(self, mode: Mode, why: str) -> list[str]:
         """What a mode does at once, to those who are in the engine now. Later arrivals meet the closed gate."""
@@ -312,16 +333,15 @@ class PauseState:
             raise InvalidField("on_timeout", f"expected keep, abort or cancel, got {on_timeout!r}")
         if not 0.0 <= args.timeout_s <= 86400.0:
             raise InvalidField("timeout_s", f"expected seconds from 0 to 86400, got {args.timeout_s!r}")
-        if args.ttl_s is not None and not 0.0 < args.ttl_s <= 31 * 86400.0:
-            raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {args.ttl_s!r}")
         if args.hold_id is not None and not 0 < len(args.hold_id) <= 256:
             raise InvalidField("hold_id", "expected 1 to 256 characters")
         if args.hold_id in SYSTEM_HOLDS:
             raise InvalidField("hold_id", f"{args.hold_id!r} is the name of a hold of the system's own")
         now = self._clock()
+        expires_at = expiry(args.ttl_s, now)
         clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
         hold = self._hold_for(args, system_hold or args.hold_id, mode, admission, clear_cache, now)
-        hold.expires_at = None if args.ttl_s is None else now + args.ttl_s
+        hold.expires_at = expires_at
         return PauseCall(hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer)
 
     def _hold_for(
@@ -363,6 +383,7 @@ class PauseState:
                 "queued": counts.queued,
             },
             "tokens_returned": counts.aborted_tokens - before.aborted_tokens,
+            "aborted_ids": call.aborted_ids,
             "forced_ids": call.forced_ids,
             "escalated_by": call.escalated_by,
             "elapsed_ms": round((now - call.started_at) * 1000, 3),

@@ -113,6 +113,14 @@ class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     hold_id: str | None = None
 
 
+class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Let a standing hold end ``ttl_s`` seconds from now (None: not by itself). Nothing else changes. Fails with
+    HoldNotFound if no such hold stands."""
+
+    hold_id: str
+    ttl_s: float | None = None
+
+
 class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -263,6 +271,7 @@ class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
 Args = (
     PauseArgs
     | ResumeArgs
+    | RenewArgs
     | PauseStatusArgs
     | AbortArgs
     | UpdateWeightsArgs

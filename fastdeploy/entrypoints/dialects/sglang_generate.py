@@ -33,7 +33,7 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
         body = parse_generate(parse_json(await request.body()))
         context.check_model(body.model)
         await context.client.require_engine()
-        prompts = await read_prompts(context, body, request.headers.get("x-request-id"))
+        prompts = await read_prompts(context, body)
         checked = to_request(prompts, body)
         generation = LabelledGeneration(context.client, context.tokenizer, checked, context.pace())
         view = GenerateView(context, generation, body, prompts)

@@ -148,7 +148,7 @@ def is_empty(value: Any) -> bool:
     return not value or (isinstance(value, list) and all(is_empty(item) for item in value))
 
 
-async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: str | None) -> Prompts:
+async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     """Check everything and tokenise; raises InvalidField."""
     inputs, field, batch = _inputs(body)
     context.check_choices(len(inputs), 1)
@@ -157,7 +157,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: 
     if any(p.n != n for p in params):
         raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
     context.check_choices(len(inputs), n)
-    rids, group = _rids(body.rid, header_rid, len(inputs) if batch else None)
+    rids, group = _rids(body.rid, len(inputs) if batch else None)
     options = _logprob_options(body, inputs)
     prompts = []
     for i, value in enumerate(inputs):
@@ -204,9 +204,8 @@ def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
     return value
 
 
-def _rids(rid: Any, header: str | None, batch: int | None) -> tuple[list[str], str]:
+def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
     """The id of each prompt, and the one that stands for the batch. ``batch`` None: a single prompt."""
-    rid = header if rid is None else rid
     if isinstance(rid, list) and batch is not None:
         if len(rid) != batch or len(set(map(str, rid))) != batch:
             raise InvalidField("rid", f"expected {batch} different ids, one per prompt")

@@ -58,7 +58,7 @@ def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
         """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
         limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
         body = parse_generate(parse_json(await request.body()))
-        checked = await prepare(context, body, request, default_max_tokens=None)
+        checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()
 

@@ -48,7 +48,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
         context.check_model(body.model)
         if body.messages is not None:
             data = parse_json(await request.body())
-            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED}, request)
+            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
         elif body.prompt is not None:
             context.check_text(body.prompt, "prompt")
             ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
@@ -78,7 +78,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
     async def render(request: Request) -> Response:
         """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
         data = parse_json(await request.body())
-        ids = await rendered(context, data, request)
+        ids = await rendered(context, data)
         return json_response(
             {
                 "request_id": data.get("request_id"),
@@ -90,5 +90,5 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
         )
 
 
-async def rendered(context: ServingContext, data: dict[str, Any], request: Request) -> list[int]:
-    return (await prepare(context, parse_body(data, ChatBody), request)).prompts[0]
+async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
+    return (await prepare(context, parse_body(data, ChatBody))).prompts[0]

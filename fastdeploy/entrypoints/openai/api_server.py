@@ -29,7 +29,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
 from fastdeploy.entrypoints.openai.health import health_router
-from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing
+from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing, TraceId
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
@@ -88,6 +88,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
     app.add_middleware(LastResort)
     app.add_middleware(Routing)
+    app.add_middleware(TraceId)
     return app
 
 

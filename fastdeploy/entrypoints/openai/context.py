@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import Request
 
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
@@ -151,15 +150,16 @@ class ServingContext:
         )
 
 
-def request_id(body: GenerationBody, request: Request, prefix: str) -> str:
-    """The id the client gave, as it is: in the body, or else in X-Request-Id; otherwise a new one."""
-    return body.request_id or request.headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
+def request_id(body: GenerationBody, prefix: str) -> str:
+    """The id that the body names, as it is; otherwise a new one. An X-Request-Id is no such id: it names a trace, and
+    many requests may carry the same."""
+    return body.request_id or f"{prefix}-{uuid.uuid4().hex}"
 
 
-def lifetime(body: GenerationBody, request: Request, arrived: float) -> dict[str, Any]:
+def lifetime(body: GenerationBody, arrived: float) -> dict[str, Any]:
     """The fields of GenerationRequest that say how long a request may live. arrived: time.time() at the door, before it
     was tokenised. Raises InvalidField for one that is to be retained under no name."""
-    if body.retain_s and not (body.request_id or request.headers.get("x-request-id")):
+    if body.retain_s and not body.request_id:
         raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
     return {
         "arrival": arrived,

@@ -59,6 +59,26 @@ class LastResort:
             await error_response(error)(scope, receive, send)
 
 
+class TraceId:
+    """Sends an X-Request-Id back as it came, so that a mesh can tell which reply belongs to which trace."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), None)
+        if trace is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def traced_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", trace)]
+            await send(message)
+
+        await self._app(scope, receive, traced_send)
+
+
 # Weights come by these: as the body itself, or (SGLang's) as base64 in JSON.
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
 JSON_UPLOAD_PATHS = frozenset({"/update_weights_from_tensor"})

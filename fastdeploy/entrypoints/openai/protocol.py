@@ -237,6 +237,11 @@ class ResumeBody(Body):
     hold_id: str | None = Field(None, min_length=1)
 
 
+class RenewBody(Body):
+    hold_id: str = Field(min_length=1)
+    ttl_s: float | None = Field(None, gt=0)
+
+
 class AbortBody(Body):
     abort_all: bool = False
     req_ids: list[str] | None = None

@@ -24,14 +24,13 @@ def chat_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), ChatBody)
-        checked = await prepare(context, body, request)
-        generation = Generation(context.client, context.tokenizer, checked, context.pace())
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 
     return router
 
 
-async def prepare(context: ServingContext, body: ChatBody, request: Request) -> GenerationRequest:
+async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
     arrived = time.time()
     context.check_model(body.model)
@@ -54,7 +53,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
     return GenerationRequest(
-        request_id=request_id(body, request, "chatcmpl"),
+        request_id=request_id(body, "chatcmpl"),
         prompts=[ids],
         sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit)],
         text=context.text_options(body),
@@ -63,7 +62,7 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, [ids]),
-        **lifetime(body, request, arrived),
+        **lifetime(body, arrived),
     )
 
 

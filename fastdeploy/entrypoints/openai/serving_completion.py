@@ -28,16 +28,14 @@ def completion_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
         body = parse_body(parse_json(await request.body()), CompletionBody)
-        checked = await prepare(context, body, request, DEFAULT_MAX_TOKENS)
+        checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
 
     return router
 
 
-async def prepare(
-    context: ServingContext, body: CompletionBody, request: Request, default_max_tokens: int | None
-) -> GenerationRequest:
+async def prepare(context: ServingContext, body: CompletionBody, default_max_tokens: int | None) -> GenerationRequest:
     """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound. default_max_tokens: None = what is
     left of the context."""
     arrived = time.time()
@@ -47,7 +45,7 @@ async def prepare(
     max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
     sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     return GenerationRequest(
-        request_id=request_id(body, request, "cmpl"),
+        request_id=request_id(body, "cmpl"),
         prompts=prompts,
         sampling=sampling,
         text=context.text_options(body),
@@ -56,7 +54,7 @@ async def prepare(
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, prompts),
-        **lifetime(body, request, arrived),
+        **lifetime(body, arrived),
     )
 
 

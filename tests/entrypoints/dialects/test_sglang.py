@@ -26,7 +26,7 @@ def generate(stack, **body) -> httpx.Response:
 
 
 def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ def client(stack) -> openai.OpenAI:
 
 
 def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -105,10 +106,43 @@ def test_several_prompts_number_their_choices_as_openai_does_and_share_one_id(st
 def test_the_clients_request_id_is_never_renamed(stack):
     stack.script(reply_with([97]))
     assert stack.post("/v1/completions", prompt="a", request_id="mine").json()["id"] == "mine"
-    headers = {"X-Request-Id": "header"}
-    reply = stack.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-    assert reply.json()["id"] == "header"
-    assert list(stack.engine.requests) == ["mine", "header"]
+    assert list(stack.engine.requests) == ["mine"]
+
+
+ROUTES = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/inference/v1/generate": {"token_ids": [97], "sampling_params": {"max_tokens": 4}},
+    "/generate": {"input_ids": [97], "sampling_params": {"max_new_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_requests_that_share_an_x_request_id_are_requests_of_their_own(stack, path):
+    """A mesh gives all requests of one trace the same; the header comes back with each reply."""
+    headers = {"X-Request-Id": "trace"}
+    with ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(stack.http.post, path, json=ROUTES[path], headers=headers) for _ in range(3)]
+        ids = [stack.engine.expect(m.AddRequest).request_id for _ in range(3)]
+        assert len(set(ids)) == 3 and "trace" not in ids
+        for request_id in ids:
+            stack.engine.emit(request_id, [97], finish_reason="length", spans=[m.Span("v1", 1, 0, 1)])
+        replies = [future.result(20) for future in sent]
+    assert [(r.status_code, r.headers["x-request-id"]) for r in replies] == [(200, "trace")] * 3
+    assert "x-request-id" not in stack.http.get("/health").headers
+
+
+def test_an_error_and_a_stream_carry_the_x_request_id_too(stack):
+    stack.script(reply_with([97]))
+    headers = {"X-Request-Id": "trace"}
+    for body, status in (({"prompt": "a", "stream": True}, 200), ({"prompt": "a", "n": 0}, 400), ({"bad": 1}, 400)):
+        reply = stack.http.post("/v1/completions", json=body, headers=headers)
+        assert (reply.status_code, reply.headers.get_list("x-request-id")) == (status, ["trace"])
+
+
+def test_a_result_is_retained_under_the_request_id_of_the_body_only(stack):
+    reply = stack.http.post("/v1/completions", json={"prompt": "a", "retain_s": 5}, headers={"X-Request-Id": "trace"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
 
 
 def test_an_abort_before_any_token_has_the_full_shape(stack):

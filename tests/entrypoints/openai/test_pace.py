@@ -84,7 +84,7 @@ def generation_of(context: ServingContext, kind: type[Generation] = Generation, 
 
 
 def completion(context: ServingContext):
-    return CompletionView(context, generation_of(context), CompletionBody(logprobs=TOP, n=CHOICES))
+    return CompletionView(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
 
 
 def chat(context: ServingContext):
@@ -93,7 +93,7 @@ def chat(context: ServingContext):
 
 
 def vllm(context: ServingContext):
-    return vllm_generate.GenerateView(context, generation_of(context), CompletionBody(logprobs=TOP, n=CHOICES))
+    return vllm_generate.GenerateView(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
 
 
 def sglang(context: ServingContext):

@@ -17,7 +17,7 @@ OLD, NEW, RENAMED = ("v1", 1), ("v2", 2), ("v2b", 2)
 
 
 def chunks(reply) -> list[dict]:
-    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
