@@ -274,6 +274,9 @@ def _sampling(
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
+    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
+    if logprobs.kept and mode != "processed":
+        raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
     seed = random.getrandbits(SEED_BITS) if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
@@ -290,7 +293,7 @@ def _sampling(
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,
         prompt_logprobs=logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
-        logprobs_mode=params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature"),
+        logprobs_mode=mode,
         return_kept=logprobs.kept,
     ).check()
 
