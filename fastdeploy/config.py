@@ -71,7 +71,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
     names none.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
-    model_roots: as of EngineConfig, for routes that copy checkpoints.
+    model_roots: as of EngineConfig, for routes that copy checkpoints. trust_request_chat_template: a chat request may
+    bring its own template, a program that runs in the API server.
     """
 
     model: str
@@ -91,6 +92,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vllm_pause_mode: str = "abort"
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
+    trust_request_chat_template: bool = False
     model_roots: tuple[str, ...] = ()
 
     def check(self) -> ServeConfig:

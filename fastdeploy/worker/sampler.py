@@ -172,9 +172,7 @@ def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tenso
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 
-def _kept_of_rows(
-    logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray
-) -> dict[int, np.ndarray]:
+def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
     """By row, bool [V]: the tokens that top_k, top_p and min_p leave. Rows that use none of the three are absent."""
     kept = {}
     for i, p in enumerate(params):

@@ -84,4 +84,6 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 async def rendered(context: ServingContext, data: dict[str, Any], request: Request) -> list[int]:
+    """The ids of a conversation. Nothing is generated, so that tools are rendered whatever tool_choice says."""
+    data = {**data, "tool_choice": "none"}
     return (await prepare(context, parse_body(data, ChatBody), request)).prompts[0]

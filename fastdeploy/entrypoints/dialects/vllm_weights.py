@@ -30,8 +30,8 @@ WHAT_WORKS = (
     "file as application/octet-stream"
 )
 DELTA_REFUSED = (
-    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.skyrl, or send "
-    "whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
+    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.skyrl, or "
+    "send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
 )
 # The field of init_info by which SkyRL's delta strategy is known.
 DELTA_FIELD = "local_checkpoint_dir"

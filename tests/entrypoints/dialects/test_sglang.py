@@ -150,7 +150,10 @@ def test_a_sampling_parameter_that_would_change_the_data_is_refused_by_name(modu
         ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
         ({"input_ids": [1], "stream": "perhaps"}, "stream"),
         ({"input_ids": [1], "return_logprob": False, "sampling_params": KEEP}, "return_logprob"),
-        ({"input_ids": [1], "return_logprob": True, "sampling_params": KEEP | {"logprobs_mode": "raw"}}, "logprobs_mode"),
+        (
+            {"input_ids": [1], "return_logprob": True, "sampling_params": KEEP | {"logprobs_mode": "raw"}},
+            "logprobs_mode",
+        ),
     ],
 )
 def test_a_malformed_request_is_refused_by_the_name_of_its_field(module_stack, body, field):

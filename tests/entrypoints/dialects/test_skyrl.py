@@ -89,4 +89,6 @@ def test_checkpoint_deltas_are_refused_with_what_works_instead(module_stack):
     ]
     for reply in refusals:
         assert reply.status_code == 400
-        assert "deltas" in reply.json()["error"]["message"] and "fastdeploy.rl.skyrl" in reply.json()["error"]["message"]
+        assert (
+            "deltas" in reply.json()["error"]["message"] and "fastdeploy.rl.skyrl" in reply.json()["error"]["message"]
+        )
