@@ -73,6 +73,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     names none.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
     model_roots: as of EngineConfig, for routes that copy checkpoints.
+    trust_request_chat_template: a chat request may bring its own template, a program that runs in the API server.
     control_port: the only port that answers control routes; None = port. insecure_control: control routes are answered
     without a key although other machines can reach them. allowed_hosts: names that the Host header may have besides
     the names of loopback; "*" = any. allowed_origins: origins of web pages that may use this server; "*" = any.
@@ -96,6 +97,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     vllm_pause_mode: str = "abort"
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
+    trust_request_chat_template: bool = False
     model_roots: tuple[str, ...] = ()
     control_port: int | None = None
     insecure_control: bool = False

@@ -23,6 +23,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
     processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
     (greedy: after penalties and bans); fewer than k are told where fewer can be drawn.
+    return_kept: give each token the ids that it was drawn from (Logprob.kept); needs logprobs in mode processed, whose
+    normalisation is over these ids.
     seed: keys the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws what an undisturbed run would have drawn. None = the
     engine chooses one for each request.
@@ -43,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprobs_mode: str = "raw"
+    return_kept: bool = False
 
     def check(self) -> SamplingParams:
         """Return self, or raise InvalidField naming the first field that is out of range."""
@@ -65,6 +68,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"an integer from 0 to {MAX_LOGPROBS}",
             ),
             ("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}"),
+            (
+                "return_kept",
+                not self.return_kept or (self.logprobs is not None and self.logprobs_mode == "processed"),
+                "logprobs in mode processed with it",
+            ),
         ):
             if not ok:
                 raise InvalidField(field, f"expected {expected}, got {getattr(self, field)!r}")

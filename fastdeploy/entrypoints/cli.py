@@ -43,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=http.logprobs_mode,
         help="of requests that name none; routes of SGLang: temperature (%(default)s)",
     )
+    add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")

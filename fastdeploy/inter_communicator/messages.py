@@ -29,10 +29,12 @@ class Span(msgspec.Struct, frozen=True):
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
-    asked for."""
+    asked for. ``kept``: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty
+    unless SamplingParams.return_kept asks for them and one of the three is in use."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    kept: bytes = b""
 
 
 # --------------------------------------------------------------------------- client -> engine

@@ -155,10 +155,15 @@ def _logprobs(
     logits, params = processed if mode == PROCESSED else raw, [chunks[i].sampling for i in rows]
     if len(rows) < len(chunks):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
+    kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
     if mode != RAW:
-        scaled = _scaled(logits, params)
-        logits = _truncated(scaled, logits, params, token_ids) if mode == PROCESSED else scaled
-    return _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+        logits = _masked(_scaled(logits, params), kept)
+    found = _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+    for i, p in enumerate(params):
+        if p.return_kept and (i in kept or p.temperature == 0.0):
+            ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
+            found[i] = Logprob(found[i].logprob, found[i].top, ids.astype("<i4").tobytes())
+    return found
 
 
 def _of_rows(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, wanted: list[int]) -> list[Logprob | None]:
@@ -182,18 +187,23 @@ def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tenso
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 
-def _truncated(
-    scaled: paddle.Tensor, logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray
-) -> paddle.Tensor:
-    """``scaled``, -inf where top_k, top_p or min_p let no token be drawn."""
-    cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p)]
-    if not cut:
+def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
+    """By row, bool [V]: the tokens that top_k, top_p and min_p leave. Rows that use none of the three are absent."""
+    kept = {}
+    for i, p in enumerate(params):
+        if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
+            kept[i] = _kept(logits[i].numpy(), p)
+            kept[i][token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
+    return kept
+
+
+def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor:
+    """``scaled``, -inf where ``kept`` is False."""
+    if not kept:
         return scaled
     values = scaled.numpy()
-    for i in cut:
-        kept = _kept(logits[i].numpy(), params[i])
-        kept[token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
-        values[i, ~kept] = -np.inf
+    for i, row in kept.items():
+        values[i, ~row] = -np.inf
     return paddle.to_tensor(values)
 
 

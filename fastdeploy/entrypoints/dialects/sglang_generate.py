@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import struct
 import time
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,9 +22,13 @@ from fastdeploy.entrypoints.openai.reply import weight_versions
 from fastdeploy.entrypoints.openai.streaming import EventStream, JsonResponse
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.entrypoints.tokenizer import Tokenizer
-from fastdeploy.errors import FastDeployError
+from fastdeploy.errors import FastDeployError, InvalidField
 from fastdeploy.inter_communicator import messages as m
 
+# Of the ids that the tokens of one request were drawn from, held until they are told. 64 MiB is 400 tokens of a
+# vocabulary of 42,000 that top_p does not cut at all; what top_p is used for keeps tens to hundreds of ids a token.
+MAX_KEPT_BYTES = 64 << 20
+KEPT = "sampling_params.custom_params.return_top_p_token_ids"
 # AReaL takes an abort that starts so for one without tokens.
 BEFORE_PREFILL = "Abort before prefill"
 
@@ -58,14 +65,19 @@ def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
 
 
 class LabelledGeneration(Generation):
-    """Knows, when a choice has ended without a token, which weights serve: ``label``. Nothing else says so."""
+    """Knows, when a choice has ended without a token, which weights serve: ``label``. Nothing else says so. Bounds the
+    memory of kept ids: a request with more of them than MAX_KEPT_BYTES ends with InvalidField."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
         self.label: str | None = None
+        self._kept_bytes = 0
 
     async def step(self) -> list[tuple[int, Delta]]:
         deltas = await super().step()
+        self._kept_bytes += sum(len(entry.kept) for _, delta in deltas for entry in delta.logprobs)
+        if self._kept_bytes > MAX_KEPT_BYTES:
+            raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
         if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
             try:
                 self.label = (await self._client.call(m.PauseStatusArgs(), 1.0)).get("version")
@@ -163,6 +175,9 @@ class GenerateView:
         }
         if prompt.logprobs.top:
             fields["output_top_logprobs"] = told.top.raw()
+        choice = self.generation.choices[index]
+        if prompt.logprobs.kept and choice.finish_reason is not None:
+            fields |= kept_ids(choice.logprobs[: told.num_tokens])
         return fields
 
     async def _of_prompt(self, number: int) -> dict[str, Any]:
@@ -188,6 +203,18 @@ class GenerateView:
 
     def _top(self, entry: m.Logprob | None) -> list[tuple[float | None, int, str | None]] | None:
         return None if entry is None else [self._triple(logprob, token) for token, logprob in entry.top]
+
+
+def kept_ids(entries: list[m.Logprob]) -> dict[str, str]:
+    """The ids that each token was drawn from, in the form that slime reads: base64 of int32, all ids in a row, and the
+    offsets of each token's (one more than tokens). Empty where neither top_p nor top_k nor min_p cuts anything."""
+    if entries and not any(entry.kept for entry in entries):
+        return {}
+    offsets = [0, *accumulate(len(entry.kept) // 4 for entry in entries)]
+    return {
+        "top_p_token_ids": base64.b64encode(b"".join(entry.kept for entry in entries)).decode(),
+        "top_p_token_offsets": base64.b64encode(struct.pack(f"<{len(offsets)}i", *offsets)).decode(),
+    }
 
 
 def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:

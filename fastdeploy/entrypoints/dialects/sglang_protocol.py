@@ -51,12 +51,18 @@ UNSUPPORTED_SAMPLING = (
     "ebnf",
     "structural_tag",
     "logit_bias",
-    "custom_params",
     "watermark",
 )
 HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
+
+
+class CustomParams(Body):
+    """return_top_p_token_ids: tell the ids that each token was drawn from. slime sends it with every top_p but 1, to
+    renormalise over the same ids in training. Needs return_logprob."""
+
+    return_top_p_token_ids: bool = False
 
 
 class SamplingBody(Body):
@@ -78,6 +84,7 @@ class SamplingBody(Body):
     no_stop_trim: bool = False
     sampling_seed: Int64 | None = None
     logprobs_mode: str | None = None
+    custom_params: CustomParams = CustomParams()
 
 
 class GenerateBody(BaseModel):
@@ -104,11 +111,13 @@ class GenerateBody(BaseModel):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token to tell the logprob of, or -1; top: how many others beside each token."""
+    """start: the first prompt token to tell the logprob of, or -1; top: how many others beside each token; kept: the
+    ids that each token was drawn from."""
 
     wanted: bool = False
     start: int = -1
     top: int = 0
+    kept: bool = False
 
 
 class Prompt(NamedTuple):
@@ -158,7 +167,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
         raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
     context.check_choices(len(inputs), n)
     rids, group = _rids(body.rid, len(inputs) if batch else None)
-    options = _logprob_options(body, inputs)
+    options = _logprob_options(body, inputs, params)
     prompts = []
     for i, value in enumerate(inputs):
         name = f"{field}[{i}]" if batch else field
@@ -235,7 +244,7 @@ def _sampling_body(params: Any, index: int) -> SamplingBody:
     return body
 
 
-def _logprob_options(body: GenerateBody, inputs: list[Any]) -> list[LogprobOptions]:
+def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[SamplingBody]) -> list[LogprobOptions]:
     wanted = per_prompt("return_logprob", body.return_logprob, inputs)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
@@ -246,22 +255,29 @@ def _logprob_options(body: GenerateBody, inputs: list[Any]) -> list[LogprobOptio
     ):
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
+    kept = [p.custom_params.return_top_p_token_ids for p in params]
+    if any(k and not want for k, want in zip(kept, wanted, strict=True)):
+        raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
     return [
-        LogprobOptions(True, -1 if start is None else start, top or 0) if want else LogprobOptions()
-        for want, start, top in zip(wanted, starts, tops, strict=True)
+        LogprobOptions(True, -1 if start is None else start, top or 0, keep) if want else LogprobOptions()
+        for want, start, top, keep in zip(wanted, starts, tops, kept, strict=True)
     ]
 
 
 def _sampling(
     context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
 ) -> SamplingParams:
-    """max_new_tokens null is what is left of the context, and a larger value is cut to that."""
+    """max_new_tokens null is what is left of the context, and a larger value is cut to that. Logprobs that come with
+    the kept ids are normalised over these ids, as slime's SGLang has it."""
     left = context.max_model_len - prompt_tokens
     wanted = left if params.max_new_tokens is None else params.max_new_tokens
     if wanted < 0:
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
+    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
+    if logprobs.kept and mode != "processed":
+        raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
     seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
@@ -278,7 +294,8 @@ def _sampling(
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,
         prompt_logprobs=logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
-        logprobs_mode=params.logprobs_mode or body.logprobs_mode or "temperature",
+        logprobs_mode=mode,
+        return_kept=logprobs.kept,
     ).check()
 
 

@@ -91,4 +91,5 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
-    return (await prepare(context, parse_body(data, ChatBody))).prompts[0]
+    """The ids of a conversation. Nothing is generated, so that tools are rendered whatever tool_choice says."""
+    return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]

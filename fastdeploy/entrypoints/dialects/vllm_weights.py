@@ -30,6 +30,12 @@ WHAT_WORKS = (
     '{"model_path": a folder of safetensors} or {"shared_memory": a name, "nbytes"}, or the bytes of a safetensors '
     "file as application/octet-stream"
 )
+DELTA_REFUSED = (
+    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.skyrl, or "
+    "send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
+)
+# The field of init_info by which SkyRL's delta strategy is known.
+DELTA_FIELD = "local_checkpoint_dir"
 # The fields of update_info by which the transports that do not exist here are known.
 TRANSPORT_FIELDS = frozenset(
     {"names", "dtype_names", "shapes", "packed", "ipc_handles", "ipc_handles_pickled", "sizes"}
@@ -155,6 +161,8 @@ def check_init(info: Any) -> None:
     to connect."""
     if not isinstance(info, dict):
         raise InvalidField("init_info", "expected an object")
+    if DELTA_FIELD in info:
+        raise InvalidField("init_info", DELTA_REFUSED)
     if info.keys() - {"backend"} or info.get("backend", BACKENDS[0]) not in BACKENDS:
         raise InvalidField("init_info", WHAT_WORKS)
 

@@ -35,6 +35,8 @@ PASSED_ON = (
 )
 
 
+# A name that clients send who were told none (SkyRL's RemoteInferenceClient). One model serves: it means that one.
+ANY_MODEL = "default"
 NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "max_queue_s", "retain_s", "priority"}
 
 
@@ -59,7 +61,8 @@ class ServingContext:
         return self.client.welcome.max_model_len
 
     def check_model(self, model: str | None) -> None:
-        if model not in (None, "", self.config.served_model_name, self.config.model):
+        """Raise ModelNotFound for a name that is not the served model's. No name, or "default", means that model."""
+        if model not in (None, "", ANY_MODEL, self.config.served_model_name, self.config.model):
             served = self.config.served_model_name
             raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
 

@@ -214,6 +214,12 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
+    """tools: rendered into the prompt by the chat template. No tool call is parsed from the answer, so that ``tools``
+    needs tool_choice "none". chat_template: in place of the model's own; needs --trust-request-chat-template."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template: str | None = Field(None, min_length=1)
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -37,6 +38,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.n or 1)
+    _check_template(context, body)
     continue_final = bool(body.continue_final_message)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
     context.check_length(sum(len(message["content"]) for message in messages), "messages")
@@ -45,6 +47,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
         add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
         continue_final_message=continue_final,
         variables=body.chat_template_kwargs or {},
+        tools=body.tools or None,
+        template=body.chat_template,
     )
     context.check_text(text, "messages")
     ids = await tokenizer.encode(text, bool(body.add_special_tokens))
@@ -66,6 +70,16 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     )
 
 
+def _check_template(context: ServingContext, body: ChatBody) -> None:
+    """Raise InvalidField for tools that would have to be parsed from the answer, and for a template of an untrusted
+    client: a template is a program, and may run without end."""
+    if body.tools and body.tool_choice != "none":
+        what = 'no tool calls are parsed by this server; with tool_choice "none" tools are rendered into the prompt'
+        raise InvalidField("tools", what)
+    if body.chat_template is not None and not context.config.trust_request_chat_template:
+        raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
+
+
 def _logprobs_asked(body: ChatBody) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
@@ -84,7 +98,21 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
         raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
-    return {**message.model_dump(exclude_none=True), "content": content or ""}
+    fields = {**message.model_dump(exclude_none=True), "content": content or ""}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _with_objects(fields["tool_calls"])
+    return fields
+
+
+def _with_objects(calls: Any) -> Any:
+    """Tool calls with their arguments as objects. OpenAI's clients send them as JSON in a string, templates want the
+    object; what is no such string stays as it is."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(InvalidField):
+                function["arguments"] = parse_json(function["arguments"].encode(errors="replace"))
+    return calls
 
 
 class ChatView(ReplyView):

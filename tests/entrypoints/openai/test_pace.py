@@ -93,7 +93,8 @@ def chat(context: ServingContext):
 
 
 def vllm(context: ServingContext):
-    return vllm_generate.GenerateView(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
+    body = CompletionBody(prompt="a", logprobs=TOP, n=CHOICES)
+    return vllm_generate.GenerateView(context, generation_of(context), body)
 
 
 def sglang(context: ServingContext):
