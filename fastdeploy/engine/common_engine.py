@@ -217,10 +217,17 @@ class CommonEngine:
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine) -> None:
+        """Handle one message. An exception that its handler does not expect fails this message only: the handler has
+        answered it. The engine goes on if its state is whole; else it ends as after a step that failed."""
         if client not in self.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return
-        self._on_message[type(message)](client, message)
+        try:
+            self._on_message[type(message)](client, message)
+        except Exception:
+            log.exception("a %s of client %s could not be handled", type(message).__name__, client)
+            self.metrics.internal_errors.inc()
+            self.check_integrity()
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.delivery.clients.add(client)
@@ -232,20 +239,27 @@ class CommonEngine:
             if (record := self.retention.find(add)) is not None:
                 self._attach(client, record)
                 return
-            max_output_tokens = self._check_admissible(add)
-        except FastDeployError as error:
+            group = self._new_group(client, add)
+        except Exception as error:
             self.delivery.send(client, m.Rejected(add.request_id, _failure(error)))
+            if not isinstance(error, FastDeployError):
+                raise
             return
-        group = Group(client, add)
-        self._arrivals += 1
-        order = (add.priority, self._arrivals)
-        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         self.requests.add(group)
         self.retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self.scheduler.add(request)
         self.metrics.prompt_tokens.inc(len(add.prompt_token_ids))
+
+    def _new_group(self, client: str, add: m.AddRequest) -> Group:
+        """The choices of ``add``, not in the engine yet. Raises what the client is told."""
+        max_output_tokens = self._check_admissible(add)
+        group = Group(client, add)
+        self._arrivals += 1
+        order = (add.priority, self._arrivals)
+        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
+        return group
 
     def _attach(self, client: str, record: Record) -> None:
         """It gets everything from the first token; whoever was attached gets no more, and is told."""
@@ -297,8 +311,8 @@ class CommonEngine:
         return min(add.sampling.max_tokens, limit - len(prompt))
 
     def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
-        requests = self.requests.get(cancel.request_id)
-        if requests and requests[0].group.add.retain_s > 0 and cancel.reason == "abort":
+        requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
+        if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
                 requests[0].group.client = DETACHED
             return
@@ -306,7 +320,7 @@ class CommonEngine:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
-                self.scheduler.end(request, FinishReason(cancel.reason))
+                self.scheduler.end(request, reason)
 
     def _reap(self, client: str) -> None:
         """Its process is gone: nobody waits for what it asked for."""
@@ -320,17 +334,24 @@ class CommonEngine:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     def _call(self, client: str, call: m.Call) -> None:
-        def answer(result: dict[str, Any], error: FastDeployError | None = None) -> None:
-            failure = None if error is None else _failure(error)
-            self.delivery.send(client, m.Reply(call.call_id, result, failure))
+        answered = False
+
+        def answer(result: dict[str, Any], error: Exception | None = None) -> None:
+            nonlocal answered
+            if not answered:  # a handler that failed may have left its answer to be given later
+                answered = True
+                failure = None if error is None else _failure(error)
+                self.delivery.send(client, m.Reply(call.call_id, result, failure))
 
         try:
             handler = self._on_call.get(type(call.args))
             if handler is None:
                 raise InvalidField("args", f"this engine knows no call {type(call.args).__name__}")
             result = handler(call.args, answer)
-        except FastDeployError as error:
+        except Exception as error:
             answer({}, error)
+            if not isinstance(error, FastDeployError):
+                raise
         else:
             if result is not None:  # else it is answered later
                 answer(result)
@@ -516,5 +537,8 @@ class CommonEngine:
 _Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
 
-def _failure(error: FastDeployError) -> m.Failure:
+def _failure(error: Exception) -> m.Failure:
+    """What the client is told. An exception from outside our tree is an internal error."""
+    if not isinstance(error, FastDeployError):
+        return m.Failure(FastDeployError.code, f"internal error in the engine: {type(error).__name__}: {error}")
     return m.Failure(error.code, error.message, error.detail)

@@ -340,3 +340,67 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     h.turn()
     failure = h.rejected("bad")
     assert failure.code == "invalid_field" and failure.detail["param"] == field
+
+
+# --------------------------------------------------------------------------- an exception in the handling of a message
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("a handler's own mistake")
+
+
+def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_goes_on(monkeypatch):
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=20)
+    h.turn(3)
+    monkeypatch.setattr(h.engine.requests, "known_as", broken)
+    failure = h.ask(m.AbortArgs(["r"])).failure
+    assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
+    monkeypatch.undo()
+    assert "fastdeploy:internal_errors_total 1.0" in h.ask(m.MetricsArgs()).result["text"]
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
+
+
+def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left(monkeypatch):
+    h = Harness()
+    h.add("other", [9], max_tokens=4)
+    h.add("r", [1, 2, 3], n=3, max_tokens=4)
+    monkeypatch.setattr("fastdeploy.engine.common_engine.check_retainable", broken)
+    h.turn()
+    assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.requests)
+    monkeypatch.undo()
+    h.add("r", [1, 2, 3], max_tokens=4)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 4), "its id is free again"
+
+
+def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(monkeypatch):
+    h = Harness()
+    assert h.ask(m.SleepArgs(), turns=5).failure is None
+    monkeypatch.setattr(h.runner, "wake", broken)
+    assert h.ask(m.WakeArgs()).failure.code == "internal_error"
+    monkeypatch.undo()
+    assert h.ask(m.WakeArgs()).result["asleep"] == []
+
+
+def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
+    h = Harness()
+    monkeypatch.setattr(h.engine, "abort_all", broken)
+    call = h.call(m.PauseArgs(mode="abort"))  # its hold stands by the time it fails
+    h.turn(5)
+    assert h.reply(call).failure.code == "internal_error"
+
+
+def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
+    h = Harness()
+
+    def lose_a_block(*_: object) -> None:
+        h.engine.kv.pool.allocate(1)
+        raise RuntimeError("half-done")
+
+    monkeypatch.setattr(h.engine.requests, "known_as", lose_a_block)
+    call = h.call(m.AbortArgs(["r"]))
+    with pytest.raises(EngineError):
+        h.engine.run()
+    assert h.reply(call).failure.code == "internal_error"
