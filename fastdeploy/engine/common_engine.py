@@ -149,7 +149,8 @@ class CommonEngine:
         """One round of the loop. Between two lines of it every invariant of the engine holds."""
         for client, message in self._inbox.take(self._patience() if block else 0.0):
             self._handle(client, message)
-        self._beat()
+        self.beat()
+        self.delivery.drop_unreachable()
         self.weights.poll()
         self._end_what_is_due()
         self._hand_over([])
@@ -183,13 +184,17 @@ class CommonEngine:
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
         try:
-            result = self._runner.execute(plan, self._inbox.look_for_pause)
+            result = self._runner.execute(plan, self._between_layers)
         except StepAbandoned:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
             return []
         self._inbox.step_completed()
         return self.scheduler.apply(plan, result)
+
+    def _between_layers(self) -> None:
+        self.beat()
+        self._inbox.look_for_pause()
 
     def _hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
@@ -208,11 +213,19 @@ class CommonEngine:
             self.requests.remove(request)
         self.delivery.send_outputs(tokens, ended)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Tell every client that the loop gets on, at most once in heartbeat_s. A client that hears nothing for stall_s
+        kills this process as stuck.
+
+        The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
+        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
+        a step and every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
+        milliseconds, a second or so on a slow machine. Nothing here changes the state of a request.
+        """
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.delivery.broadcast(m.Heartbeat())
+            self.delivery.beat()
 
     # ------------------------------------------------------------------ messages
 

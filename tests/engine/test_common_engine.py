@@ -404,3 +404,66 @@ def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
     with pytest.raises(EngineError):
         h.engine.run()
     assert h.reply(call).failure.code == "internal_error"
+
+
+# --------------------------------------------------------------------------- heartbeats during long work
+
+
+def beats(h: Harness, client: str = "a") -> int:
+    return sum(isinstance(message, m.Heartbeat) for message in h.transport.sent[client])
+
+
+def test_a_long_step_beats_between_its_layers():
+    h = Harness(heartbeat_s=1.0)
+    h.add("r", [1, 2, 3], max_tokens=50)
+    h.turn(3)
+    counts: list[int] = []
+
+    def long_layer() -> None:
+        counts.append(beats(h))
+        h.now += 1.1
+
+    h.runner.in_step = long_layer
+    h.turn()
+    assert beats(h) == counts[0] + 1
+
+
+def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_step():
+    h = Harness(heartbeat_s=1.0)
+    h.connect("b")
+    h.add("a1", [1, 2], max_tokens=50)
+    h.add("b1", [3, 4], client="b", max_tokens=50)
+    h.turn(3)
+    seen: list[str] = []
+    layers = h.engine._between_layers
+
+    def in_step() -> None:
+        h.transport.gone.add("b")
+        h.now += 1.1
+        layers()
+        seen.extend(r.state for r in h.engine.requests)
+
+    h.runner.in_step = in_step
+    h.turn()
+    assert seen == ["running"] * 2, "requests must not change within a step"
+    h.turn()
+    assert not h.engine.requests.get("b1") and h.engine.requests.get("a1")
+
+
+@pytest.mark.parametrize("args", [m.SleepArgs(), m.WakeArgs()])
+def test_sleeping_and_waking_up_beat_between_their_pieces(args):
+    h = Harness(heartbeat_s=1.0)
+    if isinstance(args, m.WakeArgs):
+        h.ask(m.SleepArgs(), turns=5)
+    counts: list[int] = []
+
+    def ten_pieces(beat) -> None:
+        counts.append(beats(h))
+        for _ in range(10):
+            h.now += 1.1
+            beat()
+        counts.append(beats(h))
+
+    h.runner.work_in_pieces = ten_pieces
+    assert h.ask(args, turns=5).failure is None
+    assert counts[1] == counts[0] + 10
