@@ -92,6 +92,7 @@ class FakeRunner:
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
     poison: tokens behind which the logits are not finite. bad_weights: weights that have none which are.
     may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
+    work_in_pieces(beat): the long part of a sleep or a wake-up.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -112,6 +113,7 @@ class FakeRunner:
         self.asleep: frozenset[str] = frozenset()
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
+        self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
@@ -188,8 +190,9 @@ class FakeRunner:
             raise WrongOrder("there are no whole weights")
         return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         assert not self.asleep & set(tags)
+        self.work_in_pieces(beat)
         if self.no_space and "weight" in tags and not discard:
             raise OutOfSpace("no room for the weights")
         if "weight" in tags:
@@ -199,8 +202,9 @@ class FakeRunner:
         self.asleep |= set(tags)
         return 1000 * len(tags)
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         assert set(tags) <= self.asleep
+        self.work_in_pieces(beat)
         if self.no_space:
             raise OutOfSpace("no memory to wake up")
         if "weight" in tags:

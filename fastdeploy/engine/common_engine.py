@@ -152,7 +152,8 @@ class CommonEngine:
         """One round of the loop. Between two lines of it every invariant of the engine holds."""
         for client, message in self._inbox.take(self._patience() if block else 0.0):
             self._handle(client, message)
-        self._beat()
+        self.beat()
+        self.delivery.drop_unreachable()
         self.weights.poll()
         self._end_what_is_due()
         self._hand_over([])
@@ -186,7 +187,7 @@ class CommonEngine:
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
         try:
-            result = self._runner.execute(plan, self._inbox.look_for_pause)
+            result = self._runner.execute(plan, self._between_layers)
         except StepAbandoned:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
@@ -196,6 +197,10 @@ class CommonEngine:
         tokens = self.scheduler.apply(plan, result)
         self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
         return tokens
+
+    def _between_layers(self) -> None:
+        self.beat()
+        self._inbox.look_for_pause()
 
     def _hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
@@ -214,19 +219,34 @@ class CommonEngine:
             self.requests.remove(request)
         self.delivery.send_outputs(tokens, ended)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Tell every client that the loop gets on, at most once in heartbeat_s. A client that hears nothing for stall_s
+        kills this process as stuck.
+
+        The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
+        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
+        a step and every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
+        milliseconds, a second or so on a slow machine. Nothing here changes the state of a request.
+        """
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.delivery.broadcast(m.Heartbeat())
+            self.delivery.beat()
 
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine) -> None:
+        """Handle one message. An exception that its handler does not expect fails this message only: the handler has
+        answered it. The engine goes on if its state is whole; else it ends as after a step that failed."""
         if client not in self.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return
-        self._on_message[type(message)](client, message)
+        try:
+            self._on_message[type(message)](client, message)
+        except Exception:
+            log.exception("a %s of client %s could not be handled", type(message).__name__, client)
+            self.metrics.internal_errors.inc()
+            self.check_integrity()
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.delivery.clients.add(client)
@@ -238,20 +258,27 @@ class CommonEngine:
             if (record := self.retention.find(add)) is not None:
                 self._attach(client, record)
                 return
-            max_output_tokens = self._check_admissible(add)
-        except FastDeployError as error:
+            group = self._new_group(client, add)
+        except Exception as error:
             self.delivery.send(client, m.Rejected(add.request_id, _failure(error)))
+            if not isinstance(error, FastDeployError):
+                raise
             return
-        group = Group(client, add)
-        self._arrivals += 1
-        order = (add.priority, self._arrivals)
-        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         self.requests.add(group)
         self.retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self.scheduler.add(request)
         self.metrics.prompt_tokens.inc(len(add.prompt_token_ids))
+
+    def _new_group(self, client: str, add: m.AddRequest) -> Group:
+        """The choices of ``add``, not in the engine yet. Raises what the client is told."""
+        max_output_tokens = self._check_admissible(add)
+        group = Group(client, add)
+        self._arrivals += 1
+        order = (add.priority, self._arrivals)
+        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
+        return group
 
     def _attach(self, client: str, record: Record) -> None:
         """It gets everything from the first token; whoever was attached gets no more, and is told."""
@@ -303,8 +330,8 @@ class CommonEngine:
         return min(add.sampling.max_tokens, limit - len(prompt))
 
     def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
-        requests = self.requests.get(cancel.request_id)
-        if requests and requests[0].group.add.retain_s > 0 and cancel.reason == "abort":
+        requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
+        if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
                 requests[0].group.client = DETACHED
             return
@@ -312,7 +339,7 @@ class CommonEngine:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
-                self.scheduler.end(request, FinishReason(cancel.reason))
+                self.scheduler.end(request, reason)
 
     def _reap(self, client: str) -> None:
         """Its process is gone: nobody waits for what it asked for."""
@@ -326,17 +353,24 @@ class CommonEngine:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     def _call(self, client: str, call: m.Call) -> None:
-        def answer(result: dict[str, Any], error: FastDeployError | None = None) -> None:
-            failure = None if error is None else _failure(error)
-            self.delivery.send(client, m.Reply(call.call_id, result, failure))
+        answered = False
+
+        def answer(result: dict[str, Any], error: Exception | None = None) -> None:
+            nonlocal answered
+            if not answered:  # a handler that failed may have left its answer to be given later
+                answered = True
+                failure = None if error is None else _failure(error)
+                self.delivery.send(client, m.Reply(call.call_id, result, failure))
 
         try:
             handler = self._on_call.get(type(call.args))
             if handler is None:
                 raise InvalidField("args", f"this engine knows no call {type(call.args).__name__}")
             result = handler(call.args, answer)
-        except FastDeployError as error:
+        except Exception as error:
             answer({}, error)
+            if not isinstance(error, FastDeployError):
+                raise
         else:
             if result is not None:  # else it is answered later
                 answer(result)
@@ -522,5 +556,8 @@ class CommonEngine:
 _Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
 
-def _failure(error: FastDeployError) -> m.Failure:
+def _failure(error: Exception) -> m.Failure:
+    """What the client is told. An exception from outside our tree is an internal error."""
+    if not isinstance(error, FastDeployError):
+        return m.Failure(FastDeployError.code, f"internal error in the engine: {type(error).__name__}: {error}")
     return m.Failure(error.code, error.message, error.detail)

@@ -21,6 +21,7 @@ Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 class SleepEffects(Protocol):
     def weights_label(self) -> dict[str, Any]: ...
     def hold_for_republish(self) -> None: ...
+    def beat(self) -> None: ...
 
 
 class Quiesced(NamedTuple):
@@ -80,7 +81,7 @@ class Sleeper:
             self._num_open -= 1
             try:
                 self._check(call.tags)  # another call may have come first
-                freed = self._runner.sleep(call.tags, call.discard)
+                freed = self._runner.sleep(call.tags, call.discard, self._effects.beat)
             except FastDeployError as error:
                 self._let_go()
                 call.answer(self._state(), error)
@@ -104,7 +105,7 @@ class Sleeper:
                 raise WrongOrder(f"{tag} does not sleep")
         if KV_CACHE in tags and WEIGHT in asleep and WEIGHT not in tags:
             raise WrongOrder("kv_cache comes after weight: wake the weights up first")
-        self._runner.wake(tags)
+        self._runner.wake(tags, self._effects.beat)
         if WEIGHT in tags and not self._runner.has_weights:
             self._effects.hold_for_republish()
         self._let_go()

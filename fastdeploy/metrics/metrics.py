@@ -92,6 +92,7 @@ class EngineMetrics:
         self.non_finite_commits = make(
             Counter, "non_finite_commits_total", "Weights whose first step gave logits that were not finite"
         )
+        self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
         self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")

@@ -15,6 +15,9 @@ from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import Logprob, Source
 
 
+def nothing() -> None: ...
+
+
 class ScheduledChunk(msgspec.Struct, frozen=True):
     """Compute ``token_ids`` at positions start, start+1, ... of one sequence.
 
@@ -152,14 +155,14 @@ class Runner(Protocol):
         """sha256 hex of each tensor of the checkpoint that serves, of its bytes in the serving dtype. Raises WrongOrder
         without whole weights."""
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """Give the memory of "weight" and "kv_cache" back to the system; returns its bytes. Weights are written to a
         file unless ``discard``; raises OutOfSpace, having changed nothing, where that is not possible, and WrongOrder
-        for a tag that sleeps."""
+        for a tag that sleeps. ``beat`` is called between the pieces of long work."""
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """Take it again: the same weights bit for bit (after a discard: none, until a commit), an empty KV cache.
         Raises OutOfSpace, having changed nothing, where memory is short, and WrongOrder for a tag that does not
-        sleep."""
+        sleep. ``beat``: as for ``sleep``."""
 
     def close(self) -> None: ...

@@ -18,7 +18,15 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.scheduler.interface import ModelInfo, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.interface import (
+    ModelInfo,
+    NonFinite,
+    Sampled,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+    nothing,
+)
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
@@ -135,7 +143,7 @@ class ModelRunner:
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """See ``Runner.sleep``. What it returns was measured: resident memory before and after."""
         for tag in tags:
             if tag not in (WEIGHT, KV_CACHE):
@@ -145,7 +153,7 @@ class ModelRunner:
         before = resident_memory()
         if WEIGHT in tags:
             if self.weights is not None and not discard:
-                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir)
+                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir, beat)
             self.weights = None
         if KV_CACHE in tags:
             self.cache = None
@@ -154,7 +162,7 @@ class ModelRunner:
         give_back_freed_memory()
         return max(before - resident_memory(), 0)
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """See ``Runner.wake``."""
         for tag in tags:
             if tag not in self.asleep:
@@ -164,7 +172,7 @@ class ModelRunner:
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
         try:
-            weights = self._read_spill(sleeping) if sleeping else None
+            weights = self._read_spill(sleeping, beat) if sleeping else None
             cache = self._new_cache(self.info.num_blocks, self.info.block_size) if KV_CACHE in tags else None
         except MemoryError as error:
             raise OutOfSpace(f"no memory to wake up: {error}") from error
@@ -192,9 +200,9 @@ class ModelRunner:
         weights, self.weights = self.weights, None
         return {} if weights is None else weights.values
 
-    def _read_spill(self, sleeping: Spill) -> QwenWeights:
+    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> QwenWeights:
         with paddle.no_grad():
-            return self.model.assemble(sleeping.read(self.ops))
+            return self.model.assemble(sleeping.read(self.ops, beat))
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         c = self.config
@@ -213,7 +221,9 @@ class ModelRunner:
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
         hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
-            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])))
+            of_prompts[i] = self._prompt_logprobs(
+                chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
+            )
         if asking and sampling:
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
@@ -223,7 +233,9 @@ class ModelRunner:
                 result[i] = one
         return result, of_prompts
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int) -> list[Logprob] | NonFinite:
+    def _prompt_logprobs(
+        self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int, between_slices: Callable[[], None] | None
+    ) -> list[Logprob] | NonFinite:
         """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
         a whole prompt may be larger than the model. The first row that is not finite stands for all."""
         count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
@@ -236,6 +248,8 @@ class ModelRunner:
                 if logprob is None:
                     return NonFinite(chunk.start + 1 + len(found))
                 found.append(logprob)
+            if between_slices is not None:
+                between_slices()
         return found
 
 
