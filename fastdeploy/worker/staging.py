@@ -157,8 +157,8 @@ class WeightStaging:
             raise WeightUpdateRefused("this update was given up while it was read")
 
     def _read(self, reader: SafetensorsReader, name: str, expected: Mapping[str, str]) -> np.ndarray:
-        self._check_wanted()
         array = reader.read(name, expected.get(name))
+        self._check_wanted()
         if not fits(array, self._ops.dtype):
             raise refuse_tensor(name, f"of {reader.entries[name].file} holds values that {self._ops.dtype} cannot")
         self._received.add(name)
