@@ -27,7 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
     be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
     written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an
-    earlier engine of this server had newer weights.
+    earlier engine of this server had newer weights. stage_timeout_s: seconds that reading and checking new weights (one
+    chunk of them) may take, where the call does not say; after that it is given up.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     upload_dir: str = ""
     spill_dir: str = ""
     max_retained: int = 4096
+    stage_timeout_s: float = 600.0
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -57,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
             value = getattr(self, field)
             _require(field, value is None or value > 0, "a number above 0", value)
-        for field in ("max_step_ms", "heartbeat_s"):
+        for field in ("max_step_ms", "heartbeat_s", "stage_timeout_s"):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
         return self
 

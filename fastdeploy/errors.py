@@ -19,6 +19,7 @@
     │   ├── ResumeRefused       409  there are no whole weights to run with
     │   ├── HoldNotFound        404  no such hold stands: it was released, its ttl ended, or the engine restarted
     │   ├── WeightUpdateRefused 400  the old weights serve on
+    │   ├── StagingTimeout      504  reading new weights took longer than allowed: the old weights serve on
     │   ├── OutOfSpace          507  no room to take an upload or sleeping weights in; nothing changed
     │   ├── UpdateInProgress    409  another weight session is open
     │   ├── SessionNotFound     404  no such weight session
@@ -37,17 +38,31 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_MESSAGE_CHARS = 800
+MAX_NAME_CHARS = 200
+
+
+def shortened(text: str, limit: int) -> str:
+    """``text`` in at most ``limit`` characters, its end included, and such that UTF-8 can carry it. What a client sends
+    is repeated in messages and may have megabytes, or half of a surrogate pair."""
+    if len(text) > limit:
+        mark = f"...({len(text)} characters)..."
+        head = limit * 2 // 3
+        text = text[:head] + mark + text[len(text) - (limit - head - len(mark)) :]
+    return text.encode("utf-8", "replace").decode()
+
 
 class FastDeployError(Exception):
-    """Base of the tree. ``detail`` is machine-readable and travels to the HTTP body under ``error``."""
+    """Base of the tree. ``detail`` is machine-readable and travels to the HTTP body under ``error``. A message is cut
+    to MAX_MESSAGE_CHARS characters, a string in ``detail`` to MAX_NAME_CHARS."""
 
     code: str = "internal_error"
     status: int = 500
 
     def __init__(self, message: str, **detail: Any):
-        super().__init__(message)
-        self.message = message
-        self.detail = detail
+        self.message = shortened(message, MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
+        self.detail = {k: shortened(v, MAX_NAME_CHARS) if isinstance(v, str) else v for k, v in detail.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)  # constructors differ; trainers send errors on (Ray)
@@ -71,7 +86,7 @@ class InvalidField(RequestError):
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}", param=field)
-        self.field = field
+        self.field: str = self.detail["param"]
 
 
 class InvalidKey(RequestError):
@@ -128,6 +143,10 @@ class PauseTimeout(ControlError):
 
 class WeightUpdateRefused(ControlError):
     code, status = "weight_update_refused", 400
+
+
+class StagingTimeout(ControlError):
+    code, status = "staging_timeout", 504
 
 
 class ResumeRefused(ControlError):

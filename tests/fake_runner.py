@@ -61,6 +61,7 @@ class FakeStaging:
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
+        self._check_wanted()
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         if name == "garbage":
             raise ValueError("a reader that did not expect this")
@@ -73,6 +74,7 @@ class FakeStaging:
 
     def finish(self) -> tuple[int, bool]:
         assert self._runner.may_stage.wait(30)
+        self._check_wanted()
         if not self.names and not self._partial:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         serving = self._runner.weights if self._partial else 0
@@ -81,6 +83,10 @@ class FakeStaging:
 
     def abandon(self) -> None:
         self.abandoned = True
+
+    def _check_wanted(self) -> None:
+        if self.abandoned:
+            raise WeightUpdateRefused("given up")
 
 
 class FakeRunner:

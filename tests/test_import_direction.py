@@ -13,11 +13,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastdeploy"
 
 # The plain data and process settings that everybody may know.
-SHARED = ("errors", "config", "envs", "logger", "collector", "engine.sampling_params", "inter_communicator")
+SHARED = (
+    "errors",
+    "config",
+    "envs",
+    "logger",
+    "collector",
+    "safe_files",
+    "engine.sampling_params",
+    "inter_communicator",
+)
 
 # What a module of the left may import, besides itself and SHARED; the longest prefix that matches decides.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "safe_files": (),
     "engine.sampling_params": (),
     "inter_communicator": (),
     "engine.request": (),

@@ -94,8 +94,8 @@ class CommonEngine:
         self.delivery = Delivery(transport, self._reap, lambda output: self.retention.observe(output, clock()))
         self.pause = PauseState(self, clock)
         policy = SourcePolicy(config.model_roots, config.upload_dir)
-        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock)
-        self.sleeper = Sleeper(runner, self, self.pause, self.weights)
+        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
+        self.sleeper = Sleeper(runner, self, self.pause, self.weights, clock)
         self._arrivals = 0
         self._aborted = self._finished = self._aborted_tokens = 0
         self._next_heartbeat = 0.0
@@ -179,6 +179,7 @@ class CommonEngine:
         deadlines = (
             self.pause.next_deadline(),
             self.weights.next_deadline(),
+            self.sleeper.next_deadline(),
             self.deadlines.next(),
             self._next_heartbeat,
         )

@@ -161,6 +161,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     """One call: begin, one chunk, commit. kv: keep|recompute for requests in flight. See BeginUpdateArgs.
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
+    timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
     """
 
     source: Source
@@ -171,6 +172,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     in_place: bool = False
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
+    timeout_s: float | None = None
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -179,6 +181,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
     otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
+    timeout_s: seconds that each chunk, and the check of the commit, may take; after that the session has ended.
     placed_by: told by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
     """
 
@@ -188,6 +191,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     partial: bool = False
     in_place: bool = False
     lease_s: float = 300.0
+    timeout_s: float | None = None
     placed_by: str = "native"
 
 
@@ -240,7 +244,8 @@ class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Give memory back to the system; answered when it is. tags: of "weight" and "kv_cache" (none = what is awake).
     Implies a pause of this ``mode`` by the system hold "sleep". discard: the weights are not kept for the wake-up:
-    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps."""
+    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps.
+    PauseTimeout if that is not done in timeout_s: then nothing sleeps, and the hold is released."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"

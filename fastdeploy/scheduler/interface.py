@@ -110,7 +110,8 @@ class ModelInfo(NamedTuple):
 
 
 class Staging(Protocol):
-    """New weights under construction, beside the serving ones (or, in place, instead of them). Used by one thread."""
+    """New weights under construction, beside the serving ones (or, in place, instead of them). ``add`` and ``finish``
+    are called by one thread at a time. They may hang in a read; ``abandon`` may come meanwhile, from another thread."""
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         """Read all tensors of ``source``, check them (name, shape, type, finite, checksum; twice is an error) and pack
@@ -121,7 +122,8 @@ class Staging(Protocol):
         """Everything has arrived: what ``commit`` takes. Raises WeightUpdateRefused, naming what is missing."""
 
     def abandon(self) -> None:
-        """Free what was staged (in place: and what was left of the old weights)."""
+        """Free what was staged (in place: and what was left of the old weights), without waiting for an ``add`` that
+        hangs. After this an ``add`` that comes back takes nothing from the runner, and raises."""
 
 
 class Runner(Protocol):

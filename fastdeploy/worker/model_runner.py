@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
+from fastdeploy.safe_files import ANYWHERE
 from fastdeploy.scheduler.interface import (
     ModelInfo,
     NonFinite,
@@ -47,7 +48,7 @@ class ModelRunner:
     memory that is free; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, within
     2 GiB and a quarter of the free memory. max_model_len None: the model's own, or what the KV cache can hold of one
     sequence if that is less. ops: by default the best that this machine can run. spill_dir: where sleeping weights are
-    written ("" = the temporary folder).
+    written ("" = the temporary folder). model_roots: folders of new weights must lie beneath one of these.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -65,6 +66,7 @@ class ModelRunner:
         place: str = "cpu",
         ops: Ops | None = None,
         spill_dir: str = "",
+        model_roots: Sequence[str] = ANYWHERE,
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -92,6 +94,7 @@ class ModelRunner:
         self.model = MODELS[self.config.architecture](self.config, self.ops, wanted_len)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir, self._spill = spill_dir, None
+        self._model_roots = tuple(model_roots)
         self.weights: QwenWeights | None = None
         staging = WeightStaging(self.model, partial=False, serving=self._values)
         staging.add(FolderSource(model_path), {})
@@ -131,7 +134,8 @@ class ModelRunner:
             raise WrongOrder("the weights are asleep: wake them up before an update")
         if partial and self.weights is None:
             raise WrongOrder("there are no whole weights that a partial update could complete: send all of them")
-        return WeightStaging(self.model, partial, self._values, self._give_up_weights if in_place else None)
+        take = self._give_up_weights if in_place else None
+        return WeightStaging(self.model, partial, self._values, take, self._model_roots)
 
     def commit(self, staged: QwenWeights) -> None:
         """Exchange the weights. The old ones are freed with the last reference to them: this one."""

@@ -63,7 +63,7 @@ class UpdateInfo(Body):
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)
-    nbytes: int = Field(0, ge=0)
+    nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
     weight_version: Version | None = None

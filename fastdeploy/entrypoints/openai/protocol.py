@@ -293,7 +293,7 @@ class SourceBody(Body):
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)
-    nbytes: int = Field(0, ge=0)
+    nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
 
@@ -312,6 +312,7 @@ class UpdateWeightsBody(SourceBody):
     kv: Kv = "keep"
     partial: bool = False
     in_place: bool = False
+    timeout_s: float | None = Field(None, gt=0, le=86400)
 
 
 class BeginBody(Body):
@@ -321,6 +322,7 @@ class BeginBody(Body):
     partial: bool = False
     in_place: bool = False
     lease_s: float = Field(300.0, gt=0, le=86400)
+    timeout_s: float | None = Field(None, gt=0, le=86400)
 
 
 class ChunkBody(SourceBody):

@@ -106,7 +106,7 @@ async def _source(request: Request, context: ServingContext, body: SourceBody) -
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
-    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum"):
+    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum", "timeout_s"):
         if getattr(body, field):
             raise InvalidField(field, "is about new weights: expected model_path, shared_memory or an upload with it")
     if body.version is None:
