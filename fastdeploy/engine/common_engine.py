@@ -226,8 +226,8 @@ class CommonEngine:
 
         The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
         hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
-        a step and every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
-        milliseconds, a second or so on a slow machine. Nothing here changes the state of a request.
+        a step, every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
+        milliseconds, or a second or so on a slow machine. Nothing here changes the state of a request.
         """
         now = self._clock()
         if now >= self._next_heartbeat:

@@ -26,7 +26,7 @@ def encode(message: ToClient) -> bytes:
     except Exception as error:
         return _encoder.encode(_internal_error(message, error))
     try:
-        return _encoder.encode(_without_surrogates(msgspec.to_builtins(message)))
+        return _encoder.encode(_without_surrogates(msgspec.to_builtins(message, builtin_types=(bytes,))))
     except Exception as error:
         return _encoder.encode(_internal_error(message, error))
 

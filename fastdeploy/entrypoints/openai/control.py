@@ -52,7 +52,7 @@ def control_router(context: ServingContext) -> APIRouter:
         body = await read(request, ResumeBody)
         return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id), config.stall_s))
 
-    @router.post("/v1/renew")
+    @router.post("/v1/renew", openapi_extra=takes(RenewBody, query=True))
     async def renew(request: Request) -> Response:
         body = await read(request, RenewBody)
         return envelope(await client.call(m.RenewArgs(**body.model_dump()), config.stall_s))

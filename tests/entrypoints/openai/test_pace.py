@@ -150,7 +150,7 @@ def test_the_tokens_of_a_late_reader_are_decoded_in_slices(context):
 def test_logprobs_of_a_long_prompt_are_made_in_slices(context):
     async def main() -> None:
         generation = generation_of(context, prompt=[97] * 2000)
-        view = CompletionView(context, generation, CompletionBody(prompt_logprobs=TOP))
+        view = CompletionView(context, generation, CompletionBody(prompt="a", prompt_logprobs=TOP))
         await run(view)
         _, told = await rounds(view.body())
         assert told >= 2000 * TOP // (SLICE + 2 * TOP + 2)
