@@ -19,6 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from fastdeploy.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.engine.main import REFUSED
 from fastdeploy.entrypoints.child import Child
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 600.0
+BEATS_PER_STALL = 8  # heartbeats in the time after which a silent engine is killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED = 1
 
@@ -60,7 +63,8 @@ class Supervisor:
         self, engine_config: EngineConfig, serve_config: ServeConfig, engine_module: str = "fastdeploy.engine.main"
     ):
         self._engine_module = engine_module
-        self._engine_config = engine_config
+        heartbeat_s = min(engine_config.heartbeat_s, serve_config.stall_s / BEATS_PER_STALL)
+        self._engine_config = msgspec.structs.replace(engine_config, heartbeat_s=heartbeat_s)
         self._config = serve_config
         self._selector = selectors.DefaultSelector()
         self._engine: Child | None = None
