@@ -109,6 +109,7 @@ async def serve(config: ServeConfig, endpoint: str, listener: socket.socket, eve
 
 
 async def _announce(client: EngineClient, events: EventPipe) -> None:
+    events.send("up")
     await client.connected.wait()
     events.send("ready", boot_id=client.welcome.boot_id)
 
