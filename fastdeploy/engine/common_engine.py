@@ -22,7 +22,8 @@ from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
 from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.inbox import Inbox, StepAbandoned
-from fastdeploy.engine.pause import Counts, PauseState
+from fastdeploy.engine.pause import Counts, PauseState, SilentClients
+from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
 from fastdeploy.engine.sampling_params import MAX_INT32
@@ -55,7 +56,7 @@ RETRY_AFTER_S = 1
 
 class CommonEngine:
     """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock:
-    seconds, for deadlines and heartbeats.
+    seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
     EngineError, and the process is expected to be replaced.
@@ -69,6 +70,7 @@ class CommonEngine:
         boot_id: str | None = None,
         on_commit: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        runs: Callable[[int], bool] = process_runs,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
@@ -82,6 +84,7 @@ class CommonEngine:
         self._inbox = Inbox(transport)
         self._on_commit = on_commit or (lambda epoch: None)
         self._clock = clock
+        self._runs = runs
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
@@ -243,7 +246,7 @@ class CommonEngine:
             self.check_integrity()
 
     def _hello(self, client: str, hello: m.Hello) -> None:
-        self.delivery.clients.add(client)
+        self.delivery.clients[client] = hello.pid
         self.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
         self.delivery.send(client, m.Heartbeat())
 
@@ -507,12 +510,20 @@ class CommonEngine:
     def fence_overtaken(self) -> bool:
         return self.delivery.fence_overtaken
 
-    def give_up_on_silent_clients(self) -> None:
+    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients:
+        silent = SilentClients([], [])
         for client in self.delivery.silent_clients:
-            log.error("client %s did not acknowledge a fence: counted as gone", client)
+            pid = self.delivery.clients[client]
+            if spare_running and self._runs(pid):
+                log.warning("client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid)
+                silent.slow.append(pid)
+                continue
+            log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
+            silent.dropped.append(pid)
             self._transport.send(client, m.Goodbye())
             self.delivery.drop(client)
         self._hand_over([])
+        return silent
 
     def weights_label(self) -> dict[str, Any]:
         return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
