@@ -552,6 +552,8 @@ class CommonEngine:
         scheduler = self.scheduler
         for request in self.requests:
             assert request.live or request in scheduler.ended, request
+            unshared = request.token_ids is not request.group.add.prompt_token_ids
+            assert unshared or request.num_output_tokens == 0, request
         assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
         self.retention.check_integrity(self.requests)
         if not len(self.requests):

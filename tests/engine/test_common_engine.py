@@ -342,6 +342,37 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     assert failure.code == "invalid_field" and failure.detail["param"] == field
 
 
+def prompts_in_memory(h: Harness) -> int:
+    """Lists of tokens that the requests of the engine hold."""
+    return len({id(request.token_ids) for request in h.engine.requests})
+
+
+def test_the_choices_that_wait_share_one_copy_of_their_prompt():
+    h = Harness(FakeRunner(num_blocks=16, block_size=4, max_model_len=32))
+    prompt = list(range(1, 13))
+    h.add("r", prompt, n=200, max_tokens=8)
+    expected = expected_tokens(prompt, 8)
+    while True:
+        h.turn()
+        if not len(h.engine.requests):
+            break
+        started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.requests)
+        assert prompts_in_memory(h) <= 1 + h.engine.scheduler.max_num_seqs + started
+    assert all(h.stream("r", choice).tokens == expected for choice in range(200))
+
+
+def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
+    h = Harness()
+    h.add("r", list(range(1, 101)), n=4, max_tokens=4)
+    h.turn()  # the prompt is half computed
+    assert prompts_in_memory(h) == 2
+    h.pause(mode="wait")
+    assert prompts_in_memory(h) == 1
+    h.resume()
+    h.run_out()
+    assert h.stream("r", 3).tokens == expected_tokens(list(range(1, 101)), 4)
+
+
 # --------------------------------------------------------------------------- an exception in the handling of a message
 
 
