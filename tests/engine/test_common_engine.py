@@ -342,6 +342,33 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     assert failure.code == "invalid_field" and failure.detail["param"] == field
 
 
+def go_idle(h: Harness) -> None:
+    """Run one request to its end with the engine's own turns, up to the one that finds nothing left to do."""
+    h.add("r", [1, 2, 3], max_tokens=3)
+    h.engine.turn(block=False)
+    while len(h.engine.requests):
+        h.engine.turn(block=True)
+    h.engine.turn(block=True)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_becoming_idle_does_not_walk_over_the_kv_cache_unless_asked_to(asked, monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_CHECK_INTEGRITY", asked)
+    h = Harness(FakeRunner(num_blocks=1000))
+    looked_at: list[int] = []
+    is_free = h.engine.kv.pool.is_free
+    monkeypatch.setattr(h.engine.kv.pool, "is_free", lambda block: looked_at.append(block) or is_free(block))
+    go_idle(h)
+    assert len(looked_at) == (1000 if asked else 0)
+
+
+def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
+    h = Harness()
+    h.engine.kv.pool.allocate(1)
+    with pytest.raises(AssertionError):
+        go_idle(h)
+
+
 def prompts_in_memory(h: Harness) -> int:
     """Lists of tokens that the requests of the engine hold."""
     return len({id(request.token_ids) for request in h.engine.requests})
