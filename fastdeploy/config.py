@@ -26,9 +26,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
     (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
     be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
-    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an
-    earlier engine of this server had newer weights. stage_timeout_s: seconds that reading and checking new weights (one
-    chunk of them) may take, where the call does not say; after that it is given up.
+    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept.
+    max_retained_mb: MiB that the results of all requests with retain_s may take. lost_commit: an earlier engine of this
+    server had newer weights. stage_timeout_s: seconds that reading and checking new weights (one chunk of them) may
+    take, where the call does not say; after that it is given up.
     """
 
     model: str
@@ -50,11 +51,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     spill_dir: str = ""
     max_retained: int = 4096
     stage_timeout_s: float = 600.0
+    max_retained_mb: int = 1024
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_retained_mb"):
             _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
         for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
             value = getattr(self, field)

@@ -213,7 +213,8 @@ def from_wire(code: str, message: str, detail: dict[str, Any]) -> FastDeployErro
     """Rebuild the exception that the engine put on the wire as (code, message, detail)."""
     cls = BY_CODE.get(code, FastDeployError)
     error = cls.__new__(cls)
-    FastDeployError.__init__(error, message, **detail)
+    FastDeployError.__init__(error, message)
+    error.detail = detail  # may have any keys
     if isinstance(error, InvalidField):
         error.field = detail.get("param", "")
     return error

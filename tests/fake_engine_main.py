@@ -32,6 +32,11 @@ def main() -> int:
     lifeline.stop = stopped.set
     if config.served_model_name == "broken":
         return REFUSED
+    if config.served_model_name == "once":  # the second one dies before it is ready
+        try:
+            os.close(os.open(os.path.join(args.socket_dir, "started"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return 1
     if config.served_model_name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     events = EventPipe(args.event_fd)

@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "metrics": ("engine.request", "scheduler"),
     "engine.holds": ("scheduler",),
     "engine.pause": ("engine.holds", "scheduler"),
+    "engine.processes": (),
     "engine.delivery": ("engine.request", "scheduler"),
     "engine.staging_thread": (),
     "engine.weight_session": ("scheduler.interface",),

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy import envs
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
 from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
@@ -23,7 +24,8 @@ from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.inbox import Inbox, StepAbandoned
-from fastdeploy.engine.pause import Counts, PauseState
+from fastdeploy.engine.pause import Counts, PauseState, SilentClients
+from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
 from fastdeploy.engine.sampling_params import MAX_INT32
@@ -56,7 +58,7 @@ RETRY_AFTER_S = 1
 
 class CommonEngine:
     """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock:
-    seconds, for deadlines and heartbeats.
+    seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
     EngineError, and the process is expected to be replaced.
@@ -70,6 +72,7 @@ class CommonEngine:
         boot_id: str | None = None,
         on_commit: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        runs: Callable[[int], bool] = process_runs,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
@@ -83,13 +86,14 @@ class CommonEngine:
         self._inbox = Inbox(transport)
         self._on_commit = on_commit or (lambda epoch: None)
         self._clock = clock
+        self._runs = runs
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
         self.requests = RequestTable()
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
-        self.retention = Retention(config.max_retained)
+        self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
         self.deadlines = Deadlines()
         self.delivery = Delivery(transport, self._reap, lambda output: self.retention.observe(output, clock()))
         self.pause = PauseState(self, clock)
@@ -174,7 +178,7 @@ class CommonEngine:
             return 0.0
         if self._was_busy and not len(self.requests):
             self._was_busy = False
-            self.check_integrity()
+            self._check_idle()
         now = self._clock()
         deadlines = (
             self.pause.next_deadline(),
@@ -250,7 +254,7 @@ class CommonEngine:
             self.check_integrity()
 
     def _hello(self, client: str, hello: m.Hello) -> None:
-        self.delivery.clients.add(client)
+        self.delivery.clients[client] = hello.pid
         self.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
         self.delivery.send(client, m.Heartbeat())
 
@@ -314,6 +318,7 @@ class CommonEngine:
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
         add.sampling.check()  # a row that a step cannot compute would fail the step of everybody
         check_retainable(add)
+        self.retention.check_room(add)
         check_deadlines(add)
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
@@ -416,6 +421,8 @@ class CommonEngine:
             session_open=self.weights.session is not None,
             last_commit_s=self.weights.last_commit_s,
             asleep=self._runner.asleep,
+            retained_bytes=self.retention.nbytes,
+            retained_dropped=self.retention.num_dropped,
         )
 
     # ------------------------------------------------------------------ weights
@@ -514,12 +521,22 @@ class CommonEngine:
     def fence_overtaken(self) -> bool:
         return self.delivery.fence_overtaken
 
-    def give_up_on_silent_clients(self) -> None:
+    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients:
+        silent = SilentClients([], [])
         for client in self.delivery.silent_clients:
-            log.error("client %s did not acknowledge a fence: counted as gone", client)
+            pid = self.delivery.clients[client]
+            if spare_running and self._runs(pid):
+                log.warning(
+                    "client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid
+                )
+                silent.slow.append(pid)
+                continue
+            log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
+            silent.dropped.append(pid)
             self._transport.send(client, m.Goodbye())
             self.delivery.drop(client)
         self._hand_over([])
+        return silent
 
     def weights_label(self) -> dict[str, Any]:
         return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
@@ -542,12 +559,24 @@ class CommonEngine:
         error = EngineDead("the server is shutting down")
         self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
 
+    def _check_idle(self) -> None:
+        """Nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free. Looks at a few
+        counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check."""
+        scheduler = self.scheduler
+        assert not scheduler.running and not scheduler.ended and not len(scheduler.waiting)
+        assert self.kv.num_free == self.info.num_blocks
+        if envs.check_integrity():
+            self.check_integrity()
+
     def check_integrity(self) -> None:
-        """Nothing leaked, nothing counted twice. Run when idle, and by tests after every turn."""
+        """Nothing leaked, nothing counted twice. Takes time in proportion to the KV cache: run by tests after every turn,
+        and after a message whose handling failed."""
         self.scheduler.check_integrity()
         scheduler = self.scheduler
         for request in self.requests:
             assert request.live or request in scheduler.ended, request
+            unshared = request.token_ids is not request.group.add.prompt_token_ids
+            assert unshared or request.num_output_tokens == 0, request
         assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
         self.retention.check_integrity(self.requests)
         if not len(self.requests):

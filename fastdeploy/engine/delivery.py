@@ -26,7 +26,7 @@ class Delivery:
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
-        self.clients: set[str] = set()
+        self.clients: dict[str, int] = {}  # name -> process id
         self._unreachable: set[str] = set()
         self._outputs_sent = 0
         self._fence_id = 0
@@ -55,7 +55,7 @@ class Delivery:
 
     def drop(self, client: str) -> None:
         if client in self.clients:
-            self.clients.discard(client)
+            del self.clients[client]
             self._unacknowledged.discard(client)
             self._on_gone(client)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.engine.holds import (
     CLEARS_CACHE,
@@ -44,7 +44,7 @@ from fastdeploy.errors import (
 from fastdeploy.inter_communicator.messages import Args, PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
-FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
+FENCE_TIMEOUT_S = 5.0  # an API server that has not acknowledged for so long is looked at: does its process run?
 MAX_HOLDS = 1024
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
@@ -64,6 +64,7 @@ class PauseCall:
     escalated_by: str | None = None
     aborted_ids: list[str] = field(default_factory=list)
     forced_ids: list[str] = field(default_factory=list)
+    silent: SilentClients = field(default_factory=lambda: SilentClients([], []))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ class Counts:
     queued: int
 
 
+class SilentClients(NamedTuple):
+    """Process ids of API servers that have not acknowledged a fence: those that are given more time because they run,
+    and those that are counted as gone."""
+
+    slow: list[int]
+    dropped: list[int]
+
+
 class PauseEffects(Protocol):
     """What a pause may do to the engine."""
 
@@ -88,7 +97,7 @@ class PauseEffects(Protocol):
     def raise_fence(self) -> None: ...
     def fence_passed(self) -> bool: ...
     def fence_overtaken(self) -> bool: ...
-    def give_up_on_silent_clients(self) -> None: ...
+    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients: ...
     def weights_label(self) -> dict[str, Any]: ...
 
 
@@ -270,14 +279,23 @@ class PauseState:
         expired = [h.id for h in self.holds.values() if h.expires_at is not None and h.expires_at <= now]
         self._release(expired, "the hold's ttl ended")
         if self._fence_deadline is not None and self._fence_deadline <= now:
-            self._effects.give_up_on_silent_clients()
+            self._look_at_silent_clients(now)
         # Each round answers the call or extends its deadline, and may answer others that share its hold.
         while (call := next((c for c in self._calls if c.deadline <= now), None)) is not None:
             self._time_out(call, now)
 
+    def _look_at_silent_clients(self, now: float) -> None:
+        """Count as gone every API server that has not acknowledged the fence and does not run: it is dead, or stopped.
+        One that runs is slow, and has time until the first call that waits is due; then it is counted as gone too."""
+        first_due = min((c.deadline for c in self._calls), default=now)
+        silent = self._effects.give_up_on_silent_clients(spare_running=first_due > now)
+        for call in self._calls:
+            call.silent = SilentClients(_union(call.silent.slow, silent.slow), call.silent.dropped + silent.dropped)
+        self._fence_deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
+
     def _time_out(self, call: PauseCall, now: float) -> None:
         if self._drained():  # only the fence is missing, and that has a bound of its own
-            call.deadline = now + 2 * FENCE_TIMEOUT_S
+            call.deadline = self._fence_deadline or now + FENCE_TIMEOUT_S
         elif call.on_timeout == "cancel":
             error = PauseTimeout("the drain did not end within timeout_s; the hold is released (on_timeout=cancel)")
             self._release([call.hold.id], "the drain timed out", error)
@@ -385,9 +403,15 @@ class PauseState:
             "tokens_returned": counts.aborted_tokens - before.aborted_tokens,
             "aborted_ids": call.aborted_ids,
             "forced_ids": call.forced_ids,
+            "slow_api_servers": call.silent.slow,
+            "dropped_api_servers": call.silent.dropped,
             "escalated_by": call.escalated_by,
             "elapsed_ms": round((now - call.started_at) * 1000, 3),
         }
+
+
+def _union(first: list[int], second: list[int]) -> list[int]:
+    return list(dict.fromkeys([*first, *second]))
 
 
 def leaves_no_use_for_a_step(args: Args) -> bool:

@@ -49,6 +49,8 @@ class Request:
     There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
 
+    token_ids: prompt and output. While the request waits and has no output, this is the list of its group's prompt
+    itself, which nobody may change: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
     key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
     for in.
     num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
@@ -74,7 +76,7 @@ class Request:
         self.choice = choice
         self.order = order
         self.sampling: SamplingParams = group.sampling
-        self.token_ids: list[int] = list(add.prompt_token_ids)
+        self.token_ids: list[int] = add.prompt_token_ids
         self.num_prompt_tokens = len(add.prompt_token_ids)
         self.max_output_tokens = max_output_tokens
         self.num_new_prompt_tokens = self.num_prompt_tokens - add.resumed_tokens
@@ -118,8 +120,15 @@ class Request:
         return self.state is State.WAITING or self.state is State.RUNNING
 
     def advance(self, event: Event) -> None:
+        """Go to the next state of the table. Raises KeyError for an event that is not in it."""
         self.state = TRANSITIONS[self.state, event]
-        self.group.scheduled |= event is Event.ADMIT
+        prompt = self.group.add.prompt_token_ids
+        if event is Event.ADMIT:
+            self.group.scheduled = True
+            if self.token_ids is prompt:
+                self.token_ids = list(prompt)
+        elif event is Event.RETRACT and self.num_output_tokens == 0:
+            self.token_ids = prompt
 
     def append(self, token_id: int, epoch: int, version: str, now: float) -> Span:
         """Add one sampled token; returns the span that labels it."""

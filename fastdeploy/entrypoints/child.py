@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Child:
     """A running ``python -m module args --event-fd N``: ``pidfd`` is readable once it has ended, ``events.fd`` when it
-    has something to tell.
+    has something to tell. ready_since: time.monotonic() when it told that it is ready.
 
     It is in a session of its own, so that Ctrl-C reaches the supervisor only, which then decides what ends when; and
     it gets ``death_signal`` when the supervisor dies, however that happens (None: it watches the supervisor itself).
@@ -60,7 +60,7 @@ class Child:
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.events = EventReader(read_fd)
-        self.ready = False
+        self.ready_since: float | None = None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; a child that has ended already is no error."""

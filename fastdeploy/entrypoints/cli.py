@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
     add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
+    add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
     what = "seconds that reading new weights may take; then it is given up (%(default)g)"
     add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")

@@ -34,6 +34,8 @@ class Gauges(NamedTuple):
     session_open: bool
     last_commit_s: float
     asleep: Collection[str]
+    retained_bytes: int
+    retained_dropped: int
 
 
 class Durations:
@@ -81,6 +83,10 @@ class EngineMetrics:
         self.session_open = make(Gauge, "weight_session_open", "1 while a weight session is open")
         self.last_commit = make(Gauge, "weight_commit_seconds", "What the last commit took, between two steps")
         self.asleep = make(Gauge, "asleep", "1 while its memory is given back", labelnames=("tag",))
+        self.retained_bytes = make(Gauge, "retained_bytes", "Memory of results kept for retain_s, about")
+        self.retained_dropped = make(
+            Gauge, "retained_results_dropped", "Results dropped before their retain_s was over"
+        )
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.finished = make(
@@ -124,6 +130,8 @@ class EngineMetrics:
         self.updates_failed.set(gauges.updates_failed)
         self.session_open.set(gauges.session_open)
         self.last_commit.set(gauges.last_commit_s)
+        self.retained_bytes.set(gauges.retained_bytes)
+        self.retained_dropped.set(gauges.retained_dropped)
         for tag in ("weight", "kv_cache"):
             self.asleep.labels(tag).set(tag in gauges.asleep)
         return generate_latest(self.registry).decode()

@@ -356,6 +356,64 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     assert failure.code == "invalid_field" and failure.detail["param"] == field
 
 
+def go_idle(h: Harness) -> None:
+    """Run one request to its end with the engine's own turns, up to the one that finds nothing left to do."""
+    h.add("r", [1, 2, 3], max_tokens=3)
+    h.engine.turn(block=False)
+    while len(h.engine.requests):
+        h.engine.turn(block=True)
+    h.engine.turn(block=True)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_becoming_idle_does_not_walk_over_the_kv_cache_unless_asked_to(asked, monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_CHECK_INTEGRITY", asked)
+    h = Harness(FakeRunner(num_blocks=1000))
+    looked_at: list[int] = []
+    is_free = h.engine.kv.pool.is_free
+    monkeypatch.setattr(h.engine.kv.pool, "is_free", lambda block: looked_at.append(block) or is_free(block))
+    go_idle(h)
+    assert len(looked_at) == (1000 if asked else 0)
+
+
+def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
+    h = Harness()
+    h.engine.kv.pool.allocate(1)
+    with pytest.raises(AssertionError):
+        go_idle(h)
+
+
+def prompts_in_memory(h: Harness) -> int:
+    """Lists of tokens that the requests of the engine hold."""
+    return len({id(request.token_ids) for request in h.engine.requests})
+
+
+def test_the_choices_that_wait_share_one_copy_of_their_prompt():
+    h = Harness(FakeRunner(num_blocks=16, block_size=4, max_model_len=32))
+    prompt = list(range(1, 13))
+    h.add("r", prompt, n=200, max_tokens=8)
+    expected = expected_tokens(prompt, 8)
+    while True:
+        h.turn()
+        if not len(h.engine.requests):
+            break
+        started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.requests)
+        assert prompts_in_memory(h) <= 1 + h.engine.scheduler.max_num_seqs + started
+    assert all(h.stream("r", choice).tokens == expected for choice in range(200))
+
+
+def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
+    h = Harness()
+    h.add("r", list(range(1, 101)), n=4, max_tokens=4)
+    h.turn()  # the prompt is half computed
+    assert prompts_in_memory(h) == 2
+    h.pause(mode="wait")
+    assert prompts_in_memory(h) == 1
+    h.resume()
+    h.run_out()
+    assert h.stream("r", 3).tokens == expected_tokens(list(range(1, 101)), 4)
+
+
 # --------------------------------------------------------------------------- an exception in the handling of a message
 
 

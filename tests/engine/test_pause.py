@@ -592,6 +592,7 @@ def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
     assert h.reply(call).failure is None and h.status()["is_paused"]
 
 
+<<<<<<< HEAD
 # --------------------------------------------------------------------------- renewal
 
 
@@ -654,6 +655,75 @@ def test_nobody_renews_a_hold_of_the_systems_own():
     h.now += 100.0
     h.turn()
     assert h.status()["holds"]
+=======
+@pytest.fixture
+def slow() -> Harness:
+    """Client "b", process 22, runs and does not acknowledge."""
+    h = busy()
+    h.connect("b", pid=22)
+    h.add("of_b", [7], client="b", max_tokens=LONG)
+    h.transport.mute.add("b")
+    h.running_pids.add(22)
+    return h
+
+
+def test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it(slow):
+    call = ask_later(slow, mode="keep", timeout_s=60.0)
+    for _ in range(8):
+        slow.now += p.FENCE_TIMEOUT_S
+        slow.turn()
+        assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+    fence = [x for x in slow.transport.sent["b"] if isinstance(x, m.Fence)][-1]
+    slow.send(m.FenceAck(fence.fence_id), "b")
+    slow.turn()
+    report = slow.reply(call).result
+    assert report["is_paused"] and report["slow_api_servers"] == [22] and report["dropped_api_servers"] == []
+    slow.resume()
+    slow.transport.mute.clear()
+    slow.run_out()
+    assert slow.stream("of_b", client="b").tokens == expected_tokens([7], LONG)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_slow_client_does_not_hold_a_pause_beyond_its_timeout(slow, mode):
+    call = ask_later(slow, mode=mode, timeout_s=12.0)
+    slow.now += 11.9
+    slow.turn()
+    assert slow.reply(call) is None
+    slow.now += 0.2
+    slow.turn(2)
+    report = slow.reply(call).result
+    assert report["is_paused"] and report["slow_api_servers"] == report["dropped_api_servers"] == [22]
+    assert isinstance(slow.transport.sent["b"][-1], m.Goodbye)
+
+
+def test_a_later_pause_with_more_time_does_not_lengthen_that_of_an_earlier_one(slow):
+    first = ask_later(slow, mode="keep", timeout_s=12.0)
+    ask_later(slow, mode="keep", timeout_s=600.0)
+    slow.now += 12.1
+    slow.turn(2)
+    assert slow.reply(first).result["dropped_api_servers"] == [22]
+
+
+def test_a_slow_client_has_the_time_of_a_fence_though_the_timeout_is_shorter(slow):
+    call = ask_later(slow, mode="keep", timeout_s=0.5)
+    slow.now += p.FENCE_TIMEOUT_S - 0.1
+    slow.turn()
+    assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+    slow.now += 0.2
+    slow.turn(2)
+    assert slow.reply(call).result["dropped_api_servers"] == [22]
+
+
+def test_a_slow_client_that_dies_in_the_meantime_is_waited_for_no_longer(slow):
+    call = ask_later(slow, mode="keep", timeout_s=600.0)
+    slow.now += p.FENCE_TIMEOUT_S
+    slow.turn()
+    slow.running_pids.clear()
+    slow.now += p.FENCE_TIMEOUT_S
+    slow.turn(2)
+    assert slow.reply(call).result["dropped_api_servers"] == [22]
+>>>>>>> loop
 
 
 # --------------------------------------------------------------------------- report and tables
@@ -675,7 +745,11 @@ def test_the_report_says_all_that_is_promised():
     report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
     assert set(report) >= {
         "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
+<<<<<<< HEAD
         "aborted_ids", "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
+=======
+        "forced_ids", "escalated_by", "elapsed_ms", "slow_api_servers", "dropped_api_servers", "is_paused", "rejecting_new_requests",
+>>>>>>> loop
     }  # fmt: skip
     assert (report["status"], report["state"], report["scope"]) == ("paused", "paused", "engine")
     assert report["hold"]["id"] == "x" and report["hold"]["placed_by"] == "sglang"

@@ -137,6 +137,7 @@ async def serve(
 
 
 async def _announce(client: EngineClient, events: EventPipe) -> None:
+    events.send("up")
     await client.connected.wait()
     events.send("ready", boot_id=client.welcome.boot_id)
 
