@@ -76,7 +76,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
     names none.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
-    model_roots: as of EngineConfig, for routes that copy checkpoints.
+    model_roots, stage_timeout_s: as of EngineConfig, for the route that copies checkpoints. pull_root: the folder below
+    which that route may write ("" = nowhere).
     trust_request_chat_template: a chat request may bring its own template, a program that runs in the API server.
     control_port: the only port that answers control routes; None = port. insecure_control: control routes are answered
     without a key although other machines can reach them. allowed_hosts: names that the Host header may have besides
@@ -107,6 +108,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     insecure_control: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    pull_root: str = ""
+    stage_timeout_s: float = 600.0
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
@@ -127,10 +130,12 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "http_keepalive_s",
             "max_body_mb",
             "max_upload_mb",
+            "stage_timeout_s",
         ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
-        folder = self.upload_dir
-        _require("upload_dir", not folder or os.path.isdir(folder), "an existing folder", folder)
+        for field in ("upload_dir", "pull_root"):
+            folder = getattr(self, field)
+            _require(field, not folder or os.path.isdir(folder), "an existing folder", folder)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
         for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
             _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))

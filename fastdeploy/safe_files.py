@@ -94,9 +94,10 @@ class Folder:
             os.close(fd)
 
 
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Descriptor of a regular file, for reading. The last part of ``path`` must not be a link. Raises OSError."""
-    return _reopen_regular(_open_path(os.fspath(path)))
+def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int:
+    """Descriptor of a regular file, for reading. The last part of ``path`` must not be a link. folder: descriptor of
+    the folder that a relative ``path`` starts from. Raises OSError."""
+    return _reopen_regular(_open_path(os.fspath(path), folder))
 
 
 def read_whole(fd: int, limit: int) -> bytes:

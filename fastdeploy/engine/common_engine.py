@@ -560,8 +560,10 @@ class CommonEngine:
         self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
 
     def _check_idle(self) -> None:
-        """Nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free. Looks at a few
-        counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check."""
+        """Check that nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free.
+
+        Looks at a few counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check.
+        """
         scheduler = self.scheduler
         assert not scheduler.running and not scheduler.ended and not len(scheduler.waiting)
         assert self.kv.num_free == self.info.num_blocks
@@ -569,8 +571,11 @@ class CommonEngine:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Nothing leaked, nothing counted twice. Takes time in proportion to the KV cache: run by tests after every turn,
-        and after a message whose handling failed."""
+        """Check that nothing leaked and nothing is counted twice.
+
+        Takes time in proportion to the KV cache: run by tests after every turn, and after a message whose handling
+        failed.
+        """
         self.scheduler.check_integrity()
         scheduler = self.scheduler
         for request in self.requests:

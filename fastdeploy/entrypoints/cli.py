@@ -44,6 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="of requests that name none; routes of SGLang: temperature (%(default)s)",
     )
     add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
+    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")
@@ -108,6 +110,9 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     roots = args.model_root
     if roots is None:
         roots = ["/"] if is_loopback(args.host) else []
+    if args.pull_root:
+        args.pull_root = os.path.abspath(args.pull_root)
+        roots = [*roots, args.pull_root]  # what was pulled is to be loaded
     given = vars(args)
     engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
     http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}

@@ -23,6 +23,7 @@ from fastdeploy.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.errors import InvalidField, OutOfSpace
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.safe_files import open_regular
 
 BATCH_BYTES = 4 << 20  # written by a thread at once
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -62,11 +63,11 @@ async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m
 
 
 def remove_leftovers(config: ServeConfig) -> None:
-    """Remove the uploads of API servers that were killed."""
+    """Remove the uploads of API servers that were killed. A pipe or a link of such a name is left alone."""
     for folder in upload_folders(config.upload_dir):
         for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
-            with contextlib.suppress(OSError), path.open("rb") as file:  # a living one's, somebody else's, or gone
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its server lives
                 path.unlink()
 
 

@@ -592,7 +592,6 @@ def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
     assert h.reply(call).failure is None and h.status()["is_paused"]
 
 
-<<<<<<< HEAD
 # --------------------------------------------------------------------------- renewal
 
 
@@ -655,7 +654,11 @@ def test_nobody_renews_a_hold_of_the_systems_own():
     h.now += 100.0
     h.turn()
     assert h.status()["holds"]
-=======
+
+
+# --------------------------------------------------------------------------- slow clients
+
+
 @pytest.fixture
 def slow() -> Harness:
     """Client "b", process 22, runs and does not acknowledge."""
@@ -723,7 +726,6 @@ def test_a_slow_client_that_dies_in_the_meantime_is_waited_for_no_longer(slow):
     slow.now += p.FENCE_TIMEOUT_S
     slow.turn(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
->>>>>>> loop
 
 
 # --------------------------------------------------------------------------- report and tables
@@ -745,11 +747,8 @@ def test_the_report_says_all_that_is_promised():
     report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
     assert set(report) >= {
         "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
-<<<<<<< HEAD
         "aborted_ids", "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
-=======
-        "forced_ids", "escalated_by", "elapsed_ms", "slow_api_servers", "dropped_api_servers", "is_paused", "rejecting_new_requests",
->>>>>>> loop
+        "slow_api_servers", "dropped_api_servers",
     }  # fmt: skip
     assert (report["status"], report["state"], report["scope"]) == ("paused", "paused", "engine")
     assert report["hold"]["id"] == "x" and report["hold"]["placed_by"] == "sglang"

@@ -125,6 +125,15 @@ def test_what_a_killed_server_left_is_removed_and_what_a_living_one_writes_is_no
     assert not dead.exists() and alive.exists() and foreign.exists()
 
 
+def test_a_pipe_or_a_link_among_the_leftovers_is_left_alone_and_not_waited_for(spool, tmp_path):
+    (tmp_path / "target").write_text("x")
+    os.mkfifo(spool / f"{UPLOAD_PREFIX}pipe")
+    (spool / f"{UPLOAD_PREFIX}link").symlink_to(tmp_path / "target")
+    (spool / f"{UPLOAD_PREFIX}dead").write_bytes(b"x")
+    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    assert sorted(path.name.removeprefix(UPLOAD_PREFIX) for path in spool.iterdir()) == ["link", "pipe"]
+
+
 def test_an_upload_under_way_survives_the_start_of_another_server(make_stack, spooling, spool):
     entered, go_on = threading.Event(), threading.Event()
     take = spooling.engine.replies[m.UpdateWeightsArgs]

@@ -13,7 +13,7 @@ from pydantic import field_validator
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.dialects.sglang_control import LaxBody, read_lax
-from fastdeploy.entrypoints.dialects.sglang_pull import pull_weights
+from fastdeploy.entrypoints.dialects.sglang_pull import Pulls
 from fastdeploy.entrypoints.dialects.sglang_tensors import (
     TensorBody,
     distinct,
@@ -181,16 +181,14 @@ def _add_session(router: APIRouter, context: ServingContext) -> None:
 
 
 def _add_folders(router: APIRouter, context: ServingContext) -> None:
-    weights = SGLangWeights(context)
+    weights, pulls = SGLangWeights(context), Pulls(context.config)
 
     @router.post("/pull_weights", openapi_extra=takes(PullBody))
     @sglang_shape()
     async def pull(request: Request) -> Response:
         """Copies a published version to a local folder; what serves is not touched, nor paused."""
         body = await read_lax(request, PullBody)
-        await asyncio.to_thread(
-            pull_weights, context.config, body.local_checkpoint_dir, body.source_dir, body.target_version
-        )
+        await pulls.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
         return success(f"pulled version {body.target_version}")
 
     @router.get("/weights_checker")
