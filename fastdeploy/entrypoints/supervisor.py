@@ -15,14 +15,15 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
 
 from fastdeploy.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.engine.main import REFUSED
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
@@ -51,7 +52,8 @@ class RestartBudget:
 
 
 class Supervisor:
-    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for.
+    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for,
+    REFUSED if the model cannot be served.
 
     engine_module: what is run as the engine (tests run a scripted one).
     """
@@ -176,13 +178,13 @@ class Supervisor:
             child.ready = self._served = True
         elif event["event"] == "commit":
             self._lost_commit = True  # it would be lost if this engine died
+        elif event["event"] == "refused":
+            self._on_refused(event["why"])
 
     def _on_engine_end(self, status: int) -> None:
         self._engine = None
         if self._stopping:
             self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
-        elif status == REFUSED:  # it has said why
-            self._stop(FAILED)
         elif not self._served:
             logger.error("the engine could not start (status %d)", status)
             self._stop(FAILED)
@@ -195,9 +197,16 @@ class Supervisor:
         module = "fastdeploy.entrypoints.openai.api_server"
         child = Child(name, module, [*args, "--http-fd", str(fd)], (fd,), signal.SIGKILL)
         self._servers[name] = child
-        self._watch(child, lambda event: self._on_server_event(child), lambda status: self._on_server_end(name, status))
+        self._watch(
+            child,
+            lambda event: self._on_server_event(child, event),
+            lambda status: self._on_server_end(name, status),
+        )
 
-    def _on_server_event(self, child: Child) -> None:
+    def _on_server_event(self, child: Child, event: dict) -> None:
+        if event["event"] == "refused":
+            self._on_refused(event["why"])
+            return
         child.ready = True
         if not self._announced and all(server.ready for server in self._servers.values()):
             self._announced = True
@@ -211,6 +220,12 @@ class Supervisor:
             self._start_server(name)
         elif self._stopping and not self._servers and self._engine:
             self._engine.signal(signal.SIGTERM)
+
+    def _on_refused(self, why: str) -> None:
+        """A child cannot serve the model. The others need not say so too."""
+        if not self._stopping:
+            print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+            self._stop(REFUSED)
 
     def _may_restart(self, name: str, status: int) -> bool:
         if self._budgets.setdefault(name, RestartBudget()).take(time.monotonic()):

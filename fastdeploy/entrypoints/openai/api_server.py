@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import uvicorn
@@ -32,6 +33,7 @@ from fastdeploy.entrypoints.openai.weights import weights_router
 from fastdeploy.entrypoints.openapi import describe
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.entrypoints.upload import remove_leftovers
+from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.logger import setup_logging
 
@@ -113,9 +115,11 @@ def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: Serve
     return ApiServer(uvicorn_config, client, bound_s=config.shutdown_s / 4)
 
 
-async def serve(config: ServeConfig, endpoint: str, listener: socket.socket, events: EventPipe) -> None:
+async def serve(
+    config: ServeConfig, tokenizer: Tokenizer | None, endpoint: str, listener: socket.socket, events: EventPipe
+) -> None:
     client = EngineClient(endpoint, config.stall_s)
-    server = make_server(client, load_tokenizer(config.model), config)
+    server = make_server(client, tokenizer, config)
     announce = asyncio.create_task(_announce(client, events))
     collect_rarely()
     await server.serve(sockets=[listener])
@@ -127,7 +131,7 @@ async def _announce(client: EngineClient, events: EventPipe) -> None:
     events.send("ready", boot_id=client.welcome.boot_id)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
@@ -137,8 +141,14 @@ def main() -> None:
     setup_logging("api")
     listener = socket.socket(fileno=args.http_fd)
     config = from_json(args.config, ServeConfig)
+    events = EventPipe(args.event_fd)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except InvalidField as error:
+        return events.refuse(error)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(serve(config, args.endpoint, listener, EventPipe(args.event_fd)))
+        runner.run(serve(config, tokenizer, args.endpoint, listener, events))
+    return 0
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -148,4 +158,4 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
