@@ -134,6 +134,8 @@ def _require_json_object(model_path: str, name: str) -> None:
 
 
 def _load(model_path: str) -> Any:
+    # It would warn that torch is not installed, and of prompts that are longer than the tokenizer's own limit.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if os.path.exists(os.path.join(model_path, "tokenizer.json")):
         # Not through AutoTokenizer: it imports torch if that is installed, which may not share a process with Paddle.
         from transformers import PreTrainedTokenizerFast

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,23 @@ def test_a_link_to_a_file_is_followed(folder):
     (folder / "tokenizer.json").rename(folder / "blob")
     (folder / "tokenizer.json").symlink_to("blob")
     assert load_tokenizer(str(folder)).encode_now("a")
+
+
+QUIET = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)  # as if not installed
+from fastdeploy.entrypoints.tokenizer import load_tokenizer
+tokenizer = load_tokenizer(sys.argv[1])
+assert len(tokenizer.encode_now("a " * 100_000)) > tokenizer._hf.model_max_length
+import transformers
+assert not transformers.utils.is_torch_available()
+"""
+
+
+def test_the_libraries_say_nothing_on_the_terminal(folder):
+    """Neither without torch, which we never use, nor of a long prompt: the context is ours to check."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 100}))
+    done = subprocess.run([sys.executable, "-c", QUIET, str(folder)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
