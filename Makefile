@@ -38,7 +38,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.runtime: setup.py pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q "setuptools>=68" wheel
+	$(BIN)/python -m pip install -q "setuptools>=70.1"
 	$(BIN)/python -m pip install -q --no-build-isolation -e .
 	@touch $@
 

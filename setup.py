@@ -1,12 +1,44 @@
 """Packaging. The distribution is called fastdeploy-gpu where the Paddle that is installed is a CUDA build, else
-fastdeploy-cpu; both install the package ``fastdeploy``. ``custom_ops/build.py`` builds the C++ ops into it."""
+fastdeploy-cpu; both install the package ``fastdeploy``. A wheel has the C++ ops where they can be built, and is then
+one for this platform; without a compiler the wheel is for any, and the Paddle reference ops run."""
 
+import re
+import runpy
+import sysconfig
 from importlib import metadata, util
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
+OPS = runpy.run_path(str(HERE / "custom_ops" / "build.py"))
+
+
+class BuildPy(build_py):
+    """Builds the C++ ops beside the Python files. An editable install leaves them to ``custom_ops/build.py``."""
+
+    def library(self) -> Path:
+        return Path(self.build_lib, OPS["LIBRARY"].relative_to(HERE))
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            OPS["build"](self.library())
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        built = [str(self.library())] if self.library().exists() else []
+        return [*super().get_outputs(include_bytecode), *built]
+
+
+class BdistWheel(bdist_wheel):
+    """Tags the wheel by what was built: ``py3-none-any``, or ``py3-none-PLATFORM`` with the C++ ops in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        built = self.get_finalized_command("build_py").library().exists()
+        platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+        return ("py3", "none", platform if built else "any")
 
 
 def paddle_is_cuda_build() -> bool:
@@ -49,6 +81,7 @@ TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "reque
 TEST = ["hypothesis>=6.100", "openai>=1.60", "pytest>=8", "pytest-timeout>=2.3", "torch==2.13.0"]
 
 setup(
+    cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
     name="fastdeploy-gpu" if GPU else "fastdeploy-cpu",
     version="0.1.0",
     description="A Paddle-based LLM serving engine for reinforcement-learning rollouts",

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """The acceptance table of pause and resume, made from what a client sees on the wire.
 
-    python benchmarks/pause.py --url http://127.0.0.1:8180 --dialect native --running 8 --waiting 5000
-    python benchmarks/pause.py --url http://127.0.0.1:8180 --peer vllm=http://127.0.0.1:8001 --waiting 2000 --repeats 3
+    python benchmarks/pause.py --url http://127.0.0.1:8180 --dialect native --waiting 5000
+    python benchmarks/pause.py --url http://127.0.0.1:8180 --peer vllm=http://127.0.0.1:8001 --running 8 --repeats 3
 
---running must be the server's max_num_seqs. Exits 1 if a promise fails, 2 if the server cannot be driven.
+--running is the server's max_num_seqs, which vLLM does not tell. Exits 1 if a promise fails, 2 if the server cannot be
+driven.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks.lib.verdicts import Check
 from benchmarks.lib.wire import WireError
 
 SPARE_FILES = 256
+WAITING = 12  # streams that wait while the others run, where --streams does not say
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -41,8 +43,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--repeats", type=int, default=1, help="of everything; medians are compared with the peer's")
     add("--model", help="default: the first one that the server lists")
-    add("--streams", type=int, default=20)
-    add("--running", type=int, default=8, help="max_num_seqs of the server")
+    add("--streams", type=int, help="of each scenario (default: 12 more than --running)")
+    add("--running", type=int, help="max_num_seqs of the server (default: what it says of itself)")
     add("--prompt-tokens", type=int, default=512)
     add("--max-tokens", type=int, default=3000, help="clamped to what the model's length leaves")
     add("--before", type=int, default=50, help="tokens each running stream has when the pause comes")
@@ -56,7 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", metavar="FILE", help="write everything seen; - for stdout")
     args = parser.parse_args(argv)
-    if not 0 < args.running < args.streams:
+    if args.running is not None and args.streams is not None and not 0 < args.running < args.streams:
         parser.error("--streams must be above --running, else nothing waits")
     return args
 
@@ -70,13 +72,19 @@ def _peer(text: str) -> tuple[str, str]:
 
 async def make_options(dialect: Dialect, args: argparse.Namespace) -> Options:
     model, length = await dialect.model(args.model)
+    running = args.running or await dialect.capacity()
+    if running is None:
+        raise ServerError("the server does not say how many sequences run at once: give its max_num_seqs as --running")
+    streams = args.streams or running + WAITING
+    if streams <= running:
+        raise ServerError(f"--streams {streams}: {running} run at once, so that nothing would wait")
     room = args.max_tokens if length is None else min(args.max_tokens, length - args.prompt_tokens)
     if room <= args.before + args.after or args.wait_tokens > room:
         raise ServerError(f"{model} has a length of {length}: no room for {args.prompt_tokens} tokens and the answers")
     return Options(
         model=model,
-        streams=args.streams,
-        running=args.running,
+        streams=streams,
+        running=running,
         prompt_tokens=args.prompt_tokens,
         max_tokens=room,
         before=args.before,
@@ -109,6 +117,7 @@ def allow_files(count: int) -> None:
 
 async def measure_server(dialect: Dialect, url: str, args: argparse.Namespace, printer: Printer) -> Outcome:
     options = await make_options(dialect, args)
+    allow_files(2 * max(options.streams, options.running + options.waiting))
     printer.say(f"{url} ({dialect.name}), model {options.model}, max_tokens {options.max_tokens}")
     return await Acceptance(dialect, options, printer.say, printer.checks).run()
 
@@ -160,7 +169,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     printer = Printer()
     try:
-        allow_files(2 * max(args.streams, args.running + args.waiting))
         return asyncio.run(measure_all(args, printer))
     except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import tempfile
 from typing import TypeVar
 
@@ -55,6 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
+        _require_writable("spill_dir", self.spill_dir)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_retained_mb"):
             _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
@@ -133,9 +133,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "stage_timeout_s",
         ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
-        for field in ("upload_dir", "pull_root"):
-            folder = getattr(self, field)
-            _require(field, not folder or os.path.isdir(folder), "an existing folder", folder)
+        _require_writable("upload_dir", self.upload_dir)
+        _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
         for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
             _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
@@ -167,3 +166,13 @@ def from_json(text: str, kind: type[Config]) -> Config:
 def _require(field: str, ok: bool, expected: str, got: object) -> None:
     if not ok:
         raise InvalidField(field, f"expected {expected}, got {got!r}")
+
+
+def _require_writable(field: str, folder: str) -> None:
+    """Raise InvalidField unless a file can be made in ``folder``; "" is the default and is not looked at."""
+    if not folder:
+        return
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InvalidField(field, f"expected a folder to write to, got {folder!r}: {error.strerror}") from error

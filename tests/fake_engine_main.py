@@ -11,7 +11,7 @@ import uuid
 
 from fake_engine_server import FakeEngine, reply_with
 from fastdeploy.config import EngineConfig, from_json
-from fastdeploy.engine.main import REFUSED, Lifeline
+from fastdeploy.engine.main import Lifeline
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.event_pipe import EventPipe
@@ -30,8 +30,9 @@ def main() -> int:
     stopped = threading.Event()
     lifeline = Lifeline(args.supervisor, args.socket_dir, args.bound_s)
     lifeline.stop = stopped.set
+    events = EventPipe(args.event_fd)
     if config.served_model_name == "broken":
-        return REFUSED
+        return events.refuse(ValueError("config.json: is broken"))
     if config.served_model_name == "once":  # the second one dies before it is ready
         try:
             os.close(os.open(os.path.join(args.socket_dir, "started"), os.O_CREAT | os.O_EXCL))
@@ -39,7 +40,6 @@ def main() -> int:
             return 1
     if config.served_model_name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    events = EventPipe(args.event_fd)
     script = None if config.served_model_name == "silent" else reply_with([104, 105])
     engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex)
     engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}

@@ -133,6 +133,9 @@ class FakeServer:
             case "GET /v1/models":
                 self._reply(writer, json.dumps({"data": [{"id": "fake", "max_model_len": 4096}]}))
                 return
+            case "GET /server_info":
+                self._reply(writer, json.dumps({"max_num_seqs": self.max_num_seqs}))
+                return
             case "POST /v1/pause" | "POST /pause":
                 mode = body.get("mode") or query["mode"][0]
                 await self.pause(mode, body.get("admission") if native else "hold")

@@ -1,10 +1,13 @@
-"""What the distribution is called, by the Paddle that is installed."""
+"""What the distribution is called, and what is in it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,75 @@ def name_with(paddle_version: str, folder: Path) -> str:
 )
 def test_the_distribution_is_named_after_the_build_of_paddle(tmp_path, line, name):
     assert name_with(line + "\n", tmp_path) == name
+
+
+OPS = "fastdeploy/model_executor/ops/libfastdeploy_cpu_ops.so"
+COMPILERS = ("g++", "clang++", "c++")
+WHICH_OPS = """
+import sys; from fastdeploy.model_executor.ops import get_ops
+print(type(get_ops("float32")).__name__, sys.modules["fastdeploy"].__file__)
+"""
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """The source tree as it is checked out: nothing built."""
+    parts = ("fastdeploy", "custom_ops", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for part in parts:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / part, folder)
+    return folder
+
+
+def python(folder: Path, *args: str, **environment: str) -> str:
+    """Run Python in ``folder`` with our packages, but with no other checkout of this one; return what it prints."""
+    env = {**os.environ, "PYTHONPATH": "", **environment}
+    done = subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_wheel(source: Path, **environment: str) -> Path:
+    flags = ["--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels"]
+    python(source, "-m", "pip", "wheel", "-q", ".", *flags, **environment)
+    [wheel] = (source / "wheels").iterdir()
+    return wheel
+
+
+def ops_of_installed(wheel: Path, folder: Path) -> str:
+    """Install ``wheel`` and return the class of the ops that it runs."""
+    python(folder, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", "site", str(wheel))
+    name, file = python(folder, "-c", WHICH_OPS, PYTHONPATH=str(folder / "site")).split()
+    assert Path(file).is_relative_to(folder / "site")
+    return name
+
+
+def test_without_a_compiler_a_wheel_for_any_platform_is_built_and_runs_the_reference(source, tmp_path):
+    wheel = build_wheel(source, PATH="/nonexistent", CXX="")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert OPS not in zipfile.ZipFile(wheel).namelist()
+    assert ops_of_installed(wheel, tmp_path) == "ReferenceOps"
+
+
+@pytest.mark.slow
+def test_where_there_is_a_compiler_a_wheel_has_the_cpp_ops_and_is_one_for_this_platform(source, tmp_path):
+    wheel = build_wheel(source)
+    tag, ops = ("linux_x86_64", "CpuOps") if any(map(shutil.which, COMPILERS)) else ("any", "ReferenceOps")
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl")
+    assert ops_of_installed(wheel, tmp_path) == ops
+
+
+def test_a_source_distribution_can_build_the_ops(source):
+    python(source, "setup.py", "-q", "sdist")
+    [archive] = (source / "dist").iterdir()
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "custom_ops" / "cpu_ops").glob("*.*")}
+    assert {"custom_ops/build.py", "fastdeploy/embedded/model/model.safetensors", *sources} <= names
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -73,6 +73,10 @@ class Dialect:
                 return card["id"], card.get("max_model_len")
         raise ServerError(f"model {wanted!r} is not served: {[card['id'] for card in reply.body['data']]}")
 
+    async def capacity(self) -> int | None:
+        """How many sequences run at once (max_num_seqs); None where the server does not say."""
+        raise NotImplementedError
+
     async def pause(self, mode: str, *, clear_cache: bool, admission: str | None = None, timeout_s: float) -> dict:
         """Return the server's report ({} where there is none) once it says "quiesced"."""
         raise NotImplementedError
@@ -101,6 +105,9 @@ class Native(Dialect):
     async def resume(self) -> None:
         await self._envelope("POST", "/v1/resume")
 
+    async def capacity(self) -> int | None:
+        return self._checked(await self.client.call("GET", "/server_info"), "/server_info").body.get("max_num_seqs")
+
     async def flags(self) -> Flags:
         result = await self._envelope("GET", "/v1/is_paused")
         return Flags(result["is_paused"], result["rejecting_new_requests"])
@@ -127,6 +134,9 @@ class Vllm(Dialect):
 
     async def resume(self) -> None:
         self._checked(await self.client.call("POST", "/resume"), "/resume")
+
+    async def capacity(self) -> int | None:
+        return None
 
     async def flags(self) -> Flags:
         reply = self._checked(await self.client.call("GET", "/is_paused"), "/is_paused")

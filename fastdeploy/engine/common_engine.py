@@ -402,8 +402,8 @@ class CommonEngine:
         self.scheduler.end(request, FinishReason.ABORT, message, stop_reason)
 
     def _model_info(self) -> dict[str, Any]:
-        more = {"boot_id": self.boot_id, "max_waiting": self.config.max_waiting}
-        return {**self.info._asdict(), **more, **self.weights_label()}
+        limits = {"max_waiting": self.config.max_waiting, "max_num_seqs": self.config.max_num_seqs}
+        return {**self.info._asdict(), "boot_id": self.boot_id, **limits, **self.weights_label()}
 
     def _gauges(self) -> Gauges:
         return Gauges(

@@ -1,11 +1,12 @@
 """The engine process: ``python -m fastdeploy.engine.main`` (started by the supervisor).
 
-Exit status: 0 after a stop that was asked for, 2 if the model or a setting is refused (a restart would not help).
+Exit status: 0 after a stop that was asked for, REFUSED if the model or a setting cannot be served.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import select
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 
 import msgspec
 
@@ -27,8 +29,18 @@ from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.logger import setup_logging
 from fastdeploy.scheduler.interface import Runner
 
-REFUSED = 2
 logger = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def stop_signals_wait() -> Iterator[None]:
+    """Stop signals are delivered when the block ends. A thread that is started in it never takes them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Lifeline:
@@ -45,10 +57,11 @@ class Lifeline:
         self.stop = lambda: sys.exit(0)
         self.catch_signals()
         supervisor_fd = os.pidfd_open(supervisor) if os.getppid() == supervisor else None
-        threading.Thread(target=self._watch, args=(supervisor_fd,), daemon=True).start()
+        with stop_signals_wait():
+            threading.Thread(target=self._watch, args=(supervisor_fd,), daemon=True).start()
 
     def catch_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: self.stop())
 
     def _watch(self, supervisor_fd: int | None) -> None:
@@ -63,11 +76,12 @@ class Lifeline:
 
 def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
     """Load the model. Raises FastDeployError or OSError for one that cannot be served."""
-    from fastdeploy.model_executor import paddle
-
     # Importing Paddle puts handlers of its own on our signals, which print a trace and kill the process.
-    paddle.disable_signal_handler()
-    lifeline.catch_signals()
+    with stop_signals_wait():
+        from fastdeploy.model_executor import paddle
+
+        paddle.disable_signal_handler()
+        lifeline.catch_signals()
     return load_runner(config)
 
 
@@ -90,11 +104,11 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
         runner.close()
 
 
-def _as_flag(error: Exception) -> str:
-    """The message of ``error``, which names a setting by its flag."""
+def _named_by_flag(error: Exception) -> Exception:
+    """``error``; one about a setting names its flag."""
     if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
-        return "--" + error.field.replace("_", "-") + str(error).removeprefix(error.field)
-    return str(error)
+        return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
+    return error
 
 
 def main() -> int:
@@ -107,6 +121,7 @@ def main() -> int:
     parser.add_argument("--bound-s", type=float, default=10.0, help="time to stop in, once the supervisor is gone")
     args = parser.parse_args()
     setup_logging("engine")
+    events = EventPipe(args.event_fd)
     lifeline = Lifeline(args.supervisor, args.socket_dir, args.bound_s)
     config = from_json(args.config, EngineConfig)
     if args.lost_commit:
@@ -114,10 +129,8 @@ def main() -> int:
     try:
         runner = load(config, lifeline)
     except (FastDeployError, OSError) as error:
-        # The one line that the user gets: the supervisor adds nothing to a refusal.
-        print(f"fastdeploy: cannot serve {config.model}: {_as_flag(error)}", file=sys.stderr)
-        return REFUSED
-    serve(config, runner, args.socket_dir, EventPipe(args.event_fd), lifeline)
+        return events.refuse(_named_by_flag(error))
+    serve(config, runner, args.socket_dir, events, lifeline)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``fastdeploy serve``."""
+"""The command line: ``fastdeploy serve``, or ``python -m fastdeploy serve``."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    serve.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     engine, http = EngineConfig(model=""), ServeConfig(model="")
     http_flags = serve.add_argument_group("HTTP")
     add = http_flags.add_argument
@@ -103,10 +104,13 @@ def _comma_list(text: str) -> tuple[str, ...]:
 
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """The checked configs of ``fastdeploy serve``; raises InvalidField naming a setting."""
-    model = os.path.abspath(args.model) if args.model else _embedded_model()
+    if args.folder and args.model:
+        raise InvalidField("model", "expected the model once: as MODEL or as --model")
+    given_model = args.folder or args.model
+    model = os.path.abspath(given_model) if given_model else _embedded_model()
     if not os.path.isfile(os.path.join(model, "config.json")):
         raise InvalidField("model", f"expected a Hugging Face folder with a config.json, got {model!r}")
-    name = args.served_model_name or (os.path.basename(model) if args.model else EMBEDDED_NAME)
+    name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
     roots = args.model_root
     if roots is None:
         roots = ["/"] if is_loopback(args.host) else []

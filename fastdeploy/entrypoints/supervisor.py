@@ -15,6 +15,7 @@ import resource
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from collections.abc import Callable
 import msgspec
 
 from fastdeploy.config import EngineConfig, ServeConfig, to_json
-from fastdeploy.engine.main import REFUSED
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
@@ -66,7 +67,8 @@ class BackOff:
 
 
 class Supervisor:
-    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for.
+    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for,
+    REFUSED if the model cannot be served.
 
     engine_module: what is run as the engine (tests run a scripted one). keys: passed to the API servers only.
     first_delay_s: see BackOff.
@@ -218,13 +220,13 @@ class Supervisor:
             child.ready_since, self._served = time.monotonic(), True
         elif event["event"] == "commit":
             self._lost_commit = True  # it would be lost if this engine died
+        elif event["event"] == "refused":
+            self._on_refused(event["why"])
 
     def _on_engine_end(self, status: int) -> None:
         child, self._engine = self._engine, None
         if self._stopping:
             self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
-        elif status == REFUSED:  # it has said why
-            self._stop(FAILED)
         elif not self._served:
             logger.error("the engine could not start (status %d)", status)
             self._stop(FAILED)
@@ -239,12 +241,17 @@ class Supervisor:
         child = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
         self._servers[name] = child
         self._watch(
-            child, lambda event: self._on_server_event(child, event), lambda status: self._on_server_end(name, status)
+            child,
+            lambda event: self._on_server_event(child, event),
+            lambda status: self._on_server_end(name, status),
         )
 
     def _on_server_event(self, child: Child, event: dict) -> None:
         if event["event"] == "up":  # it answers; whether it has an engine is not its merit
             child.ready_since = time.monotonic()
+            return
+        if event["event"] == "refused":
+            self._on_refused(event["why"])
             return
         self._connected.add(child.name)
         if not self._announced and self._connected >= self._servers.keys():
@@ -261,12 +268,18 @@ class Supervisor:
         elif not self._servers and self._engine:
             self._engine.signal(signal.SIGTERM)
 
+    def _on_refused(self, why: str) -> None:
+        """A child cannot serve the model. The others need not say so too."""
+        if not self._stopping:
+            print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+            self._stop(REFUSED)
+
     def _restart_later(self, child: Child, status: int) -> None:
         now, name = time.monotonic(), child.name
         delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since)
         if delay is None:
-            logger.error("%s ended with status %d, for the %dth time before it was ready: giving up", name, status,
-                         MAX_FAILED_STARTS)  # fmt: skip
+            text = "%s ended with status %d, for the %dth time before it was ready: giving up"
+            logger.error(text, name, status, MAX_FAILED_STARTS)
             self._stop(FAILED)
             return
         logger.error("%s ended with status %d: restarting it in %g s", name, status, delay)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 from jinja2 import TemplateError
 
 from fastdeploy.errors import InvalidField
@@ -17,6 +18,12 @@ from fastdeploy.errors import InvalidField
 logger = logging.getLogger(__name__)
 # Below this many characters a hop to a thread costs more than the encoding.
 INLINE_CHARS = 2048
+# Files of a Hugging Face folder that the tokenizer is made of; one of VOCABULARIES must be there.
+VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "tokenizer.model"})
+JSON_FILES = frozenset(
+    {"tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+)
+FILES = VOCABULARIES | JSON_FILES | {"merges.txt", "chat_template.jinja"}
 # Names that a conversation's own fields have, beside the arguments of transformers' apply_chat_template.
 NOT_VARIABLES = frozenset({"messages", "functions"})
 
@@ -102,15 +109,40 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str) -> Tokenizer | None:
-    """The tokenizer of ``model_path``, or None if the folder has none (then only token ids are served)."""
-    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any(os.path.exists(os.path.join(model_path, name)) for name in names):
+    """The tokenizer of ``model_path``, or None if the folder has none (then only token ids are served).
+
+    Raises InvalidField, whose ``field`` is the file that cannot be used."""
+    present = {name for name in FILES if os.path.exists(os.path.join(model_path, name))}
+    if not present & VOCABULARIES:
         logger.warning("%s has no tokenizer: only token ids are served", model_path)
         return None
-    return Tokenizer(model_path)
+    for name in sorted(present):
+        if not os.path.isfile(os.path.join(model_path, name)):  # to open a pipe would be to wait for its writer
+            raise InvalidField(name, "is not a regular file")
+    try:
+        return Tokenizer(model_path)
+    except Exception as error:  # the libraries raise anything, a bare Exception too
+        for name in sorted(present & JSON_FILES):
+            _require_json_object(model_path, name)
+        name = min(present & VOCABULARIES)
+        raise InvalidField(name, f"no tokenizer can be made of it: {type(error).__name__}: {error}") from error
+
+
+def _require_json_object(model_path: str, name: str) -> None:
+    try:
+        with open(os.path.join(model_path, name), "rb") as file:
+            value = msgspec.json.decode(file.read())
+    except OSError as error:
+        raise InvalidField(name, f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(name, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidField(name, "expected a JSON object")
 
 
 def _load(model_path: str) -> Any:
+    # It would warn that torch is not installed, and of prompts that are longer than the tokenizer's own limit.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if os.path.exists(os.path.join(model_path, "tokenizer.json")):
         # Not through AutoTokenizer: it imports torch if that is installed, which may not share a process with Paddle.
         from transformers import PreTrainedTokenizerFast

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+REFUSED = 2  # exit status of a process whose model or setting cannot be served: a restart would not help
+MAX_WHY = 500  # characters
+
 
 class EventPipe:
     """The child's end. A line is below PIPE_BUF, so it is written whole; a supervisor that has gone is no error."""
@@ -19,6 +22,12 @@ class EventPipe:
     def send(self, event: str, **fields: Any) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
+
+    def refuse(self, error: Exception) -> int:
+        """Tell why nothing can be served, in one short line, and return the exit status that says so."""
+        why = " ".join(str(error).split())[:MAX_WHY]
+        self.send("refused", why=why.encode(errors="backslashreplace").decode())
+        return REFUSED
 
 
 class EventReader:

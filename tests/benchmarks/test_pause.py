@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.server import free_port
+from e2e.server import Server
 from fake_pause_server import FakeServer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -48,6 +49,29 @@ def test_pause_exits_zero_and_prints_the_acceptance_table(tmp_path: Path):
     seen = json.loads(file.read_text())
     assert [run["scenario"] for run in seen["runs"]] == ["abort", "keep", "wait"]
     assert seen["failed"] == 0 and all(run["step_ms"] > 0 for run in seen["runs"])
+
+
+def test_pause_asks_the_server_how_many_sequences_run_at_once(tmp_path: Path):
+    file = tmp_path / "out.json"
+    code, out, err = command("pause.py", *SMALL[4:], "--json", str(file))
+    assert code == 0, out + err
+    assert "abort: starting 15 streams, 3 of them running" in err
+
+
+def test_pause_says_which_flag_is_missing_where_the_server_does_not_tell():
+    code, _, err = command("pause.py", "--dialect", "vllm")
+    assert code == 2 and "--running" in err
+
+
+@pytest.mark.slow
+def test_pause_holds_against_the_server_that_make_serve_starts():
+    server = Server().wait_ready()
+    try:
+        code, out, err = command("pause.py", url=server.url)
+        assert code == 0, out + err
+    finally:
+        server.stop()
+        server.kill_everything()
 
 
 def test_pause_measures_a_peer_in_turn_and_only_the_first_server_decides_the_exit_code(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 from fake_runner import FakeRunner
@@ -17,3 +19,20 @@ def test_nobody_is_told_that_it_is_ready_before_it_is_warm_and_its_collector_tam
     events = SimpleNamespace(send=lambda kind, **_: order.append(kind))
     main.serve(EngineConfig(model="fake"), runner, str(tmp_path), events, SimpleNamespace())
     assert order == ["collector, after 3 steps", "ready", "run"]
+
+
+SIGNALLED = """
+import os, signal, threading
+from fastdeploy.engine.main import stop_signals_wait
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+with stop_signals_wait():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("end of the block", flush=True)
+"""
+
+
+def test_a_stop_signal_waits_for_the_end_of_the_block_and_for_no_thread_that_began_in_it():
+    """Importing Paddle would otherwise put a handler between that prints a trace and kills the process."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["end of the block", "handled"], done.stderr

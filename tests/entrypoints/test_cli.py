@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +11,9 @@ import msgspec
 import pytest
 
 from fastdeploy.config import EngineConfig, ServeConfig, from_json, to_json
+from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
+from fastdeploy.errors import InvalidField
 
 
 @pytest.fixture
@@ -66,10 +70,43 @@ def test_a_bad_flag_is_named(folder, capsys, flags, named):
     assert named in capsys.readouterr().err
 
 
-def test_what_the_engine_refuses_is_one_line_that_names_the_flag():
-    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--port", "0", "--kv-cache-gb", "100000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+@pytest.mark.parametrize("flag", ["--spill-dir", "--upload-dir"])
+@pytest.mark.parametrize("kind", ["absent", "a file", "not writable"])
+def test_a_folder_that_cannot_be_written_to_is_told_at_start(tmp_path, capsys, flag, kind):
+    path = {"absent": tmp_path / "absent", "a file": tmp_path / "file", "not writable": "/proc"}[kind]
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as info:
+        main(["serve", flag, str(path)])
+    assert info.value.code == 2
+    assert f"argument {flag}: expected a folder to write to, got {str(path)!r}" in capsys.readouterr().err
+
+
+def test_the_model_may_be_named_without_a_flag_but_not_twice(folder):
+    assert parse(folder) == parse("--model", folder)
+    with pytest.raises(InvalidField, match="once"):
+        parse(folder, "--model", folder)
+
+
+def serve(*args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fastdeploy", "serve", "--port", "0", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def only_line(done: subprocess.CompletedProcess) -> str:
+    """The one line on the terminal, after which the command ended as refused."""
+    assert (done.returncode, done.stdout) == (2, "")
     # Without the C++ ops there is their warning as well.
     [line] = [line for line in done.stderr.splitlines() if "Paddle reference ops" not in line]
+    return line
+
+
+def test_what_the_engine_refuses_is_one_line_that_names_the_flag():
+    line = only_line(serve("--kv-cache-gb", "100000"))
     assert "cannot serve" in line and "--kv-cache-gb: a KV cache of 100000.0 GiB is more than" in line
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, file):
+    model = shutil.copytree(MODEL_DIR, tmp_path / "model")
+    os.truncate(model / file, 200)
+    assert only_line(serve(str(model), "--workers", "2")).startswith(f"fastdeploy: cannot serve {model}: {file}: ")

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from fastdeploy.entrypoints.supervisor import MAX_FAILED_STARTS, BackOff
+from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 TESTS = Path(__file__).parents[1]
 
@@ -209,9 +210,9 @@ def test_without_nohup_a_hangup_is_a_stop(tree):
 
 def test_a_model_that_is_refused_ends_the_server_at_once(tree):
     t = tree("broken")
-    assert t.process.wait(30) == 1
+    assert t.process.wait(30) == REFUSED
     t.log.seek(0)
-    assert "restarting" not in t.log.read()
+    assert t.log.read() == f"fastdeploy: cannot serve {t.root}: config.json: is broken\n"
     assert t.children() == {} and t.sockets() == []
 
 

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
@@ -36,6 +37,7 @@ from fastdeploy.entrypoints.openai.weights import weights_router
 from fastdeploy.entrypoints.openapi import describe
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.entrypoints.upload import remove_leftovers
+from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.logger import setup_logging
 
@@ -126,10 +128,15 @@ def make_server(
 
 
 async def serve(
-    config: ServeConfig, keys: Keys, endpoint: str, listeners: Sequence[socket.socket], events: EventPipe
+    config: ServeConfig,
+    keys: Keys,
+    tokenizer: Tokenizer | None,
+    endpoint: str,
+    listeners: Sequence[socket.socket],
+    events: EventPipe,
 ) -> None:
     client = EngineClient(endpoint, config.stall_s)
-    server = make_server(client, load_tokenizer(config.model), config, keys)
+    server = make_server(client, tokenizer, config, keys)
     announce = asyncio.create_task(_announce(client, events))
     collect_rarely()
     await server.serve(sockets=list(listeners))
@@ -142,7 +149,7 @@ async def _announce(client: EngineClient, events: EventPipe) -> None:
     events.send("ready", boot_id=client.welcome.boot_id)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
@@ -151,9 +158,14 @@ def main() -> None:
     args = parser.parse_args()
     setup_logging("api")
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
-    config, keys = from_json(args.config, ServeConfig), take_keys(os.environ)
+    config, keys, events = from_json(args.config, ServeConfig), take_keys(os.environ), EventPipe(args.event_fd)
+    try:
+        tokenizer = load_tokenizer(config.model)
+    except InvalidField as error:
+        return events.refuse(error)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(serve(config, keys, args.endpoint, listeners, EventPipe(args.event_fd)))
+        runner.run(serve(config, keys, tokenizer, args.endpoint, listeners, events))
+    return 0
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -163,4 +175,4 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,7 +27,7 @@ def get_ops(dtype: str, place: str = "cpu") -> Ops:
 
         logger.warning(
             "the C++ CPU ops are not available (%s): running the Paddle reference ops, in float32 and several times "
-            "slower; `python custom_ops/build.py` builds them where there is a C++ compiler",
+            "slower; where there is a C++ compiler `python custom_ops/build.py` builds them, or `pip install` anew",
             error,
         )
         return ReferenceOps(dtype)
