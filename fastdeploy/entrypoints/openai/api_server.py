@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator
@@ -20,11 +21,13 @@ from fastdeploy.entrypoints.dialects.areal import areal_router
 from fastdeploy.entrypoints.dialects.sglang import sglang_router
 from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
+from fastdeploy.entrypoints.openai.body_limit import BodyLimit
+from fastdeploy.entrypoints.openai.connection import HttpProtocol
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
 from fastdeploy.entrypoints.openai.health import health_router
-from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing
+from fastdeploy.entrypoints.openai.middleware import LastResort, Routing
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
@@ -61,9 +64,9 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     for router in (*native, *dialects):
         app.include_router(router(context))
     add_error_handlers(app)
-    # The last one is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)
+    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
     app.add_middleware(LastResort)
+    app.add_middleware(BodyLimit, config=config, turn=context.turn)
     app.add_middleware(Routing)
     return app
 
@@ -87,7 +90,7 @@ def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: Serve
     uvicorn_config = uvicorn.Config(
         create_app(client, tokenizer, config),
         loop="uvloop",
-        http=HttpProtocol,
+        http=functools.partial(HttpProtocol, config),
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,
