@@ -85,14 +85,20 @@ class WeightSessions:
         return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
 
     def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
-        session = self._find(args.session_id)
+        session = self._find_open(args.session_id)
         self._policy.check(args.source)
         check_label("version", args.version)
-        if session.state is not State.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
         session.advance(Event.CHUNK)
         session.version = args.version or session.version
         self._submit_chunk(session, args, answer)
+
+    def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
+        """See the message."""
+        if args.session_id is not None:
+            self._find_open(args.session_id)
+        else:
+            self._check_begin(args.begin)
+        return {}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session = self._find(args.session_id)
@@ -187,7 +193,8 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ inside
 
-    def _open(self, args: m.BeginUpdateArgs) -> Session:
+    def _check_begin(self, args: m.BeginUpdateArgs) -> None:
+        """Raise what is wrong with ``args`` as things are now."""
         check_label("version", args.version)
         check_kv(args.kv)
         check_lease(args.lease_s)
@@ -199,9 +206,12 @@ class WeightSessions:
             raise WrongOrder("the weights are asleep: wake them up (tag weight) before an update")
         if args.partial and not self._runner.has_weights:
             raise WrongOrder("a partial update needs whole weights to complete: send all tensors")
+        if args.in_place and not self._pause.is_paused:
+            raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
+
+    def _open(self, args: m.BeginUpdateArgs) -> Session:
+        self._check_begin(args)
         if args.in_place:
-            if not self._pause.is_paused:
-                raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
         now = self._clock()
         self.session = Session(
@@ -222,6 +232,12 @@ class WeightSessions:
         if self.session is None or self.session.id != session_id:
             raise self._unknown(session_id)
         return self.session
+
+    def _find_open(self, session_id: str) -> Session:
+        session = self._find(session_id)
+        if session.state is not State.OPEN:
+            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
+        return session
 
     def _unknown(self, session_id: str) -> FastDeployError:
         return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")

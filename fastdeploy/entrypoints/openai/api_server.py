@@ -22,6 +22,7 @@ from fastdeploy.entrypoints.dialects.sglang import sglang_router
 from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
 from fastdeploy.entrypoints.openai.body_limit import BodyLimit
+from fastdeploy.entrypoints.openai.budget import Budget
 from fastdeploy.entrypoints.openai.connection import HttpProtocol
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
@@ -58,7 +59,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         docs_url=None,
         redoc_url=None,
     )
-    context = ServingContext(client, tokenizer, config)
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    context = ServingContext(client, tokenizer, config, uploads)
     native = (completion_router, chat_router, control_router, weights_router, health_router)
     dialects = (vllm_router, skyrl_router, sglang_router, areal_router)
     for router in (*native, *dialects):

@@ -23,9 +23,9 @@ class BodyLimit:
     """Refuses a body of more than --max-body-mb (--max-upload-mb where it is weights): at once if its length is
     declared, or else where it passes the limit.
 
-    A body of more than 64 KiB, other than weights, is received when --max-bodies-mb has room for all of it. Weights have
-    limits of their own (see upload.py). A response that begins before the whole of such a body was received closes the
-    connection, and the rest of the body is not read. turn: see Pace.
+    A body of more than 64 KiB, other than weights, is received when --max-bodies-mb has room for all of it. Weights
+    have limits of their own (see upload.py). A response that begins before the whole of such a body was received closes
+    the connection, and the rest of the body is not read. turn: see Pace.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):

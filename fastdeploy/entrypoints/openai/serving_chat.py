@@ -52,10 +52,12 @@ async def prepare(context: ServingContext, body: ChatBody, request: Request) -> 
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
+    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit, seed_of(body))
+    context.check_reply([sampling], [ids], body.n or 1)
     return GenerationRequest(
         request_id=request_id(body, request, "chatcmpl"),
         prompts=[ids],
-        sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit, seed_of(body))],
+        sampling=[sampling],
         text=context.text_options(body),
         n=body.n or 1,
         priority=body.priority or 0,

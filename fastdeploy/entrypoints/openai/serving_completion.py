@@ -43,6 +43,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
     sampling = [
         context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
     ]
+    context.check_reply(sampling, prompts, body.n or 1)
     return GenerationRequest(
         request_id=request_id(body, request, "cmpl"),
         prompts=prompts,
