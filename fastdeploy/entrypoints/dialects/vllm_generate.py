@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import Generation
-from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
 from fastdeploy.entrypoints.openai.serving_completion import prepare
 from fastdeploy.errors import InvalidField
@@ -46,7 +46,7 @@ def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate")
     async def generate(request: Request) -> Response:
         """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
-        body = parse_generate(parse_json(await request.body()))
+        body = parse_generate(await read_json(request))
         checked = await prepare(context, body, request)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, work_of
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
@@ -22,7 +22,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(parse_json(await request.body()), ChatBody)
+        body = parse_body(await read_json(request), ChatBody)
         checked = await prepare(context, body, request)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return ChatView(context, generation, body).response()

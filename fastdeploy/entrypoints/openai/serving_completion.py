@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ReplyView, work_of
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
@@ -25,7 +25,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse_body(parse_json(await request.body()), CompletionBody)
+        body = parse_body(await read_json(request), CompletionBody)
         checked = await prepare(context, body, request)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -253,6 +254,26 @@ def test_a_body_that_waited_too_long_for_room_is_a_429(make_stack):
         thread.join()
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "server_busy")
     assert reply.headers["retry-after"] == "1" and reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"])
+def test_the_bytes_of_a_body_are_not_kept_while_its_answer_is_made(make_stack, path):
+    stack = make_stack(keepalive_s=0.1)
+    fields = {
+        "/v1/completions": b'"prompt": [97]',
+        "/v1/chat/completions": b'"messages": [{"role": "user", "content": "a"}]',
+        "/inference/v1/generate": b'"token_ids": [97], "sampling_params": {}',
+        "/generate": b'"input_ids": [97]',
+    }
+    content = b'{"stream": true, ' + fields[path] + b" " * 8 * MIB + b"}"
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with stack.http.stream("POST", path, content=content) as reply:
+            assert next(reply.iter_lines()).startswith(": keep-alive")
+            assert tracemalloc.get_traced_memory()[0] - before < 4 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/update_weights"])
