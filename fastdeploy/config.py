@@ -75,6 +75,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     request body of more MiB is refused (413); max_upload_mb: the same of a weight upload. upload_dir: where uploads
     are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
     names none.
+    max_bodies_mb: memory for request bodies that are being received, all together; further ones wait for up to
+    body_idle_s (429). max_uploads: weight uploads at once; further ones wait likewise. max_connections: open at once
+    (429). max_header_kb: KiB of one request's headers (431). header_s: a request's headers must be there by then (408).
+    body_idle_s: in each period of so long a request body must bring 1 MiB, or its end (408). The five are per API
+    server. max_reply_logprobs: log probabilities that one request may ask for.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
     model_roots, stage_timeout_s: as of EngineConfig, for the route that copies checkpoints. pull_root: the folder below
     which that route may write ("" = nowhere).
@@ -97,6 +102,13 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     http_keepalive_s: int = 75
     max_body_mb: int = 32
     max_upload_mb: int = 4096
+    max_bodies_mb: int = 512
+    max_uploads: int = 4
+    max_connections: int = 16384
+    max_header_kb: int = 256
+    header_s: float = 30.0
+    body_idle_s: float = 30.0
+    max_reply_logprobs: int = 8 << 20
     upload_dir: str = ""
     logprobs_mode: str = "raw"
     vllm_pause_mode: str = "abort"
@@ -131,6 +143,13 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "max_body_mb",
             "max_upload_mb",
             "stage_timeout_s",
+            "max_bodies_mb",
+            "max_uploads",
+            "max_connections",
+            "max_header_kb",
+            "header_s",
+            "body_idle_s",
+            "max_reply_logprobs",
         ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
         _require_writable("upload_dir", self.upload_dir)

@@ -9,9 +9,12 @@
     │   ├── ModelNotFound       404  the model named is not served here
     │   ├── DuplicateRequest    409  the request id is alive
     │   ├── AttachedElsewhere   409  a later request with this id took over (retain_s)
+    │   ├── RequestTimeout      408  the headers or the body did not come in time
     │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
     │   ├── UnsupportedBody     415  the Content-Type of the body is not taken
+    │   ├── HeadersTooLarge     431  the headers are larger than --max-header-kb
     │   ├── QueueFull           429  the waiting queue is at its bound
+    │   ├── ServerBusy          429  too many connections, bodies or uploads at once
     │   └── RequestsRejected    503  a pause with admission=reject stands
     ├── ControlError            a control call that did not do what it asked for
     │   ├── PauseInterrupted    409  a resume released the hold while it was draining
@@ -119,6 +122,18 @@ class RequestTooLarge(RequestError):
 
 class UnsupportedBody(RequestError):
     code, status = "unsupported_media_type", 415
+
+
+class RequestTimeout(RequestError):
+    code, status = "request_timeout", 408
+
+
+class HeadersTooLarge(RequestError):
+    code, status = "headers_too_large", 431
+
+
+class ServerBusy(RequestError):
+    code, status = "server_busy", 429
 
 
 class QueueFull(RequestError):

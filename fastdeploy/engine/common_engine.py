@@ -121,6 +121,7 @@ class CommonEngine:
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.chunk,
+            m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,

@@ -89,14 +89,20 @@ class WeightSessions:
         return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
 
     def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
-        session = self._find(args.session_id)
+        session = self._find_open(args.session_id)
         self._policy.check(args.source)
         check_label("version", args.version)
-        if session.state is not State.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
         session.advance(Event.CHUNK)
         session.version = args.version or session.version
         self._submit_chunk(session, args, answer)
+
+    def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
+        """See the message."""
+        if args.session_id is not None:
+            self._find_open(args.session_id)
+        else:
+            self._check_begin(args.begin)
+        return {}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session = self._find(args.session_id)
@@ -196,7 +202,8 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ inside
 
-    def _open(self, args: m.BeginUpdateArgs) -> Session:
+    def _check_begin(self, args: m.BeginUpdateArgs) -> None:
+        """Raise what is wrong with ``args`` as things are now."""
         check_label("version", args.version)
         check_kv(args.kv)
         check_seconds("lease_s", args.lease_s)
@@ -213,6 +220,10 @@ class WeightSessions:
         if args.in_place and not self._pause.is_paused:
             raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
         self._thread.check_room()
+
+    def _open(self, args: m.BeginUpdateArgs) -> Session:
+        self._check_begin(args)
+        timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
         staging = self._runner.begin_update(args.partial, args.in_place)
         if args.in_place:
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
@@ -237,6 +248,12 @@ class WeightSessions:
         if self.session is None or self.session.id != session_id:
             raise self._unknown(session_id)
         return self.session
+
+    def _find_open(self, session_id: str) -> Session:
+        session = self._find(session_id)
+        if session.state is not State.OPEN:
+            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
+        return session
 
     def _unknown(self, session_id: str) -> FastDeployError:
         return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fastdeploy.config import ServeConfig
 from fastdeploy.entrypoints.keys import CONTROL_KEY, Keys, is_exposed
+from fastdeploy.entrypoints.openai.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.entrypoints.openai.errors import error_response
-from fastdeploy.entrypoints.openai.middleware import JSON_UPLOAD_PATHS
 from fastdeploy.errors import FastDeployError, Forbidden, InvalidKey, RouteNotFound
 
 

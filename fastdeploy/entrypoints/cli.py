@@ -37,6 +37,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
     add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
     add("--max-upload-mb", type=int, default=http.max_upload_mb, help="MiB a weight upload may have (%(default)s)")
+    add("--max-bodies-mb", type=int, default=http.max_bodies_mb, help="MiB of all bodies being received (%(default)s)")
+    add("--max-uploads", type=int, default=http.max_uploads, help="weight uploads at once (%(default)s)")
+    add("--max-connections", type=int, default=http.max_connections, help="open connections (%(default)s)")
+    add("--max-header-kb", type=int, default=http.max_header_kb, help="KiB of a request's headers (%(default)s)")
+    add("--header-s", type=float, default=http.header_s, help="time for a request's headers (%(default)g)")
+    add("--body-idle-s", type=float, default=http.body_idle_s, help="time for each MiB of a body (%(default)g)")
+    add(
+        "--max-reply-logprobs",
+        type=int,
+        default=http.max_reply_logprobs,
+        help="log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)",
+    )
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
     add(
         "--logprobs-mode",

@@ -42,15 +42,28 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def spooled_upload(request: Request, context: ServingContext) -> AsyncIterator[m.FileSource]:
-    """The body of ``request`` in a file, for as long as the block lasts. Raises InvalidField for an empty body,
-    OutOfSpace where it does not fit, and RequestTooLarge where it passes --max-upload-mb."""
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
+    """Enter before the body of an upload is received. Raises what the engine already knows against it, and ServerBusy
+    where --max-uploads others have not ended in time."""
+    await context.client.call(check, context.config.update_s)
+    async with context.uploads.hold():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def spooled_upload(
+    request: Request, context: ServingContext, check: m.CheckUpdateArgs
+) -> AsyncIterator[m.FileSource]:
+    """The body of ``request`` in a file, for as long as the block lasts. Raises what :func:`admitted_upload` raises,
+    InvalidField for an empty body, OutOfSpace where it does not fit, and RequestTooLarge where it passes
+    --max-upload-mb."""
     limit = context.config.max_upload_mb << 20
     expected = int(request.headers.get("content-length", limit))
-    with _new_file(upload_folder(context.config, expected)) as (file, path):
-        with _out_of_space(path.parent):
-            await _receive(request, file)
-        yield m.FileSource(str(path))
+    async with admitted_upload(context, check):
+        with _new_file(upload_folder(context.config, expected)) as (file, path):
+            with _out_of_space(path.parent):
+                await _receive(request, file)
+            yield m.FileSource(str(path))
 
 
 @contextlib.asynccontextmanager

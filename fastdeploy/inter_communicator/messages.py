@@ -207,6 +207,14 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     verify_checksum: bool = False
 
 
+class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Asked before the bytes of an upload are received: would a chunk of ``session_id``, or without one an update that
+    starts with ``begin``, be refused already? Reply: {}. Fails as the chunk or the begin would. Changes nothing."""
+
+    session_id: str | None = None
+    begin: BeginUpdateArgs = BeginUpdateArgs()
+
+
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: a report."""
 
@@ -284,6 +292,7 @@ Args = (
     | UpdateWeightsArgs
     | BeginUpdateArgs
     | UpdateChunkArgs
+    | CheckUpdateArgs
     | CommitUpdateArgs
     | AbortUpdateArgs
     | SetVersionArgs

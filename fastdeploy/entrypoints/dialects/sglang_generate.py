@@ -17,7 +17,7 @@ from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
 from fastdeploy.entrypoints.openai.pace import GrowingArray, Pace
-from fastdeploy.entrypoints.openai.protocol import parse_json
+from fastdeploy.entrypoints.openai.protocol import read_json
 from fastdeploy.entrypoints.openai.reply import weight_versions
 from fastdeploy.entrypoints.openai.streaming import EventStream, JsonResponse
 from fastdeploy.entrypoints.openapi import streams, takes
@@ -37,7 +37,7 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:
-        body = parse_generate(parse_json(await request.body()))
+        body = parse_generate(await read_json(request))
         context.check_model(body.model)
         await context.client.require_engine()
         prompts = await read_prompts(context, body)

@@ -175,6 +175,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
+    context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n)
     return Prompts(prompts, n, batch, group)
 
 

@@ -27,7 +27,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import error_body, json_response
 from fastdeploy.entrypoints.openai.protocol import Label
 from fastdeploy.entrypoints.openapi import described, takes
-from fastdeploy.entrypoints.upload import spooled_bytes
+from fastdeploy.entrypoints.upload import admitted_upload, spooled_bytes
 from fastdeploy.errors import STATUS, FastDeployError, InvalidField, WrongOrder
 from fastdeploy.inter_communicator import messages as m
 
@@ -143,9 +143,11 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
     @router.post("/update_weights_from_tensor", openapi_extra=takes(TensorBody))
     @sglang_shape()
     async def update_weights_from_tensor(request: Request) -> Response:
-        body = await asyncio.to_thread(parse_tensors, await request.body())
-        version = None if body.weight_version is None else str(body.weight_version)
+        check = m.CheckUpdateArgs(await weights.open_session(), m.BeginUpdateArgs(partial=True))
         async with contextlib.AsyncExitStack() as files:
+            await files.enter_async_context(admitted_upload(context, check))
+            body = await asyncio.to_thread(parse_tensors, await request.body())
+            version = None if body.weight_version is None else str(body.weight_version)
             sources = [await files.enter_async_context(spooled_bytes(d, context)) for d in distinct(body)]
             update = Update(sources, version, bool(body.abort_all_requests), bool(body.flush_cache), partial=True)
             report = await weights.add(update)

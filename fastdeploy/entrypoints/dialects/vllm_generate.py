@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import Generation
-from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
 from fastdeploy.entrypoints.openai.serving_completion import prepare
 from fastdeploy.entrypoints.openapi import schema_of, streams, takes
@@ -57,7 +57,7 @@ def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     async def generate(request: Request) -> Response:
         """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
         limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
-        body = parse_generate(parse_json(await request.body()))
+        body = parse_generate(await read_json(request))
         checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()

@@ -108,7 +108,7 @@ class VllmWeights:
     async def _call(self, args: m.Args) -> dict[str, Any]:
         return await self._context.client.call(args, self._context.config.update_s)
 
-    async def _open_session(self) -> str | None:
+    async def open_session(self) -> str | None:
         """The session that this dialect opened; never that of another trainer."""
         session = (await self._call(m.WeightInfoArgs())).get("session") or {}
         return session["session_id"] if session.get("placed_by") == PLACED_BY else None
@@ -127,7 +127,7 @@ class VllmWeights:
     async def add(self, chunk: Chunk) -> dict[str, Any]:
         """Put it into the open session; without one it is an update of its own, committed at once."""
         source, info = chunk
-        session_id = await self._open_session()
+        session_id = await self.open_session()
         if session_id is None:
             args: m.Args = m.UpdateWeightsArgs(
                 source,
@@ -150,7 +150,7 @@ class VllmWeights:
         return await self._call(args)
 
     async def finish(self, version: str | None) -> dict[str, Any]:
-        session_id = await self._open_session()
+        session_id = await self.open_session()
         if session_id is None:
             raise WrongOrder("no weight update is open: it was never started, has failed, or its lease has ended")
         return await self._call(m.CommitUpdateArgs(session_id, version=version))
@@ -177,10 +177,13 @@ def parse_update_info(info: Any) -> Chunk:
 
 
 @contextlib.asynccontextmanager
-async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator[Chunk]:
+async def read_chunk(request: Request, context: ServingContext, weights: VllmWeights) -> AsyncIterator[Chunk]:
+    """The chunk that the call names or uploads; an upload is in a file for as long as the block lasts."""
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
-        async with spooled_upload(request, context) as source:
+        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
+        check = m.CheckUpdateArgs(await weights.open_session(), begin)
+        async with spooled_upload(request, context, check) as source:
             yield Chunk(source, info)
     else:
         yield parse_update_info((await read_fields(request)).get("update_info"))
@@ -201,7 +204,7 @@ def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_chunk(request, context) as chunk:
+        async with read_chunk(request, context, weights) as chunk:
             report = await weights.add(chunk)
         return json_response({"message": "Weights updated", "report": report})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -26,11 +27,14 @@ from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
 from fastdeploy.entrypoints.docs_page import add_docs_page
 from fastdeploy.entrypoints.keys import NO_KEYS, Keys, take_keys
+from fastdeploy.entrypoints.openai.body_limit import BodyLimit
+from fastdeploy.entrypoints.openai.budget import Budget
+from fastdeploy.entrypoints.openai.connection import HttpProtocol
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
 from fastdeploy.entrypoints.openai.health import health_router
-from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing, TraceId
+from fastdeploy.entrypoints.openai.middleware import LastResort, Routing, TraceId
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
@@ -74,21 +78,22 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         docs_url=None,
         redoc_url=None,
     )
-    context = ServingContext(client, tokenizer, config)
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    context = ServingContext(client, tokenizer, config, uploads)
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])
     describe(app)
     add_docs_page(app)
     add_error_handlers(app)
-    # The last one is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)
+    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
     app.add_middleware(access.AccessControl, policy=access.Policy.of(config, keys))
     if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
     app.add_middleware(LastResort)
+    app.add_middleware(BodyLimit, config=config, turn=context.turn)
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app
@@ -115,7 +120,7 @@ def make_server(
     uvicorn_config = uvicorn.Config(
         create_app(client, tokenizer, config, keys),
         loop="uvloop",
-        http=HttpProtocol,
+        http=functools.partial(HttpProtocol, config),
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.entrypoints.openai.budget import Budget
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.pace import Pace
 from fastdeploy.entrypoints.openai.protocol import MAX_CHOICES, GenerationBody
@@ -42,11 +44,13 @@ NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "ma
 
 @dataclass(frozen=True)
 class ServingContext:
-    """``tokenizer`` None: the model folder has none, and only token ids are served. turn: see Pace."""
+    """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
+    uploads there may be at once. turn: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
     config: ServeConfig
+    uploads: Budget
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
@@ -74,6 +78,20 @@ class ServingContext:
         queue = self.client.model_info.get("max_waiting", MAX_CHOICES)
         if n > queue:
             raise InvalidField("n", f"expected at most {queue} (the server's --max-waiting), got {n}")
+
+    def check_reply(self, sampling: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], n: int) -> None:
+        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs. ``sampling``
+        is that of each prompt; each has ``n`` choices."""
+        limit = self.config.max_reply_logprobs
+        told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
+        if told > limit:
+            why = f"up to {told} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
+            raise InvalidField("logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
+        pairs = zip(sampling, prompts, strict=True)
+        told = sum(len(ids) * (1 + s.prompt_logprobs) for s, ids in pairs if s.prompt_logprobs is not None)
+        if told > limit:
+            why = f"{told} log probabilities of prompts; ask for fewer"
+            raise InvalidField("prompt_logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
 
     def check_text(self, text: str, field: str) -> None:
         """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""

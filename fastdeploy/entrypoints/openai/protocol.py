@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from fastdeploy.engine.sampling_params import MAX_INT32
@@ -378,6 +379,12 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidField("body", "expected a JSON object")
     return data
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object that is the body of ``request``. Unlike ``request.body()`` this keeps no bytes: a request may
+    live for minutes after its body was parsed. Call once for a request."""
+    return parse_json(b"".join([part async for part in request.stream()]))
 
 
 def parse_body(

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
@@ -24,7 +24,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(parse_json(await request.body()), ChatBody)
+        body = parse_body(await read_json(request), ChatBody)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 
@@ -56,10 +56,12 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     limit = ("max_completion_tokens", body.max_completion_tokens)
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
+    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
+    context.check_reply([sampling], [ids], body.n or 1)
     return GenerationRequest(
         request_id=request_id(body, "chatcmpl"),
         prompts=[ids],
-        sampling=[context.sampling(body, len(ids), _logprobs_asked(body), limit)],
+        sampling=[sampling],
         text=context.text_options(body),
         n=body.n or 1,
         priority=body.priority or 0,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
+from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ReplyView, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
@@ -27,7 +27,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
-        body = parse_body(parse_json(await request.body()), CompletionBody)
+        body = parse_body(await read_json(request), CompletionBody)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
@@ -44,6 +44,7 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     prompts = await tokenise(context, body)
     max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
     sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    context.check_reply(sampling, prompts, body.n or 1)
     return GenerationRequest(
         request_id=request_id(body, "cmpl"),
         prompts=prompts,

@@ -219,6 +219,48 @@ def _fields(add: m.AddRequest, count: int) -> dict:
     return {"logprobs": output.logprobs, "spans": output.spans}
 
 
+def two_completions(tokens: int) -> dict:
+    return {"prompt": [[97], [97]], "n": 4, "max_tokens": tokens, "logprobs": 2}
+
+
+def one_chat(tokens: int) -> dict:
+    message = {"role": "user", "content": "a"}
+    return {"messages": [message], "n": 8, "max_tokens": tokens, "logprobs": True, "top_logprobs": 2}
+
+
+def one_of_vllm(tokens: int) -> dict:
+    return {"token_ids": [97], "sampling_params": {"n": 8, "max_tokens": tokens, "logprobs": 2}}
+
+
+def two_of_sglang(tokens: int) -> dict:
+    sampling = {"n": 4, "max_new_tokens": tokens}
+    return {"input_ids": [[97], [97]], "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling}
+
+
+def long_prompt(tokens: int) -> dict:
+    return {"prompt": [97] * 12 * tokens, "prompt_logprobs": 1, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", two_completions, "logprobs"),
+        ("/v1/chat/completions", one_chat, "logprobs"),
+        ("/inference/v1/generate", one_of_vllm, "logprobs"),
+        ("/generate", two_of_sglang, "logprobs"),
+        ("/v1/completions", long_prompt, "prompt_logprobs"),
+    ],
+)
+def test_a_reply_that_might_be_too_large_is_refused_by_name(make_stack, path, body, field):
+    """Five tokens for each choice are 120 log probabilities."""
+    stack = make_stack(max_reply_logprobs=119)
+    error = stack.post(path, **body(5)).json()["error"]
+    assert error["param"] == field and "--max-reply-logprobs" in error["message"]
+    if field == "logprobs":
+        stack.script(reply_with([97]))
+        assert stack.post(path, **body(4)).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_stop_strings_beyond_their_bounds_are_refused_by_name(module_stack, path):
     for stop in (["a"] * 65, ["a" * 257], [""], [chr(97 + i) * 256 for i in range(17)]):

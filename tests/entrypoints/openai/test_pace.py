@@ -16,6 +16,7 @@ from fastdeploy.config import ServeConfig
 from fastdeploy.engine.request_stream import RequestStream
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.entrypoints.dialects import sglang_generate, sglang_protocol, vllm_generate
+from fastdeploy.entrypoints.openai.budget import Budget
 from fastdeploy.entrypoints.openai.choice import Choice, TextOptions, pieces
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import TOKENS_AT_ONCE, WORK_PER_TOKEN, Generation, GenerationRequest
@@ -75,7 +76,8 @@ class FilledClient:
 
 @pytest.fixture
 def context(tokenizer) -> ServingContext:
-    return ServingContext(FilledClient(), tokenizer, ServeConfig(model="m", served_model_name="tiny"))
+    config = ServeConfig(model="m", served_model_name="tiny")
+    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"))
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:
