@@ -18,7 +18,7 @@ import httpx
 
 from fastdeploy.errors import FastDeployError, InvalidField
 from fastdeploy.rl.errors import is_busy, may_pass
-from fastdeploy.rl.fleet import fan_out, require_all
+from fastdeploy.rl.fleet import fan_out
 from fastdeploy.rl.pause import Holds
 from fastdeploy.rl.replica import BACKOFF_S, Replica
 from fastdeploy.rl.resume import Partial, Request
@@ -101,9 +101,9 @@ class VerlServer:
         priority: int = 0,
     ) -> Any:
         """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
-        FleetError if it does not come back. One that takes no requests just now is asked again when it says so; after
-        BUSY_S seconds that counts as an abort without a token. extra_fields: global_steps, min_global_steps and
-        max_global_steps of the weights that made the tokens, and num_cached_tokens."""
+        Unreachable or EngineDead if it does not come back. One that takes no requests just now is asked again when it
+        says so; after BUSY_S seconds that counts as an abort without a token. extra_fields: global_steps,
+        min_global_steps and max_global_steps of the weights that made the tokens, and num_cached_tokens."""
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
@@ -183,7 +183,7 @@ class VerlServer:
 
     async def _back(self) -> None:
         """Wait until the server answers again."""
-        require_all("the server is gone", await fan_out([self._server], _health, CONTROL_S, retry=True))
+        await self._call("GET", "/health")
 
     # ------------------------------------------------------------------ control
 
@@ -253,16 +253,20 @@ class VerlServer:
         """verl sleeps and wakes what may be so already; the server refuses that."""
         now = await self._asleep()
         if wanted - now:
-            await self._call("POST", "/v1/sleep", json={"tags": sorted(wanted - now)})
+            await self._call("POST", "/v1/sleep", retry=False, json={"tags": sorted(wanted - now)})
         if now - wanted:
-            await self._call("POST", "/v1/wakeup", json={"tags": sorted(now - wanted)})
+            await self._call("POST", "/v1/wakeup", retry=False, json={"tags": sorted(now - wanted)})
 
-    async def _call(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        return await self._server.call(method, path, CONTROL_S, **kwargs)
+    async def _call(self, method: str, path: str, retry: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """The result of a route. retry: it may be asked twice, so a server that is gone is waited for, CONTROL_S."""
 
+        async def call(server: Replica) -> dict[str, Any]:
+            return await server.call(method, path, CONTROL_S, **kwargs)
 
-async def _health(server: Replica) -> dict[str, Any]:
-    return await server.call("GET", "/health", 5.0)
+        (report,) = await fan_out([self._server], call, CONTROL_S, retry)
+        if report.result is None:
+            raise report.error
+        return report.result
 
 
 def _tag(tag: str) -> str:

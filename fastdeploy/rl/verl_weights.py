@@ -1,5 +1,5 @@
-"""Weights as verl hands them over: pairs of name and tensor, from an iterator that may be asynchronous or empty. Imports
-neither verl nor Ray."""
+"""Weights as verl hands them over: pairs of name and tensor, from an iterator that may be asynchronous or empty.
+Imports neither verl nor Ray."""
 
 from __future__ import annotations
 

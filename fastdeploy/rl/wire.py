@@ -65,9 +65,10 @@ def decode(content: bytes) -> dict[str, Any]:
 def error_from(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
     """The exception of an error body; its ``detail`` has "status", and "retry_after" in seconds where told."""
     error = body.get("error")
-    if not isinstance(error, dict):  # /ready has no more than a status
+    if not isinstance(error, dict):  # /health and /ready have no more than a status
         message = str(body.get("status", f"status {status}"))
-        error = {"message": message, "code": "rejecting_new_requests" if message.startswith("rejecting") else None}
+        unavailable = "rejecting_new_requests" if message.startswith("rejecting") else "engine_dead"
+        error = {"message": message, "code": unavailable if status == 503 else None}
     detail = {k: v for k, v in error.items() if k not in ("message", "code", "type", "retry_after")}
     if (wait := _seconds(error.get("retry_after"))) is not None:
         detail["retry_after"] = wait

@@ -1,4 +1,4 @@
-"""A client's hold lives as long as its process renews it; one that ended early is told, never passed over (failure 47)."""
+"""Failure 47: a client's hold lives as long as its process renews it; one that ended early is told."""
 
 from __future__ import annotations
 

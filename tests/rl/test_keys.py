@@ -69,10 +69,10 @@ def test_data_routes_get_the_data_key_and_all_others_the_control_key(given, monk
 def test_the_renewals_of_a_hold_carry_the_control_key_and_the_callers_headers():
     async def go():
         async with FakeServer() as server:
-            async with RolloutClient(server.url, control_key="c", headers={"X-Tenant": "t"}) as client:
-                async with client.paused():
-                    while not any(path == "/v1/renew" for path, _ in server.keys):
-                        await asyncio.sleep(0.01)
+            client = RolloutClient(server.url, control_key="c", headers={"X-Tenant": "t"})
+            async with client, client.paused():
+                while not any(path == "/v1/renew" for path, _ in server.keys):
+                    await asyncio.sleep(0.01)
             assert {key for path, key in server.keys if path == "/v1/renew"} == {"c"}
             assert server.tenants == {"t"}
 

@@ -76,6 +76,13 @@ def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
     assert error_of(429, {}, body).detail.get("retry_after") == expected
 
 
+def test_what_health_and_ready_say_is_told_apart():
+    """Who waits for a server to be back asks again while no engine is there."""
+    told = [error_of(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
+    assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
+    assert all(may_pass(error) for error in told)
+
+
 def test_a_busy_server_may_be_asked_again_and_a_wrong_key_may_not():
     full = error_of(429, {"retry-after": "2"}, b'{"error": {"code": "queue_full", "message": "m"}}')
     assert isinstance(full, QueueFull) and is_busy(full) and may_pass(full)
