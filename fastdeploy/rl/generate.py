@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastdeploy.errors import FastDeployError
-from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable
+from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, may_pass
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.resume import Partial, Request
-from fastdeploy.rl.routing import BUSY, Router
+from fastdeploy.rl.routing import Router
 
 
 class Runner:
@@ -36,24 +36,23 @@ class Runner:
         return choices
 
     async def _finish(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
-        attempt, failures = 0, 0
+        failures = 0
         while unfinished := [c for c in choices if c.finish_reason is None]:
             if len(choices) > 1 and (len(unfinished) < len(choices) or any(c.token_ids for c in choices)):
                 await self._finish_apart(request, unfinished, session)
                 return
             before = sum(len(c.token_ids) for c in choices)
             try:
-                await self._attempt(request, choices, session, attempt)
+                await self._attempt(request, choices, session)
             except FastDeployError as error:
                 if not may_pass(error):
                     raise
                 failures = 0 if sum(len(c.token_ids) for c in choices) > before else failures
-                failures += error.code not in BUSY
+                failures += not is_busy(error)
                 if failures > self._max_failures:
                     raise GivenUp(f"{failures} failures in a row: {error.message}") from error
             else:
                 failures = 0
-            attempt += 1
 
     async def _finish_apart(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
         """What is left of a group goes on one by one: each has tokens of its own to go on from."""
@@ -64,16 +63,14 @@ class Runner:
         except* FastDeployError as failed:
             raise failed.exceptions[0] from None
 
-    async def _attempt(
-        self, request: Request, choices: Sequence[Partial], session: Hashable | None, attempt: int
-    ) -> None:
+    async def _attempt(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
         """Send what is left of ``choices`` and take what comes. Raises what the replica answered; whatever came
         before is kept."""
         async with self._router.lease(session, len(choices)) as replica:
             for choice in choices:
                 choice.begin(replica.url)
             try:
-                await self._stream(replica, request, choices, attempt)
+                await self._stream(replica, request, choices)
             except FastDeployError as error:
                 if may_pass(error):
                     self._router.refused(replica, error)
@@ -82,8 +79,8 @@ class Runner:
                         choice.cut_off()
                 raise
 
-    async def _stream(self, replica: Replica, request: Request, choices: Sequence[Partial], attempt: int) -> None:
-        body = request.body(choices, attempt)
+    async def _stream(self, replica: Replica, request: Request, choices: Sequence[Partial]) -> None:
+        body = request.body(choices)
         ended: set[int] = set()
         async with replica.stream("/v1/completions", body, self._silence_s) as events:
             async for event in events:
@@ -114,10 +111,3 @@ class Runner:
 
 class GivenUp(RolloutError):
     """Too many failures in a row."""
-
-
-def may_pass(error: FastDeployError) -> bool:
-    """Whether another attempt may succeed: the replica was at fault, or busy, and not the request."""
-    if isinstance(error, RolloutError):
-        return isinstance(error, Unreachable)
-    return error.code in BUSY or error.detail.get("status", error.status) >= 500

@@ -22,6 +22,7 @@ OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
 REST_OF_CONTEXT = 2**31 - 1  # a server cuts max_tokens to what is left of its context
+MAX_ID_CHARS = 448  # of the server's 512: the ids of later attempts are longer
 
 
 class Request:
@@ -43,6 +44,8 @@ class Request:
             raise InvalidField(name, "set by the client itself, expected not to be among the sampling parameters")
         if n < 1:
             raise InvalidField("n", f"expected an integer >= 1, got {n}")
+        if len(request_id) > MAX_ID_CHARS:
+            raise InvalidField("request_id", f"expected at most {MAX_ID_CHARS} characters, got {len(request_id)}")
         self.prompt_ids = [int(token) for token in prompt_ids]
         self.params = {k: v for k, v in params.items() if v is not None or k == "logprobs"}
         self.params.setdefault("logprobs", 0)
@@ -56,12 +59,19 @@ class Request:
         self._began = time.monotonic()
         self.n = n
         self.request_id = request_id
+        self._restarts = 0
         self._ends = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
             self._ends |= set(eos_ids)
 
-    def body(self, choices: Sequence[Partial], attempt: int) -> dict[str, Any]:
-        """The next request for these choices: all of the group without a token, or one with what it has."""
+    def start_over(self) -> None:
+        """Discard the answers so far: the next attempts begin at the prompt, and are new requests to a server that has
+        kept the old ones (retain_s)."""
+        self._restarts += 1
+
+    def body(self, choices: Sequence[Partial]) -> dict[str, Any]:
+        """The next request for these choices, which have begun an attempt: all of the group without a token, or one
+        with what it has."""
         first = choices[0]
         assert len(choices) == 1 or not any(c.token_ids for c in choices)
         done = len(first.token_ids)
@@ -84,9 +94,18 @@ class Request:
             body["deadline_s"] = max(self.deadline_s - (time.monotonic() - self._began), MIN_DEADLINE_S)
         if first.prompt_logprobs is not None:
             body.pop("prompt_logprobs", None)
-        if self.request_id:  # an id that was cut off may live on at the server for a moment
-            body["request_id"] = f"{self.request_id}~{first.index}.{attempt}" if attempt else self.request_id
+        if self.request_id:
+            body["request_id"] = self._attempt_id(first)
         return body
+
+    def _attempt_id(self, choice: Partial) -> str:
+        """An id that no other attempt has, since one that was cut off may live on at the server for a moment. The first
+        has the caller's, the others "caller's~restart.choice.attempt". A choice counts the attempts that it made
+        together with its group, so the ids of a group and of its first choice alone differ."""
+        attempt = choice.num_attempts - 1
+        if not attempt and not self._restarts:
+            return self.request_id
+        return f"{self.request_id}~{self._restarts}.{choice.index}.{attempt}"
 
     def ended_by(self, token: int, count: int) -> bool:
         """Whether ``token``, the last of ``count``, ends the answer."""
@@ -113,6 +132,10 @@ class Partial:
     _base: int = 0
     _fresh: bool = True
     _preempted_before: int = 0
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.replicas)
 
     def begin(self, replica: str) -> None:
         """A new attempt, on ``replica``: its counts and its text start anew."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+from fastdeploy.errors import FastDeployError, HoldNotFound
+
 EOS = 7
 VOCAB = 64
 
@@ -51,6 +53,9 @@ class FakeServer:
         self.before_token: Callable[[int], None] = lambda position: None
         self.down = False
         self.streams = 0
+        self.ids: set[str] = set()  # of the requests that were taken
+        self.tenants: set[str | None] = set()  # X-Tenant of every request
+        self.keys: list[tuple[str, str]] = []  # (path, authorization) of every request
 
     async def __aenter__(self) -> FakeServer:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
@@ -90,6 +95,8 @@ class FakeServer:
                     writer.transport.abort()
                     return
                 url = urlsplit(target)
+                self.tenants.add(headers.get("x-tenant"))
+                self.keys.append((url.path, headers.get("authorization", "").removeprefix("Bearer ")))
                 body = dict(parse_qsl(url.query))
                 if headers.get("content-type") == "application/octet-stream":
                     self.uploads.append(content)
@@ -123,9 +130,16 @@ class FakeServer:
             code = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}[fault.kind]
             await self._error(writer, *code, retry_after=0.01)
             return
+        if refusals := self.refuse.get("/v1/completions"):
+            await self._error(writer, *refusals.popleft())
+            return
         if body["prompt"][0] >= 1000:
             await self._error(writer, 400, "invalid_field")
             return
+        if (request_id := body.get("request_id")) in self.ids:
+            await self._error(writer, 409, "duplicate_request_id")
+            return
+        self.ids |= {request_id} - {None}
         writer.write(b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         self.streams += 1
         try:
@@ -217,7 +231,11 @@ class FakeServer:
             await self._error(writer, status, code)
             return
         result = getattr(self, "_" + path.strip("/").replace("/", "_"), dict)
-        result = result(body) if result is not dict else {}
+        try:
+            result = result(body) if result is not dict else {}
+        except FastDeployError as error:
+            await self._error(writer, error.status, error.code)
+            return
         await self._reply(writer, 200, result if path in ("/health", "/ready") else {"result": result})
 
     def _health(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +258,11 @@ class FakeServer:
     def _v1_resume(self, body: dict[str, Any]) -> dict[str, Any]:
         known = self.holds.pop(body["hold_id"], None)
         return {"status": "running", "released": [body["hold_id"]] if known else []}
+
+    def _v1_renew(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["hold_id"] not in self.holds:
+            raise HoldNotFound(body["hold_id"])
+        return {"hold": {"id": body["hold_id"]}}
 
     def _v1_is_paused(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"is_paused": bool(self.holds)}

@@ -98,13 +98,13 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     partial = Partial(request)
     partial.begin("a")
     partial.take({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
-    body = request.body([partial], 1)
+    body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin("b")
     whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
     partial.take({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
-    assert "prompt_logprobs" not in request.body([partial], 2)
+    assert "prompt_logprobs" not in request.body([partial])
 
 
 def test_a_group_of_which_some_are_cut_off_goes_on_with_the_others_numbers():
@@ -139,7 +139,7 @@ def test_a_deadline_is_that_of_all_attempts_together():
     given = [b["deadline_s"] for b in server.requests]
     assert 5.0 > given[0] > given[1] > given[2] > 0
     request = Request(PROMPT, {"deadline_s": 1e-9})
-    assert request.body([Partial(request)], 1)["deadline_s"] > 0, "0 would be refused"
+    assert request.body([Partial(request)])["deadline_s"] > 0, "0 would be refused"
 
 
 def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, read_json
+from fastdeploy.entrypoints.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
