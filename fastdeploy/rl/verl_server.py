@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from fastdeploy.errors import FastDeployError, InvalidField
+from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.fleet import fan_out, require_all
 from fastdeploy.rl.generate import may_pass
 from fastdeploy.rl.replica import Replica
@@ -82,9 +83,10 @@ class VerlServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
     ) -> Any:
-        """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
-        FleetError if it does not come back. extra_fields: global_steps, min_global_steps and max_global_steps of the
-        weights that made the tokens, and num_cached_tokens."""
+        """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back.
+        FleetError if it does not come back, RolloutFailed if the model's logits were not finite. extra_fields:
+        global_steps, min_global_steps and max_global_steps of the weights that made the tokens, and num_cached_tokens.
+        """
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
@@ -100,11 +102,14 @@ class VerlServer:
                     for item in (event or {}).get("choices", ()):
                         choice.take(item, event.get("system_fingerprint"))
         except FastDeployError as error:
-            if not may_pass(error):
-                raise
-            if error.code not in BUSY:
-                await self._back()
-            choice.cut_off()
+            if choice.finish_reason is None:
+                if not may_pass(error):
+                    raise
+                if error.code not in BUSY:
+                    await self._back()
+                choice.cut_off()
+        if choice.finish_reason == "error":
+            raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
         return await self._reply(choice.rollout(), usage)
 
     def _params(self, given: Mapping[str, Any], prompt_ids: Sequence[int]) -> dict[str, Any]:

@@ -105,7 +105,10 @@ def test_sglang_has_it_as_an_abort_with_status_500_that_nobody_resumes(stack):
 
 
 def test_an_engine_that_fails_is_still_an_error_of_the_whole_request(stack):
-    stack.script(lambda add: [one_output(add, 0, [97], 0)]
-                 + [m.Output(add.request_id, k, finish_reason="error", message="the engine failed") for k in (0, 1)])  # fmt: skip
+    def script(add: m.AddRequest) -> list[m.Output]:
+        ends = [m.Output(add.request_id, k, finish_reason="error", message="the engine failed") for k in (0, 1)]
+        return [one_output(add, 0, [97], 0), *ends]
+
+    stack.script(script)
     reply = stack.post("/v1/completions", prompt=[1], n=2)
     assert reply.status_code == 500 and reply.json()["error"]["code"] == "engine_error"
