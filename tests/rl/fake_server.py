@@ -21,7 +21,7 @@ VOCAB = 64
 class Fault(NamedTuple):
     """What becomes of one generation request after ``tokens`` tokens of each choice: "abort" (a final chunk says so),
     "drop" (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for),
-    "reject" (503 before anything), "full" (429), "hang" (comments only), "non_finite" (choice 0 ends with that error)."""
+    "reject" (503 before anything), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
 
     kind: str
     tokens: int = 0
