@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastdeploy.engine.sampling_params import MAX_INT32, SEED_BITS, SamplingParams
+from fastdeploy.engine.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams, check_prompt_logprobs
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
@@ -164,6 +164,9 @@ async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: 
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
+    telling = [p for p in prompts if p.sampling.prompt_logprobs is not None]
+    top = max((p.logprobs.top for p in telling), default=None)
+    check_prompt_logprobs(top, sum(len(p.ids) for p in telling), "top_logprobs_num")
     return Prompts(prompts, n, batch, group)
 
 
@@ -243,6 +246,8 @@ def _logprob_options(body: GenerateBody, inputs: list[Any]) -> list[LogprobOptio
     ):
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
+    if any(top is not None and not 0 <= top <= MAX_LOGPROBS for top in tops):
+        raise InvalidField("top_logprobs_num", f"expected an integer from 0 to {MAX_LOGPROBS}")
     return [
         LogprobOptions(True, -1 if start is None else start, top or 0) if want else LogprobOptions()
         for want, start, top in zip(wanted, starts, tops, strict=True)

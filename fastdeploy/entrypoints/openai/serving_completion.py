@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from fastdeploy.engine.sampling_params import check_prompt_logprobs
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
@@ -43,6 +44,7 @@ async def prepare(
     prompts = await tokenise(context, body)
     max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
     sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    check_prompt_logprobs(body.prompt_logprobs, sum(map(len, prompts)))
     return GenerationRequest(
         request_id=request_id(body, request, "cmpl"),
         prompts=prompts,
