@@ -28,7 +28,7 @@ from fastdeploy.engine.pause import Counts, PauseState, SilentClients
 from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
-from fastdeploy.engine.sampling_params import MAX_INT32
+from fastdeploy.engine.sampling_params import MAX_INT32, check_prompt_logprobs
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
@@ -325,6 +325,7 @@ class CommonEngine:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
             raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
+        check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             raise InvalidField("prompt", f"expected token ids from 0 to {self.info.vocab_size - 1}")
         if max(add.sampling.stop_token_ids, default=0) >= self.info.vocab_size:

@@ -9,6 +9,9 @@ import msgspec
 from fastdeploy.errors import InvalidField
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 100  # TRL asks for so many
+# Of all prompts of a request, the prompt's own tokens included. In a JSON reply each takes 50 to 100 bytes.
+MAX_PROMPT_LOGPROB_ENTRIES = 2**19
 MAX_INT32 = 2**31 - 1
 SEED_BITS = 63
 LOGPROBS_MODES = ("raw", "temperature", "processed")
@@ -64,8 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}"),
             (
                 "prompt_logprobs",
-                0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS,
-                f"an integer from 0 to {MAX_LOGPROBS}",
+                0 <= (self.prompt_logprobs or 0) <= MAX_PROMPT_LOGPROBS,
+                f"an integer from 0 to {MAX_PROMPT_LOGPROBS}",
             ),
             ("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, f"one of {', '.join(LOGPROBS_MODES)}"),
             (
@@ -87,3 +90,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def check_prompt_logprobs(top: int | None, num_tokens: int, field: str = "prompt_logprobs") -> None:
+    """Raise InvalidField for more prompt logprobs than one reply may hold. top: as of SamplingParams.prompt_logprobs;
+    num_tokens: of all prompts that ask for them."""
+    if top is not None and (entries := num_tokens * (top + 1)) > MAX_PROMPT_LOGPROB_ENTRIES:
+        expected = f"at most {MAX_PROMPT_LOGPROB_ENTRIES} logprobs of prompts in one request"
+        raise InvalidField(field, f"expected {expected}, got {num_tokens} prompt tokens x {top + 1} = {entries}")

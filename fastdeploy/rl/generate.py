@@ -24,7 +24,7 @@ class Runner:
 
     async def run(self, request: Request, session: Hashable | None, deadline: float) -> list[Partial]:
         """All ``request.n`` choices, finished. deadline: on the loop's clock. Raises RolloutFailed with what there is
-        of them, or the error of a request that no replica would take."""
+        of them, also if one ended with an error of its own, or the error of a request that no replica would take."""
         choices = [Partial(request, k) for k in range(request.n)]
         try:
             async with asyncio.timeout_at(deadline):
@@ -33,6 +33,9 @@ class Runner:
             raise RolloutFailed("not finished in time", [c.rollout() for c in choices]) from error
         except GivenUp as error:
             raise RolloutFailed(error.message, [c.rollout() for c in choices]) from error.__cause__
+        if failed := [c for c in choices if c.finish_reason == "error"]:
+            which = ", ".join(f"{c.index} ({c.stop_reason})" for c in failed)
+            raise RolloutFailed(f"choices that ended with an error: {which}", [c.rollout() for c in choices])
         return choices
 
     async def _finish(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
@@ -72,6 +75,8 @@ class Runner:
             try:
                 await self._stream(replica, request, choices)
             except FastDeployError as error:
+                if all(choice.finish_reason is not None for choice in choices):
+                    return  # each has told its own end, and the error only repeats it
                 if may_pass(error):
                     self._router.refused(replica, error)
                 for choice in choices:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from fastdeploy.errors import FastDeployError, InvalidField
-from fastdeploy.rl.errors import is_busy, may_pass
+from fastdeploy.rl.errors import RolloutFailed, is_busy, may_pass
 from fastdeploy.rl.fleet import fan_out
 from fastdeploy.rl.pause import Holds
 from fastdeploy.rl.replica import BACKOFF_S, Replica
@@ -102,9 +102,10 @@ class VerlServer:
         priority: int = 0,
     ) -> Any:
         """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
-        Unreachable or EngineDead if it does not come back. One that takes no requests just now is asked again when it
-        says so; after BUSY_S seconds that counts as an abort without a token. extra_fields: global_steps,
-        min_global_steps and max_global_steps of the weights that made the tokens, and num_cached_tokens."""
+        Unreachable or EngineDead if it does not come back, RolloutFailed if the model's logits were not finite. One
+        that takes no requests just now is asked again when it says so; after BUSY_S seconds that counts as an abort
+        without a token. extra_fields: global_steps, min_global_steps and max_global_steps of the weights that made the
+        tokens, and num_cached_tokens."""
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
@@ -115,11 +116,14 @@ class VerlServer:
         try:
             usage = await self._admitted(choice)
         except FastDeployError as error:
-            if not may_pass(error):
-                raise
-            if not is_busy(error):
-                await self._back()
-            choice.cut_off()
+            if choice.finish_reason is None:
+                if not may_pass(error):
+                    raise
+                if not is_busy(error):
+                    await self._back()
+                choice.cut_off()
+        if choice.finish_reason == "error":
+            raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
         return await self._reply(choice.rollout(), usage)
 
     async def _admitted(self, choice: Partial) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ VOCAB = 64
 class Fault(NamedTuple):
     """What becomes of one generation request after ``tokens`` tokens of each choice: "abort" (a final chunk says so),
     "drop" (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for),
-    "reject" (503 before anything), "full" (429), "hang" (comments only)."""
+    "reject" (503 before anything), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
 
     kind: str
     tokens: int = 0
@@ -153,6 +153,7 @@ class FakeServer:
 
     async def _choice(self, writer: asyncio.StreamWriter, body: dict, k: int, fault: Fault | None) -> bool:
         """Stream one choice; False if the connection is gone."""
+        fault = None if k and fault is not None and fault.kind == "non_finite" else fault
         prompt, resumed = body["prompt"], body.get("resumed_tokens", 0)
         index, seed, budget = body.get("first_choice", 0) + k, body["seed"], body.get("max_tokens", 10_000)
         ids: list[int] = []
@@ -163,7 +164,11 @@ class FakeServer:
             position = len(prompt) + len(ids)
             chunk: list[int] = []
             while end is None and len(chunk) < 1 + position % 3:
-                if fault is not None and len(ids) + len(chunk) >= fault.tokens:
+                if (
+                    fault is not None
+                    and (k == 0 or fault.kind != "non_finite")
+                    and len(ids) + len(chunk) >= fault.tokens
+                ):
                     end = fault.kind
                     break
                 self.before_token(len(prompt) + len(ids) + len(chunk) - (len(prompt) - resumed))
@@ -180,6 +185,8 @@ class FakeServer:
             if chunk or end in ("stop", "length", "abort", "deadline"):
                 await self._chunk(writer, body, k, start, ids, text, end, first)
                 text, first = "", False
+        if end == "non_finite":
+            return await self._end_with_error(writer, k, last=body.get("n", 1) == 1)
         if end == "drop":
             await writer.drain()
             writer.transport.abort()
@@ -193,6 +200,15 @@ class FakeServer:
             await writer.drain()
             await asyncio.sleep(0.02)
         return True
+
+    async def _end_with_error(self, writer: asyncio.StreamWriter, k: int, last: bool) -> bool:
+        """As the real server tells it: with the choice, and once more if no choice is left."""
+        error = {"error": {"message": "not finite", "code": "non_finite_logits"}}
+        choice = {"index": k, "finish_reason": "error", "stop_reason": "non_finite_logits", **error}
+        events = [{"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else [])]
+        writer.write(b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+        await writer.drain()
+        return not last
 
     async def _chunk(self, writer, body, k, start, ids, text, end, first) -> None:
         new = ids[start:]

@@ -221,3 +221,17 @@ def test_a_caller_that_goes_takes_its_stream_with_it():
             assert client.replicas[0].in_flight == 0
 
     run(go())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_logits_that_are_not_finite_are_a_failure_with_all_tokens_and_not_tried_again(n):
+    async def go():
+        async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
+            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+                await client.generate_group(PROMPT, PARAMS, n=n)
+            assert len(server.requests) == 1
+            return failed.value.partial
+
+    rollouts = asyncio.run(go())
+    assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
+    assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)

@@ -15,6 +15,7 @@ import pytest
 from fastdeploy.errors import FastDeployError, InvalidField
 from fastdeploy.rl import verl_server
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.verl_server import Limits, VerlServer
 from fastdeploy.rl.verl_weights import bring, peek
 from rl.fake_server import FakeServer, Fault
@@ -124,6 +125,16 @@ def test_equal_prompts_under_one_seed_draw_apart_and_the_same_in_every_run():
 
     first = run(group())
     assert len(set(first)) == 4 and run(group()) == first
+
+
+def test_logits_that_are_not_finite_raise_and_are_no_sample():
+    async def go():
+        async with handle(Fault("non_finite", 3)) as (_, verl):
+            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+                await verl.generate(PROMPT, PARAMS, "r")
+            assert len(failed.value.partial[0].token_ids) == 3
+
+    run(go())
 
 
 def test_images_are_refused_by_name():

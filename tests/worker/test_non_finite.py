@@ -11,6 +11,7 @@ import pytest
 
 from checkpoints import SPECS, prompt, random_tensors, write_checkpoint
 from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
+from fastdeploy.entrypoints.llm import LLM
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.scheduler.interface import NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.worker.sampler import Sampler
@@ -64,6 +65,19 @@ def test_blocks_that_a_spoiled_sequence_had_spoil_nobody_who_gets_them(make_runn
     driver = Driver(make_runner(poisoned, num_blocks=8, max_model_len=64))
     driver.generate([spoiled(60)], 1)
     assert driver.generate([clean(40)], 12)[0].trace == undisturbed
+
+
+def test_a_prefix_that_a_spoiled_sequence_computed_is_as_good_as_any(poisoned):
+    ids, params = prompt(50, POISON), SamplingParams(seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
+    settings = {"num_gpu_blocks_override": 64, "max_model_len": 128}
+    with LLM(str(poisoned), **settings) as llm:
+        undisturbed = llm.generate([ids], params)[0].choices[0]
+    with LLM(str(poisoned), **settings) as llm:
+        bad = llm.generate([[*ids[:40], POISON, 7, 8]], params)[0].choices[0]
+        after = llm.generate([ids], params)[0].choices[0]
+        hits = llm._engine.kv.hit_tokens
+    assert bad.finish_reason == "error" and hits >= 32
+    assert (after.token_ids, after.logprobs) == (undisturbed.token_ids, undisturbed.logprobs)
 
 
 @pytest.mark.parametrize("chunk", [None, 7])

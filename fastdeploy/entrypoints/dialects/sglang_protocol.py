@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastdeploy.engine.sampling_params import MAX_INT32, SEED_BITS, SamplingParams
+from fastdeploy.engine.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
@@ -175,7 +175,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
-    context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n)
+    context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
     return Prompts(prompts, n, batch, group)
 
 
@@ -259,6 +259,8 @@ def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[Samplin
     kept = [p.custom_params.return_top_p_token_ids for p in params]
     if any(k and not want for k, want in zip(kept, wanted, strict=True)):
         raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
+    if any(top is not None and not 0 <= top <= MAX_LOGPROBS for top in tops):
+        raise InvalidField("top_logprobs_num", f"expected an integer from 0 to {MAX_LOGPROBS}")
     return [
         LogprobOptions(True, -1 if start is None else start, top or 0, keep) if want else LogprobOptions()
         for want, start, top, keep in zip(wanted, starts, tops, kept, strict=True)

@@ -13,7 +13,7 @@ import msgspec
 
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.engine.sampling_params import SamplingParams, check_prompt_logprobs
 from fastdeploy.entrypoints.openai.budget import Budget
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.pace import Pace
@@ -79,19 +79,24 @@ class ServingContext:
         if n > queue:
             raise InvalidField("n", f"expected at most {queue} (the server's --max-waiting), got {n}")
 
-    def check_reply(self, sampling: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], n: int) -> None:
-        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs. ``sampling``
-        is that of each prompt; each has ``n`` choices."""
+    def check_reply(
+        self,
+        sampling: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        prompt_field: str = "prompt_logprobs",
+    ) -> None:
+        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs, or more of
+        prompts than the engine computes for one request. ``sampling`` is that of each prompt; each has ``n`` choices."""
         limit = self.config.max_reply_logprobs
         told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
         if told > limit:
             why = f"up to {told} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
             raise InvalidField("logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
-        pairs = zip(sampling, prompts, strict=True)
-        told = sum(len(ids) * (1 + s.prompt_logprobs) for s, ids in pairs if s.prompt_logprobs is not None)
-        if told > limit:
-            why = f"{told} log probabilities of prompts; ask for fewer"
-            raise InvalidField("prompt_logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
+        telling = [(ids, s.prompt_logprobs) for s, ids in zip(sampling, prompts, strict=True)]
+        tops = [top for _, top in telling if top is not None]
+        num_tokens = sum(len(ids) for ids, top in telling if top is not None)
+        check_prompt_logprobs(max(tops, default=None), num_tokens, prompt_field)
 
     def check_text(self, text: str, field: str) -> None:
         """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""

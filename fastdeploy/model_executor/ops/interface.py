@@ -6,7 +6,8 @@ accumulate in float32; the reference computes in float32 on weights rounded to b
 
 For finite inputs every op gives a row the same bits whatever else is in the batch and however a prompt is cut into
 chunks: sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite
-spoils no other sequence's; its own bits are not promised.
+spoils the rows behind it in its own sequence and no others: neither those before it, whose KV may be shared, nor those
+of other sequences. Its own bits are not promised.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ ERROR_CASES = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "x"}, "suffix"),
     ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
-    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 101}, "prompt_logprobs"),
     ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs"),
     ({"prompt": "a", "logprobs_mode": "cooked"}, "logprobs_mode"),
     ({"prompt": [1, 2], "resumed_tokens": 2}, "resumed_tokens"),

@@ -112,7 +112,7 @@ def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
             np.testing.assert_array_equal(all_rows[r], row[0])
 
 
-@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (151936, 20)])
+@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (5003, 100), (151936, 20)])
 def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
     logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
     logits[2] = np.round(logits[2])  # many ties
