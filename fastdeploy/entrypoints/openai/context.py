@@ -87,7 +87,7 @@ class ServingContext:
         prompt_field: str = "prompt_logprobs",
     ) -> None:
         """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs, or more of
-        prompts than the engine computes for one request. ``sampling`` is that of each prompt; each has ``n`` choices."""
+        prompts than the engine computes for one request. ``sampling``: of each prompt, which has ``n`` choices."""
         limit = self.config.max_reply_logprobs
         told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
         if told > limit:
