@@ -6,8 +6,9 @@
 
 Starts every engine itself and keeps all of them up, so that a machine that drifts does so for all. In each repeat the
 machine is probed, then each engine gets the load in turn, with prompts that none has seen. The next one waits until the
-last one burns no more CPU; an engine that never rests is stopped (SIGSTOP) while others are measured. Exits 1 if a
-request failed, 2 if an engine could not be started or driven.
+last one burns no more CPU; an engine that never rests is stopped (SIGSTOP) while others are measured. A peer that
+cannot be started, or that ends, is left out, and its log's end is shown. Exits 1 if a request failed, 2 if the first
+engine could not be started or driven.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.lib.roofline import Machine, Shape, probe
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.wire import WireError
 
-READY_S, STOP_S = 300.0, 15.0
+STOP_S = 15.0
 IDLE_CORES = 0.05  # a server that uses more of a core than this would disturb the others
 WATCH_S, REST_S = 0.5, 10.0  # that long it is watched, and so long it may take to come to rest
 
@@ -63,9 +64,9 @@ class Contender:
             return f"{name} never rests: stopped while others are measured"
         return f"{name} rests within {self.rest_s + WATCH_S:.1f} s of its last answer"
 
-    async def start(self) -> None:
-        """Return when it serves and rests. Raises ServerError."""
-        self.ready_s = await self.server.wait_ready(READY_S, self.engine.ready)
+    async def start(self, ready_s: float) -> None:
+        """Return when it serves and rests. Raises ServerError if that takes more than ``ready_s`` seconds."""
+        self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
         await self.rest()
         self.rest_s = 0.0
 
@@ -101,54 +102,77 @@ class Contender:
         return values.get(f"{name}_sum", 0.0), values.get(f"{name}_count", 0.0)
 
     async def turn(self, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
-        """The figures that a client sees, and the engine's own mean time between tokens, in seconds."""
+        """The figures that a client sees, and the engine's own mean time between tokens, in seconds.
+
+        Raises ServerError, WireError, OSError or TimeoutError if the server ends or cannot be driven."""
         self.wake()
         sum_before, count_before = await self.token_metric()
         figures = await load.run(self.client, model, seed)
+        self.server.require_running()
         sum_after, count_after = await self.token_metric()
         await self.rest()
         count = count_after - count_before
         return figures, (sum_after - sum_before) / count if count else None
 
 
-@contextmanager
-def started(engines: Iterable[Engine], say: Callable[[str], None]) -> Iterator[list[Contender]]:
-    """One server after the other, so that each one's start can be timed; all are gone afterwards."""
-    contenders: list[Contender] = []
-    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+class Field:
+    """The engines that are compared. The first one must stay, as the others are held against it; another that cannot be
+    started, or that ends, is left out from then on, and ``say`` gets the reason."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.contenders: list[Contender] = []
+        self._say = say
+
+    @contextmanager
+    def started(self, engines: Sequence[Engine], ready_s: float) -> Iterator[None]:
+        """Start one server after the other, so that each one's start can be timed; all are gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix="compare-") as name:
+            try:
+                for engine in engines:
+                    folder = Path(name) / engine.name
+                    folder.mkdir()
+                    contender = Contender(engine, folder)
+                    self.contenders.append(contender)
+                    with self.left_out_if_it_fails(contender):
+                        asyncio.run(contender.start(ready_s))
+                        self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")
+                yield
+            finally:
+                for contender in self.contenders:
+                    contender.close()
+
+    @contextmanager
+    def left_out_if_it_fails(self, contender: Contender) -> Iterator[None]:
         try:
-            for engine in engines:
-                folder = Path(name) / engine.name
-                folder.mkdir()
-                contenders.append(Contender(engine, folder))
-                asyncio.run(contenders[-1].start())
-                say(f"{engine.name} {engine.version}: ready after {contenders[-1].ready_s:.1f} s")
-            yield contenders
-        finally:
-            for contender in contenders:
-                contender.close()
+            yield
+        except (ServerError, WireError, OSError, TimeoutError) as error:
+            if contender is self.contenders[0]:
+                raise
+            self.contenders.remove(contender)
+            contender.close()
+            self._say(f"without {contender.engine.name}: {error or type(error).__name__}")
 
 
-async def compare(
-    contenders: Sequence[Contender], load: Load, model: str, seed: str, repeats: int, prober: Prober
-) -> Compared:
-    runs: list[list[tuple[Figures, float | None]]] = [[] for _ in contenders]
+async def compare(field: Field, load: Load, model: str, seed: str, repeats: int, prober: Prober) -> Compared:
+    runs: dict[Contender, list[tuple[Figures, float | None]]] = {contender: [] for contender in field.contenders}
     probes: list[Machine | None] = []
 
-    for contender in contenders:
-        await contender.turn(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
+    for contender in list(field.contenders):
+        with field.left_out_if_it_fails(contender):
+            await contender.turn(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
     for repeat in range(repeats):
         probes.append(prober())
-        for contender, mine in zip(contenders, runs, strict=True):
-            mine.append(await contender.turn(load, model, f"{seed}/{load.name}/{repeat}"))
+        for contender in list(field.contenders):
+            with field.left_out_if_it_fails(contender):
+                runs[contender].append(await contender.turn(load, model, f"{seed}/{load.name}/{repeat}"))
     probes.append(prober())
     measured = [
         Measured(
             contender.engine.name,
-            tuple(figures for figures, _ in mine),
-            tuple(own for _, own in mine if own is not None),
+            tuple(figures for figures, _ in runs[contender]),
+            tuple(own for _, own in runs[contender] if own is not None),
         )
-        for contender, mine in zip(contenders, runs, strict=True)
+        for contender in field.contenders
     ]
     return Compared(load, tuple(measured), tuple(found for found in probes if found is not None))
 
@@ -158,14 +182,15 @@ def run(
 ) -> int:
     shape = Shape.of(args.model_path)
     done: list[Compared] = []
-    with started(engines, printer.say) as contenders:
+    field = Field(printer.say)
+    with field.started(engines, args.ready_s):
         for load in loads:
             began = time.perf_counter()
-            done.append(asyncio.run(compare(contenders, load, args.served_model_name, args.seed, args.repeats, prober)))
+            done.append(asyncio.run(compare(field, load, args.served_model_name, args.seed, args.repeats, prober)))
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
             if args.json:
-                write_json(args.json, to_json(contenders, done, shape, args))
-        for contender in contenders:
+                write_json(args.json, to_json(field.contenders, done, shape, args))
+        for contender in field.contenders:
             printer.say(contender.manner)
     rows = [row for compared in done for row in compared.rows(shape)]
     printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
@@ -214,6 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")
+    add("--ready-s", type=float, default=600.0, help="an engine that takes longer to start is left out (%(default)g)")
     add("--json", metavar="FILE", help="written after every load")
     return parser.parse_args(argv)
 

@@ -1,6 +1,7 @@
 """The engines that ``compare.py`` runs, each started the way that serves it best on this machine's cores.
 
-All alike: bfloat16 weights and KV, prefix caching, SEQUENCES at once, CONTEXT tokens, KV_GB of cache.
+All alike: bfloat16 weights and KV, prefix caching, SEQUENCES at once, CONTEXT tokens, KV_GB of cache, the cores that
+this process may use. The exception is OpenVINO on a CPU without bfloat16 instructions: it takes float32 alone there.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import distributions
 from pathlib import Path
 
 SEQUENCES, CONTEXT, KV_GB = 32, 4096, 2
+# Instruction sets that multiply bfloat16.
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
 PEERS = Path(__file__).resolve().parents[1] / "peers"
 REPOSITORY = PEERS.parents[1]
 
@@ -49,9 +52,18 @@ def vllm(model: Path, served: str) -> Engine:
 
 
 def openvino(model: Path, served: str) -> Engine:
-    limits = ("--max-num-seqs", str(SEQUENCES), "--kv-gb", str(KV_GB))
+    precision = "bf16" if cpu_flags() & BF16_FLAGS else "f32"
+    kv_gb = KV_GB if precision == "bf16" else 2 * KV_GB  # as many tokens as the others have room for
+    limits = ("--max-num-seqs", str(SEQUENCES), "--precision", precision, "--kv-gb", str(kv_gb))
     command = (str(PEERS / "openvino.sh"), "serve", str(model), "0", "--served-model-name", served, *limits)
-    return _peer("openvino", "openvino_genai", command, None)
+    engine = _peer("openvino", "openvino_genai", command, None)
+    return engine if precision == "bf16" else replace(engine, version=f"{engine.version} (float32)")
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """The instruction sets of the CPU, by Linux's names; empty where it does not tell."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
 
 
 ENGINES = {"ours": ours, "vllm": vllm, "openvino": openvino}

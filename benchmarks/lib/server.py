@@ -19,6 +19,7 @@ from benchmarks.lib.processes import send_all, session_processes
 from benchmarks.lib.wire import WireError
 
 MARK = "FASTDEPLOY_BENCHMARK_MARK"
+LOG_LINES = 20
 KILL_S = 10.0  # a killed process gives its memory back before it is gone
 
 
@@ -55,15 +56,23 @@ class ServerProcess:
         """Seconds until ``path`` answered 200. Raises ServerError with the log's end if it does not."""
         start, client = time.perf_counter(), Client(self.url)
         while time.perf_counter() - start < timeout_s:
-            if self._process.poll() is not None:
-                break
+            self.require_running()
             try:
                 if (await client.call("GET", path, timeout=5)).status == 200:
                     return time.perf_counter() - start
             except (OSError, WireError, TimeoutError):
                 pass
             await asyncio.sleep(0.1)
-        raise ServerError(f"the server did not become ready; its log ends:\n{self.log.read_text()[-2000:]}")
+        raise ServerError(f"the server did not become ready within {timeout_s:g} s; {self._log_end()}")
+
+    def require_running(self) -> None:
+        """Raise ServerError with the log's end if the process has ended."""
+        if (status := self._process.poll()) is not None:
+            raise ServerError(f"the server ended with status {status}; {self._log_end()}")
+
+    def _log_end(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "its log ends:\n" + "\n".join(lines) if lines else "its log is empty"
 
     def stop(self, timeout_s: float) -> tuple[int | None, float]:
         """Ctrl-C, as a terminal sends it: to all of them. Returns (exit code, seconds).

@@ -5,13 +5,17 @@
 #   benchmarks/peers/openvino.sh convert MODEL           write MODEL-openvino: OpenVINO IR, no weight compression
 #   benchmarks/peers/openvino.sh serve MODEL [PORT] ...  serve it (converted if need be); the rest goes to openvino_server.py
 #
-# Environment: PEERS_DIR (default ~/.cache/fastdeploy-peers), PYTHON (default python3.11), CORES (default 0-1).
+# Environment: PEERS_DIR (default ~/.cache/fastdeploy-peers), PYTHON (default python3.11), CORES (default: those that it may use).
 set -euo pipefail
 
 VERSION=2026.4.1.0
 OPTIMUM=2.2.0
 PEERS_DIR=${PEERS_DIR:-$HOME/.cache/fastdeploy-peers}
 VENV=$PEERS_DIR/openvino
+
+cores() { # the cores that this process may use, as a list: 0-3
+    taskset -cp $$ | sed 's/.*: //'
+}
 
 install() {
     [ -e "$VENV/.complete" ] && { echo "already installed: $VENV"; return; }
@@ -42,7 +46,7 @@ serve() {
     shift; [ $# -gt 0 ] && shift
     check
     convert "$model" >&2
-    exec taskset -c "${CORES:-0-1}" "$VENV/bin/python" "$(dirname "$0")/openvino_server.py" \
+    exec taskset -c "${CORES:-$(cores)}" "$VENV/bin/python" "$(dirname "$0")/openvino_server.py" \
         --model "$model-openvino" --port "$port" "$@"
 }
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class Engine:
         config.enable_prefix_caching = True
         config.dynamic_split_fuse = True
         properties = {
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": args.kv_precision,
+            "INFERENCE_PRECISION_HINT": args.precision,
+            "KV_CACHE_PRECISION": args.kv_precision or args.precision,
             "INFERENCE_NUM_THREADS": args.threads,
         }
         self._pipe = openvino_genai.ContinuousBatchingPipeline(args.model, config, "CPU", properties)
@@ -177,11 +178,12 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder with OpenVINO IR")
     parser.add_argument("--served-model-name", default="q05")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-num-batched-tokens", type=int, default=1024)
     parser.add_argument("--kv-gb", type=int, default=2)
-    parser.add_argument("--kv-precision", default="bf16", help="the plug-in's default is u8")
+    parser.add_argument("--precision", choices=("bf16", "f32"), default="bf16", help="f32 on a CPU without bf16")
+    parser.add_argument("--kv-precision", help="default: --precision; the plug-in's own is u8")
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(serve(args))

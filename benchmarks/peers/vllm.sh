@@ -5,13 +5,17 @@
 #   benchmarks/peers/vllm.sh serve MODEL [PORT] ...  serve MODEL tuned; further arguments go to vllm serve
 #
 # Environment: PEERS_DIR (default ~/.cache/fastdeploy-peers), PYTHON (default python3.11),
-# CORES (default 0-1), KV_GB (default 2). The pause table wants --max-num-seqs 8 among the further arguments.
+# CORES (default: those that it may use), KV_GB (default 2). The pause table wants --max-num-seqs 8 among the further arguments.
 # TUNED=0 serves as installed: no tcmalloc, no libiomp5.
 set -euo pipefail
 
 VERSION=0.32.0
 PEERS_DIR=${PEERS_DIR:-$HOME/.cache/fastdeploy-peers}
 VENV=$PEERS_DIR/vllm
+
+cores() { # the cores that this process may use, as a list: 0-3
+    taskset -cp $$ | sed 's/.*: //'
+}
 
 install() {
     [ -x "$VENV/bin/vllm" ] && [ -e "$VENV/.complete" ] && { echo "already installed: $VENV"; return; }
@@ -46,7 +50,7 @@ serve() {
         export LD_PRELOAD=$tcmalloc:$VENV/lib/libiomp5.so
     fi
     export VLLM_SERVER_DEV_MODE=1 # without it vLLM has no /pause
-    export VLLM_CPU_KVCACHE_SPACE=${KV_GB:-2} VLLM_CPU_OMP_THREADS_BIND=${CORES:-0-1}
+    export VLLM_CPU_KVCACHE_SPACE=${KV_GB:-2} VLLM_CPU_OMP_THREADS_BIND=${CORES:-$(cores)}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
     exec "$VENV/bin/vllm" serve "$model" --port "$port" --host 127.0.0.1 --dtype bfloat16 \
         --max-model-len 4096 --max-num-seqs 32 "$@"

@@ -61,6 +61,47 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: 
     assert "no such model" in capsys.readouterr().err
 
 
+# Peers that fail: at start, never ready, in the middle of a load.
+EXITS = "import sys; print('no float32 KV here'); sys.exit(3)"
+NEVER_READY = "import time; print('still loading', flush=True); time.sleep(600)"
+DIES_LATER = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        print("out of memory", flush=True)
+        os._exit(9)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (EXITS, ["ended with status 3", "no float32 KV here"]),
+        ("raise SystemExit", ["ended with status 0", "its log is empty"]),
+        (NEVER_READY, ["did not become ready within 15 s", "still loading"]),
+        (DIES_LATER, ["ended with status 9", "out of memory"]),
+    ],
+)
+def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str, why: list[str]
+):
+    file = tmp_path / "out.json"
+    args = compare.parse(["--model-path", str(MODEL), "--repeats", "1", "--ready-s", "15", "--json", str(file)])
+    peer = Engine("peer", "1", (sys.executable, "-c", program), "/ready")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "WATCH_S", 0.1)
+        assert compare.run([twins()[0], peer, twins()[1]], LOADS[:1], args, Printer(), lambda: PROBED) == 0
+    told = capsys.readouterr()
+    assert "without peer: " in told.err and all(words in told.err for words in why)
+    content = json.loads(file.read_text())
+    assert list(content["engines"]) == list(content["loads"][0]["engines"]) == ["ours", "twin"]
+
+
 def test_a_peer_that_is_not_installed_is_left_out_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

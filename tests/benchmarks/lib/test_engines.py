@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.lib import engines
 from benchmarks.lib.engines import ENGINES, PEERS
 
 
@@ -51,3 +54,36 @@ def test_ours_is_always_there(peers: Path):
 def test_every_engine_is_given_the_model_and_the_name_that_requests_use(peers: Path, name: str):
     command = ENGINES[name](Path("/some/model"), "served").command
     assert "/some/model" in command and "served" in command
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "kv_gb"), [({"avx2", "avx512_bf16"}, "bf16", "2"), ({"amx_bf16"}, "bf16", "2"),
+                                      ({"avx2", "avx512f"}, "f32", "4"), (set(), "f32", "4")],
+)  # fmt: skip
+def test_openvino_is_given_the_precision_that_the_cpu_has(peers: Path, monkeypatch, flags, precision, kv_gb):
+    install(peers, "openvino", "openvino_genai", "2026.4.1.0")
+    monkeypatch.setattr(engines, "cpu_flags", lambda: flags)
+    engine = ENGINES["openvino"](Path("model"), "q05")
+    command = engine.command
+    assert command[command.index("--precision") + 1] == precision
+    assert command[command.index("--kv-gb") + 1] == kv_gb
+    assert ("float32" in engine.version) == (precision == "f32")
+
+
+def test_the_flags_of_a_cpu_are_read(tmp_path: Path):
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nflags\t\t: fpu avx2 amx_bf16\nbugs\t: none\nflags\t: fpu avx2\n")
+    assert engines.cpu_flags(file) == {"fpu", "avx2", "amx_bf16"}
+    assert engines.cpu_flags(tmp_path / "absent") == set()
+
+
+@pytest.mark.parametrize("name", ["vllm", "openvino"])
+def test_a_peer_uses_the_cores_that_it_may_use(name: str):
+    script = (PEERS / f"{name}.sh").read_text()
+    function = script[script.index("cores()") : script.index("\n}\n", script.index("cores()")) + 3]
+    core = min(os.sched_getaffinity(0))
+    done = subprocess.run(
+        ["taskset", "-c", str(core), "bash", "-c", function + "cores"], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(core)
+    assert "${CORES:-$(cores)}" in script
