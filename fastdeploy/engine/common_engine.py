@@ -40,6 +40,7 @@ from fastdeploy.errors import (
     FastDeployError,
     InvalidField,
     QueueFull,
+    RequestError,
     RequestsRejected,
 )
 from fastdeploy.inter_communicator import messages as m
@@ -108,6 +109,7 @@ class CommonEngine:
             m.AddRequest: self._add_request,
             m.CancelRequest: self._cancel_request,
             m.Call: self._call,
+            m.Malformed: self._malformed,
             m.FenceAck: lambda client, ack: self.delivery.acknowledge(client, ack.fence_id),
         }
         self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
@@ -222,9 +224,9 @@ class CommonEngine:
         kills this process as stuck.
 
         The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
-        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
-        a step and every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
-        milliseconds, a second or so on a slow machine. Nothing here changes the state of a request.
+        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer
+        of a step and every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece
+        takes milliseconds, a second or so on a slow machine. Nothing here changes the state of a request.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
@@ -245,6 +247,14 @@ class CommonEngine:
             log.exception("a %s of client %s could not be handled", type(message).__name__, client)
             self.metrics.internal_errors.inc()
             self.check_integrity()
+
+    def _malformed(self, client: str, message: m.Malformed) -> None:
+        """Answer whoever waits for it."""
+        failure = _failure(RequestError(f"the engine cannot read this message: {message.why}"))
+        if message.call_id is not None:
+            self.delivery.send(client, m.Reply(message.call_id, {}, failure))
+        if message.request_id is not None:
+            self.delivery.send(client, m.Rejected(message.request_id, failure))
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.delivery.clients[client] = hello.pid
@@ -519,7 +529,9 @@ class CommonEngine:
         for client in self.delivery.silent_clients:
             pid = self.delivery.clients[client]
             if spare_running and self._runs(pid):
-                log.warning("client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid)
+                log.warning(
+                    "client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid
+                )
                 silent.slow.append(pid)
                 continue
             log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
@@ -551,8 +563,8 @@ class CommonEngine:
         self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
 
     def _check_idle(self) -> None:
-        """Nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free. Looks at a few
-        counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check."""
+        """Nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free. Looks at a
+        few counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check."""
         scheduler = self.scheduler
         assert not scheduler.running and not scheduler.ended and not len(scheduler.waiting)
         assert self.kv.num_free == self.info.num_blocks
@@ -560,8 +572,8 @@ class CommonEngine:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Nothing leaked, nothing counted twice. Takes time in proportion to the KV cache: run by tests after every turn,
-        and after a message whose handling failed."""
+        """Nothing leaked, nothing counted twice. Takes time in proportion to the KV cache: run by tests after every
+        turn, and after a message whose handling failed."""
         self.scheduler.check_integrity()
         scheduler = self.scheduler
         for request in self.requests:

@@ -40,10 +40,10 @@ ENGINE = "engine"
 class BackOff:
     """How long to wait before a child process that ended is started again.
 
-    The first restart is immediate. Each further one waits twice as long as the one before, from ``first_delay_s`` up to
-    MAX_DELAY_S; a child that was ready for HEALTHY_S starts the count anew. There is no number of restarts that could be
-    used up by a client that knows how to kill a child: only MAX_FAILED_STARTS children in a row that ended before they
-    were ready are the end.
+    The first restart is immediate. Each further one waits twice as long as the one before, from ``first_delay_s`` up
+    to MAX_DELAY_S; a child that was ready for HEALTHY_S starts the count anew. There is no number of restarts that a
+    client could use up which knows how to kill a child: the end is only when MAX_FAILED_STARTS children in a row ended
+    before they were ready.
     """
 
     def __init__(self, first_delay_s: float):

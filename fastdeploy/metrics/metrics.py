@@ -84,7 +84,9 @@ class EngineMetrics:
         self.last_commit = make(Gauge, "weight_commit_seconds", "What the last commit took, between two steps")
         self.asleep = make(Gauge, "asleep", "1 while its memory is given back", labelnames=("tag",))
         self.retained_bytes = make(Gauge, "retained_bytes", "Memory of results kept for retain_s, about")
-        self.retained_dropped = make(Gauge, "retained_results_dropped", "Results dropped before their retain_s was over")
+        self.retained_dropped = make(
+            Gauge, "retained_results_dropped", "Results dropped before their retain_s was over"
+        )
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.finished = make(

@@ -213,7 +213,9 @@ class ModelRunner:
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
         hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
-            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers)
+            of_prompts[i] = self._prompt_logprobs(
+                chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
+            )
         if asking and sampling:
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | None] = [None] * len(chunks)

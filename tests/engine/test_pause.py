@@ -669,7 +669,8 @@ def test_the_report_says_all_that_is_promised():
     report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
     assert set(report) >= {
         "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
-        "forced_ids", "escalated_by", "elapsed_ms", "slow_api_servers", "dropped_api_servers", "is_paused", "rejecting_new_requests",
+        "forced_ids", "escalated_by", "elapsed_ms", "slow_api_servers",
+        "dropped_api_servers", "is_paused", "rejecting_new_requests",
     }  # fmt: skip
     assert (report["status"], report["state"], report["scope"]) == ("paused", "paused", "engine")
     assert report["hold"]["id"] == "x" and report["hold"]["placed_by"] == "sglang"
