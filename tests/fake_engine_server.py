@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
+NO_PROCESS = 1 << 30  # above every process id: a client that takes the engine for stuck kills nobody
 STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None, "phase": "running"}
 
 
@@ -41,7 +41,7 @@ class FakeEngine:
         self.taken: Callable[[], bool] = lambda: True
         self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the output before
         self._next_fence = 1 << 32  # those of tests are small
-        self._welcome = m.Welcome(boot_id=boot_id, pid=pid or os.getpid(), max_model_len=max_model_len)
+        self._welcome = m.Welcome(boot_id=boot_id, pid=pid or NO_PROCESS, max_model_len=max_model_len)
         self._vocab_size = vocab_size
         self._transport = ZmqRouterTransport(endpoint)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
