@@ -148,7 +148,12 @@ def module_stacks(model_dir, tokenizer) -> Callable[[], contextlib.AbstractConte
 
 
 @pytest.fixture(scope="module")
-def module_stack(model_dir, tokenizer) -> Iterator[Stack]:
-    """For tests that leave the engine as they found it."""
+def make_module_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
     with stacks(model_dir, tokenizer) as make:
-        yield make()
+        yield make
+
+
+@pytest.fixture(scope="module")
+def module_stack(make_module_stack) -> Stack:
+    """For tests that leave the engine as they found it."""
+    return make_module_stack()
