@@ -70,6 +70,7 @@ class FakeEngine:
         """Close the socket, as the kernel does for a process that dies."""
         self.do(None)
         self._thread.join()
+        self._transport.close()  # not by the thread: it may be awake already, and end before do() has woken it
 
     def do(self, action: Callable[[], None] | None) -> None:
         """Run ``action`` on the engine's thread between two batches of messages; None ends it."""
@@ -84,7 +85,7 @@ class FakeEngine:
                 self._handle(client, message)
             while not self._todo.empty():
                 if (action := self._todo.get()) is None:
-                    return self._transport.close()
+                    return
                 action()
             if self.beating:
                 for client in self.clients:
