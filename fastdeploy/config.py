@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import tempfile
 from typing import TypeVar
 
@@ -24,8 +25,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
     (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
     be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
-    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept. lost_commit: an
-    earlier engine of this server had newer weights.
+    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept.
+    max_retained_mb: MiB that the results of all requests with retain_s may take. lost_commit: an earlier engine of this
+    server had newer weights. stage_timeout_s: seconds that reading and checking new weights (one chunk of them) may
+    take, where the call does not say; after that it is given up.
     """
 
     model: str
@@ -46,17 +49,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     upload_dir: str = ""
     spill_dir: str = ""
     max_retained: int = 4096
+    stage_timeout_s: float = 600.0
+    max_retained_mb: int = 1024
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require_writable("spill_dir", self.spill_dir)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting"):
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_retained_mb"):
             _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
         for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
             value = getattr(self, field)
             _require(field, value is None or value > 0, "a number above 0", value)
-        for field in ("max_step_ms", "heartbeat_s"):
+        for field in ("max_step_ms", "heartbeat_s", "stage_timeout_s"):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
         return self
 
@@ -70,8 +75,19 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     request body of more MiB is refused (413); max_upload_mb: the same of a weight upload. upload_dir: where uploads
     are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
     names none.
+    max_bodies_mb: memory for request bodies that are being received, all together; further ones wait for up to
+    body_idle_s (429). max_uploads: weight uploads at once; further ones wait likewise. max_connections: open at once
+    (429). max_header_kb: KiB of one request's headers (431). header_s: a request's headers must be there by then (408).
+    body_idle_s: in each period of so long a request body must bring 1 MiB, or its end (408). The five are per API
+    server. max_reply_logprobs: log probabilities that one request may ask for.
     vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
-    model_roots: as of EngineConfig, for routes that copy checkpoints.
+    model_roots, stage_timeout_s: as of EngineConfig, for the route that copies checkpoints. pull_root: the folder below
+    which that route may write ("" = nowhere).
+    trust_request_chat_template: a chat request may bring its own template, a program that runs in the API server.
+    control_port: the only port that answers control routes; None = port. insecure_control: control routes are answered
+    without a key although other machines can reach them. allowed_hosts: names that the Host header may have besides
+    the names of loopback; "*" = any. allowed_origins: origins of web pages that may use this server; "*" = any.
+    Keys are no settings: settings are shown by /server_info (see entrypoints/keys.py).
     """
 
     model: str
@@ -86,16 +102,37 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     http_keepalive_s: int = 75
     max_body_mb: int = 32
     max_upload_mb: int = 4096
+    max_bodies_mb: int = 512
+    max_uploads: int = 4
+    max_connections: int = 16384
+    max_header_kb: int = 256
+    header_s: float = 30.0
+    body_idle_s: float = 30.0
+    max_reply_logprobs: int = 8 << 20
     upload_dir: str = ""
     logprobs_mode: str = "raw"
     vllm_pause_mode: str = "abort"
     sglang_pause_mode: str = "abort"
     areal_pause_mode: str = "abort"
+    trust_request_chat_template: bool = False
     model_roots: tuple[str, ...] = ()
+    control_port: int | None = None
+    insecure_control: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    pull_root: str = ""
+    stage_timeout_s: float = 600.0
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
+        if self.control_port is not None:
+            _require("control_port", 0 <= self.control_port < 65536, "a port from 0 to 65535", self.control_port)
+            other = self.control_port == 0 or self.control_port != self.port
+            _require("control_port", other, "another port than --port", self.control_port)
+        for origin in self.allowed_origins:
+            whole = origin == "*" or ("://" in origin and not origin.endswith("/"))
+            _require("allowed_origins", whole, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
         for field in (
             "keepalive_s",
@@ -105,9 +142,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "http_keepalive_s",
             "max_body_mb",
             "max_upload_mb",
+            "stage_timeout_s",
+            "max_bodies_mb",
+            "max_uploads",
+            "max_connections",
+            "max_header_kb",
+            "header_s",
+            "body_idle_s",
+            "max_reply_logprobs",
         ):
             _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
         _require_writable("upload_dir", self.upload_dir)
+        _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
         for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
             _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
@@ -117,6 +163,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 def upload_folders(upload_dir: str) -> tuple[str, ...]:
     """Where an API server may spool a weight upload, first choice first; the engine reads uploads from nowhere else."""
     return (upload_dir,) if upload_dir else (SHARED_MEMORY, tempfile.gettempdir())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def to_json(config: msgspec.Struct) -> str:

@@ -21,3 +21,8 @@ def ipc_root() -> str:
 def place() -> str:
     """FASTDEPLOY_PLACE: the device the model runs on, "cpu" or "gpu"."""
     return os.environ.get("FASTDEPLOY_PLACE", "cpu")
+
+
+def check_integrity() -> bool:
+    """FASTDEPLOY_CHECK_INTEGRITY: "1" makes the engine check all of its state whenever it becomes idle."""
+    return os.environ.get("FASTDEPLOY_CHECK_INTEGRITY", "") == "1"

@@ -33,6 +33,11 @@ def main() -> int:
     events = EventPipe(args.event_fd)
     if config.served_model_name == "broken":
         return events.refuse(ValueError("config.json: is broken"))
+    if config.served_model_name == "once":  # the second one dies before it is ready
+        try:
+            os.close(os.open(os.path.join(args.socket_dir, "started"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return 1
     if config.served_model_name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     script = None if config.served_model_name == "silent" else reply_with([104, 105])

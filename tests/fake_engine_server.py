@@ -101,6 +101,8 @@ class FakeEngine:
                 self.seen.put(message)
                 if reply := self.replies[type(args)](message):
                     self._transport.send(client, reply)
+            case m.Call(args=m.CheckUpdateArgs() | m.WeightInfoArgs()):
+                self._transport.send(client, m.Reply(message.call_id, {"session": None}))
             case m.Call(args=m.PauseStatusArgs()):
                 self._transport.send(client, m.Reply(message.call_id, self.status))
             case m.Call(args=m.MetricsArgs()):

@@ -15,6 +15,7 @@ from fastdeploy.inter_communicator.messages import Logprob, SharedMemorySource, 
 from fastdeploy.scheduler.interface import (
     ChunkReceipt,
     ModelInfo,
+    NonFinite,
     Sampled,
     ScheduledChunk,
     StepPlan,
@@ -60,6 +61,7 @@ class FakeStaging:
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
+        self._check_wanted()
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         if name == "garbage":
             raise ValueError("a reader that did not expect this")
@@ -72,6 +74,7 @@ class FakeStaging:
 
     def finish(self) -> tuple[int, bool]:
         assert self._runner.may_stage.wait(30)
+        self._check_wanted()
         if not self.names and not self._partial:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         serving = self._runner.weights if self._partial else 0
@@ -81,6 +84,10 @@ class FakeStaging:
     def abandon(self) -> None:
         self.abandoned = True
 
+    def _check_wanted(self) -> None:
+        if self.abandoned:
+            raise WeightUpdateRefused("given up")
+
 
 class FakeRunner:
     """``weights`` is an int, see FakeStaging. After a commit of
@@ -89,7 +96,9 @@ class FakeRunner:
     in_step: called in the middle of the next step, once. plans: those that were computed to the end.
     mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
     fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
+    poison: tokens behind which the logits are not finite. bad_weights: weights that have none which are.
     may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
+    work_in_pieces(beat): the long part of a sleep or a wake-up.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -98,6 +107,8 @@ class FakeRunner:
         self.weights = 0
         self.plans: list[StepPlan] = []
         self.fail_next = False
+        self.poison: set[int] = set()
+        self.bad_weights: set[int] = set()
         self.in_step: Callable[[], object] = nothing
         self.step_s = 0.001
         self.computed_tokens = 0
@@ -108,6 +119,7 @@ class FakeRunner:
         self.asleep: frozenset[str] = frozenset()
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
+        self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
@@ -130,12 +142,18 @@ class FakeRunner:
         of_prompts = {i: self._prompt_logprobs(c) for i, c in enumerate(plan.chunks) if c.prompt_logprobs}
         return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob]:
+    def _spoiled(self, tokens: list[int]) -> bool:
+        return self.weights in self.bad_weights or not self.poison.isdisjoint(tokens)
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob] | NonFinite:
         """Logprob -1 - weights of every prompt token, beside the token itself."""
+        for position in range(chunk.start, chunk.start + chunk.prompt_logprobs):
+            if self._spoiled(chunk.all_token_ids[: position + 1]):
+                return NonFinite(position + 1)
         asked = chunk.all_token_ids[chunk.start + 1 :][: chunk.prompt_logprobs]
         return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
 
-    def _run(self, chunk: ScheduledChunk) -> Sampled | None:
+    def _run(self, chunk: ScheduledChunk) -> Sampled | NonFinite | None:
         size, tokens = self.info.block_size, list(chunk.all_token_ids)
         end = chunk.start + len(chunk.token_ids)
         assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
@@ -155,6 +173,8 @@ class FakeRunner:
         assert chunk.sample == (end == len(tokens))
         if not chunk.sample:
             return None
+        if self._spoiled(tokens):
+            return NonFinite(end)
         token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
         return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
 
@@ -176,8 +196,9 @@ class FakeRunner:
             raise WrongOrder("there are no whole weights")
         return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         assert not self.asleep & set(tags)
+        self.work_in_pieces(beat)
         if self.no_space and "weight" in tags and not discard:
             raise OutOfSpace("no room for the weights")
         if "weight" in tags:
@@ -187,8 +208,9 @@ class FakeRunner:
         self.asleep |= set(tags)
         return 1000 * len(tags)
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         assert set(tags) <= self.asleep
+        self.work_in_pieces(beat)
         if self.no_space:
             raise OutOfSpace("no memory to wake up")
         if "weight" in tags:

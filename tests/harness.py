@@ -1,5 +1,6 @@
 """An engine on a fake runner, a transport made of lists and a clock that stands: tests turn the loop by hand, advance
-``now`` (seconds), and see every message."""
+``now`` (seconds), and see every message. ``running_pids``: the processes of clients that live and are not stopped, as
+the engine is told when a client is mute."""
 
 from __future__ import annotations
 
@@ -68,16 +69,22 @@ class Harness:
         self.transport = ListTransport()
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
         self.now = 1000.0
+        self.running_pids: set[int] = set()
         self.engine = CommonEngine(
-            EngineConfig(**config), self.runner, self.transport, boot_id="boot", clock=lambda: self.now
+            EngineConfig(**config),
+            self.runner,
+            self.transport,
+            boot_id="boot",
+            clock=lambda: self.now,
+            runs=lambda pid: pid in self.running_pids,
         )
         self._calls = count(1)
         self.connect("a")
 
     # ---------------------------------------------------------------- a client's side
 
-    def connect(self, client: str) -> None:
-        self.send(m.Hello(pid=1), client)
+    def connect(self, client: str, pid: int = 1) -> None:
+        self.send(m.Hello(pid), client)
         self.engine.turn(block=False)
 
     def send(self, message: m.ToEngine, client: str = "a") -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import FolderSource, Logprob
-from fastdeploy.scheduler.interface import BlockCopy, ScheduledChunk, StepPlan
+from fastdeploy.scheduler.interface import BlockCopy, NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.worker.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
@@ -19,7 +19,8 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 
 @dataclass
 class Sequence:
-    """One choice: ``ids`` is the prompt and the output, ``computed`` how many of them are in the KV cache."""
+    """One choice: ``ids`` is the prompt and the output, ``computed`` how many of them are in the KV cache. non_finite:
+    set when a step could draw nothing for it; it runs no further."""
 
     name: str
     ids: list[int]
@@ -30,6 +31,7 @@ class Sequence:
     table: array[int] = field(default_factory=lambda: array("i"))
     prompt_len: int = 0
     logprobs: list[Logprob | None] = field(default_factory=list)
+    non_finite: NonFinite | None = None
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.ids)
@@ -61,13 +63,16 @@ class Driver:
         for sequence, scheduled, sampled in zip(sequences, chunks, result.sampled, strict=True):
             sequence.computed += len(scheduled.token_ids)
             assert (sampled is not None) == scheduled.sample
-            if sampled is not None:
+            if isinstance(sampled, NonFinite):
+                sequence.non_finite = sampled
+            elif sampled is not None:
                 sequence.ids.append(sampled.token_id)
                 sequence.logprobs.append(sampled.logprob)
 
     def generate(self, sequences: list[Sequence], count: int, chunk: int | None = None) -> list[Sequence]:
-        """Run all of them together until each has ``count`` output tokens; then give their blocks back."""
-        while todo := [s for s in sequences if len(s.output) < count]:
+        """Run all of them together until each has ``count`` output tokens, or a row that is not finite; then give their
+        blocks back."""
+        while todo := [s for s in sequences if len(s.output) < count and s.non_finite is None]:
             self.step(todo, chunk)
         for sequence in sequences:
             self.release(sequence)

@@ -15,4 +15,4 @@ if __name__ == "__main__":
     serve = ServeConfig(
         model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=2.0
     )
-    sys.exit(Supervisor(engine, serve, engine_module="fake_engine_main").run())
+    sys.exit(Supervisor(engine, serve, engine_module="fake_engine_main", first_delay_s=0.05).run())

@@ -13,11 +13,21 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fastdeploy"
 
 # The plain data and process settings that everybody may know.
-SHARED = ("errors", "config", "envs", "logger", "collector", "engine.sampling_params", "inter_communicator")
+SHARED = (
+    "errors",
+    "config",
+    "envs",
+    "logger",
+    "collector",
+    "safe_files",
+    "engine.sampling_params",
+    "inter_communicator",
+)
 
 # What a module of the left may import, besides itself and SHARED; the longest prefix that matches decides.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "safe_files": (),
     "engine.sampling_params": (),
     "inter_communicator": (),
     "engine.request": (),
@@ -31,6 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "metrics": ("engine.request", "scheduler"),
     "engine.holds": ("scheduler",),
     "engine.pause": ("engine.holds", "scheduler"),
+    "engine.processes": (),
     "engine.delivery": ("engine.request", "scheduler"),
     "engine.staging_thread": (),
     "engine.weight_session": ("scheduler.interface",),

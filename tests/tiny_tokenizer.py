@@ -12,6 +12,7 @@ from fastdeploy.entrypoints.tokenizer import _byte_alphabet
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
 SPECIALS = ["<eos>", "<user>", "<bot>"]
 TEMPLATE = (
+    "{% for t in tools or [] %}<tools:{{ t.function.name }}>{% endfor %}"
     "{% for m in messages %}{% if m.role == 'evil' %}{{ raise_exception('no evil') }}{% endif %}"
     "{{ '<user>' if m.role == 'user' else '<bot>' }}{{ m.content }}{% endfor %}"
     "{{ mood }}{% if add_generation_prompt %}<bot>{% endif %}"

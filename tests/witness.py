@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fake_runner import EOS, next_token
 from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.errors import NonFiniteLogits
 from fastdeploy.inter_communicator import messages as m
 from harness import Harness
 
@@ -154,6 +155,9 @@ class Witness:
         else:
             assert output.finish_reason in (None, "abort", "error") and output.token_ids or output.finish_reason, where
             assert output.finish_reason not in ("stop", "length"), where
+        if output.stop_reason == NonFiniteLogits.code:
+            known = stream.add.prompt_token_ids + stream.tokens
+            assert output.finish_reason == "error" and not self.h.runner.poison.isdisjoint(known), where
         if output.finish_reason == "abort" and not stream.tokens:
             assert output.message.startswith("Abort before prefill"), where
         stream.reason = output.finish_reason

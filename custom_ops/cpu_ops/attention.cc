@@ -49,6 +49,16 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
   for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
 }
 
+// Whether the cache can hold x [dim] as finite numbers.
+bool is_finite(const Cache& cache, const float* x) {
+  F16 sum = zero();
+  for (int64_t d = 0; d < cache.head_dim; d += 16) {
+    const F16 v = load_n(x + d, static_cast<int>(std::min<int64_t>(16, cache.head_dim - d)));
+    sum = fma(cache.bf16 ? round_bf16(v) : v, zero(), sum);  // 0 x infinity is NaN
+  }
+  return equal(sum, sum) == 0xffff;
+}
+
 // Writes one head's key and value into their slot. Keys are scattered (the slot is the fast axis, see kernels.h).
 void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
                 const float* value) {
@@ -96,7 +106,15 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
   for (int64_t h = 0; h < cache.kv_heads; ++h) {
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
-    write_slot(cache, k_base + at, v_base + at, slot, head, row + (a.heads + cache.kv_heads + h) * dim);
+    const float* value = row + (a.heads + cache.kv_heads + h) * dim;
+    // What is not finite must reach the rows behind it, and no row before it: those multiply its value by a weight of 0.
+    // So the value becomes 0, and the key NaN, which makes the score NaN for all that see it.
+    alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
+    if (!is_finite(cache, head) || !is_finite(cache, value)) {
+      head[0] = NAN;
+      value = kZeros;
+    }
+    write_slot(cache, k_base + at, v_base + at, slot, head, value);
   }
 }
 

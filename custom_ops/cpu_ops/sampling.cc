@@ -30,20 +30,31 @@ F16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
   return *count == 16 ? load(x + i) : select((1u << *count) - 1, load_n(x + i, *count), set1(-INFINITY));
 }
 
-// Lowest id among the largest; 0 if nothing compares (all NaN).
+// Lowest id among the largest; the id is -1 where the row is not finite: a NaN or +inf in it, or nothing but -inf.
 Candidate argmax(const float* x, int64_t n) {
   F16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
+  Mask numbers = 0xffff;  // NaN is not equal to itself
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
-    for (int c = 0; c < 4; ++c) top[c] = max(load(x + i + 16 * c), top[c]);
-  for (int count; i < n; i += 16) top[0] = max(load_logits(x, i, n, &count), top[0]);
+    for (int c = 0; c < 4; ++c) {
+      const F16 v = load(x + i + 16 * c);
+      numbers &= equal(v, v);
+      top[c] = max(v, top[c]);
+    }
+  for (int count; i < n; i += 16) {
+    const F16 v = load_logits(x, i, n, &count);
+    numbers &= equal(v, v);
+    top[0] = max(v, top[0]);
+  }
   const float best = reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
-  for (i = 0; i < n; i += 16) {
+  if (numbers != 0xffff || !std::isfinite(best)) return {best, -1};
+  int32_t id = -1;
+  for (i = 0; id < 0; i += 16) {
     int count;
     const Mask same = equal(load_logits(x, i, n, &count), set1(best)) & ((1u << count) - 1);
-    if (same != 0) return {best, static_cast<int32_t>(i + __builtin_ctz(same))};
+    if (same != 0) id = static_cast<int32_t>(i + __builtin_ctz(same));
   }
-  return {best, 0};
+  return {best, id};
 }
 
 // A row's distribution: weight(i) = exp((logit - best) / temperature), 0 beyond the boundary.
@@ -270,7 +281,7 @@ void sample(const float* logits, int64_t rows, int64_t vocab, const float* tempe
       const Candidate best = argmax(x, vocab);
       out[r] = best.id;
       const float inverse = 1.0f / temperature[r];  // infinite for 0, and for what is as good as 0
-      if (!std::isfinite(inverse) || !std::isfinite(best.logit)) continue;
+      if (!std::isfinite(inverse) || best.id < 0) continue;
       const Row row = {x, vocab, best.logit, inverse};
       out[r] = draw(row, find_boundary(row, top_k[r], top_p[r], min_p[r]), uniform[r], best.id);
     }
@@ -282,7 +293,14 @@ void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* i
   parallel_for(rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* x = logits + r * vocab;
-      const Row row = {x, vocab, argmax(x, vocab).logit, 1.0f};
+      const Candidate best = argmax(x, vocab);
+      if (best.id < 0) {
+        chosen[r] = NAN;
+        std::fill_n(top_values + r * top, top, -INFINITY);
+        std::fill_n(top_ids + r * top, top, 0);
+        continue;
+      }
+      const Row row = {x, vocab, best.logit, 1.0f};
       double mass = 0;
       for (int64_t from = 0; from < vocab; from += kBlock)
         mass += block_mass(row, from, {-INFINITY, static_cast<int32_t>(vocab)});

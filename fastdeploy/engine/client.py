@@ -1,8 +1,8 @@
-"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. The death of
-the engine answers everything at once; an engine that is stuck is found by the next control call.
+"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. An engine that dies, or that is
+silent for too long and is killed, answers everything that is open at once.
 
-The connection lives in one task (:meth:`EngineClient.run`): connect, Hello, Welcome, read until the engine is lost,
-answer everything that is open with EngineDead, connect again under a new identity.
+The connection lives in one task: connect, Hello, Welcome, read until the engine is lost, answer everything that is
+open with EngineDead or EngineStalled, connect again under a new identity.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 from collections import deque
 from typing import Any
 
-import msgspec
+import zmq
 import zmq.asyncio
 
 from fastdeploy import errors
@@ -24,16 +24,16 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnection
 
 logger = logging.getLogger(__name__)
-READ_ONLY = (m.PauseStatusArgs, m.ModelInfoArgs, m.MetricsArgs)
 MAX_REMEMBERED_CANCELS = 4096
 STALL_SLICES = 8
+RETRY_S = 1.0
 WAKE_AT_ONCE = 8  # readers, some 0.1 ms each (benchmarks/api_cost.py); then the loop looks at its sockets again
 
 
 class EngineClient:
     """All requests and control calls of one process. Use from one event loop only.
 
-    stall_s: an overdue control call finds the engine stuck when nothing at all came from it for so long.
+    stall_s: an engine that nothing at all came from for so long is stuck, and is killed (see ``_watch``).
     first_connection_s: how long what arrives before the very first connection waits for it.
     """
 
@@ -54,6 +54,7 @@ class EngineClient:
         self._num_heard = 0
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self.missing_because = "it is starting"
         self.connected = asyncio.Event()
         self.welcome: m.Welcome | None = None
         self.model_info: dict[str, Any] = {}
@@ -80,21 +81,68 @@ class EngineClient:
 
     async def _run(self) -> None:
         while True:
-            connection = self._connection = ZmqConnection(self._context, self._endpoint)
-            lost = "the engine process died"
             try:
-                connection.send(m.Hello(pid=os.getpid()))
-                async for message in connection.messages():
-                    self._receive(message)
-            except _Goodbye:
-                lost = "the engine dropped this API server"
-            except msgspec.DecodeError as error:
-                lost = f"the engine sent a malformed message: {error}"
+                connection = ZmqConnection(self._context, self._endpoint)
+            except (OSError, zmq.ZMQError) as error:  # such as too many open files
+                logger.error("cannot connect to the engine: %s; trying again in %g s", error, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+                continue
+            lost: errors.EngineError = errors.EngineDead("this API server is closing")
+            try:
+                lost = await self._until_lost(connection)
             finally:
                 self._connection = None
                 connection.close()
                 self._disconnect(lost)
-            logger.warning("%s; reconnecting", lost)
+            logger.warning("%s; reconnecting", lost.message)
+
+    async def _until_lost(self, connection: ZmqConnection) -> errors.EngineError:
+        """Keep ``connection`` up; return why it ended."""
+        self._connection = connection
+        connection.send(m.Hello(pid=os.getpid()))
+        tasks = [asyncio.ensure_future(self._read(connection)), asyncio.ensure_future(self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, connection: ZmqConnection) -> errors.EngineError:
+        """Take in what the engine sends, until it is gone."""
+        try:
+            async for message in connection.messages():
+                self._receive(message)
+        except _Goodbye:
+            return errors.EngineDead("the engine dropped this API server")
+        except Exception as error:  # one bad message must not end this process, and with it every request
+            logger.exception("a message of the engine could not be handled")
+            return errors.EngineDead(f"a message of the engine could not be handled: {type(error).__name__}: {error}")
+        return errors.EngineDead("the engine process died")
+
+    async def _watch(self) -> errors.EngineError:
+        """Kill the engine, and return, once it has been silent for stall_s. The engine beats about once a second
+        whatever it does, so that silence means that its loop hangs or that its process was stopped.
+
+        Silence is counted in slices in which this process was awake to listen. A slice that took twice its time does
+        not count: this process was stopped itself then, or its event loop was blocked, and heartbeats may wait unread.
+        Before the Welcome the engine is loading, and is not watched."""
+        now = asyncio.get_running_loop().time
+        slice_s, silent_slices = self._stall_s / STALL_SLICES, 0
+        while silent_slices < STALL_SLICES:
+            heard, began = self._num_heard, now()
+            await asyncio.sleep(slice_s)
+            if self._num_heard != heard or self.welcome is None:
+                silent_slices = 0
+            elif now() - began < 2 * slice_s:
+                silent_slices += 1
+        message = f"the engine was silent for {self._stall_s:g} s"
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):  # another API server was first
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            message += "; it was killed and is being replaced"
+        return errors.EngineStalled(message)
 
     def _receive(self, message: m.ToClient) -> None:
         self._num_heard += 1
@@ -146,7 +194,8 @@ class EngineClient:
         self.welcome = welcome
         try:
             self._pidfd = os.pidfd_open(welcome.pid)
-        except ProcessLookupError:
+        except OSError as error:  # it has just died, or this process has no file descriptor left
+            logger.warning("the engine's process %d cannot be watched: %s", welcome.pid, error)
             self._pidfd = None
         self._post(m.ModelInfoArgs())[1].add_done_callback(self._ready)
 
@@ -157,7 +206,8 @@ class EngineClient:
             self.connected.set()
             logger.info("connected to engine %s (pid %d)", self.welcome.boot_id, self.welcome.pid)
 
-    def _disconnect(self, why: str) -> None:
+    def _disconnect(self, error: errors.EngineError) -> None:
+        self.missing_because = error.message
         self.connected.clear()
         self.welcome = None
         self._cancelled.clear()
@@ -165,11 +215,11 @@ class EngineClient:
             os.close(self._pidfd)
             self._pidfd = None
         for stream in list(self._streams.values()):
-            stream.fail(errors.EngineDead(why))
+            stream.fail(type(error)(error.message))
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
-                future.set_exception(errors.EngineDead(why))
+                future.set_exception(type(error)(error.message))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._connection is not None:
@@ -183,7 +233,7 @@ class EngineClient:
                 async with asyncio.timeout(self._first_connection_s):
                     await self.connected.wait()
         if not self.connected.is_set():
-            raise errors.EngineDead("no engine is connected: it is starting, or it died and is being restarted")
+            raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
 
     # ------------------------------------------------------------------ requests
 
@@ -250,47 +300,25 @@ class EngineClient:
         return self._next_call, future
 
     async def call(self, args: m.Args, deadline_s: float) -> dict[str, Any]:
-        """Make a control call and return its result; raises what the engine answered (``detail["report"]`` is the
-        result that came with a failure), EngineDead the moment the engine dies, or EngineStalled.
+        """Make a control call and return its result. Raises what the engine answered (``detail["report"]`` is the
+        result that came with a failure), or, the moment the engine is lost, EngineDead or EngineStalled.
 
-        After ``deadline_s`` an engine that still beats is waited for: it owns the timeouts. One that has been silent
-        for stall_s is stuck; if the call was to change its state it is killed, so that it is never half paused.
+        An engine that beats is waited for, since it owns the timeouts; after ``deadline_s`` a warning says so once.
         """
         await self.require_engine()
         call_id, future = self._post(args)
         try:
-            await self._answered(args, future, deadline_s)
+            _, waiting = await asyncio.wait([future], timeout=deadline_s)
+            if waiting:
+                logger.warning("no answer to %s after %g s; the engine beats", type(args).__name__, deadline_s)
+            reply = await future
         finally:
             self._calls.pop(call_id, None)
-        reply = future.result()
         if reply.failure is None:
             return reply.result
         failure = reply.failure
         detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
         raise errors.from_wire(failure.code, failure.message, detail)
-
-    async def _answered(self, args: m.Args, future: asyncio.Future[m.Reply], deadline_s: float) -> None:
-        """Return when ``future`` is done, or raise EngineStalled.
-
-        Silence is counted in slices, each of which this process was awake to listen in: if it was stopped itself, or
-        its loop was blocked, one slice runs over and the beats that have piled up are read in the next."""
-        now = asyncio.get_running_loop().time
-        due, silent_slices = now() + deadline_s, 0
-        while not future.done():
-            heard = self._num_heard
-            await asyncio.wait([future], timeout=self._stall_s / STALL_SLICES)
-            silent_slices = silent_slices + 1 if self._num_heard == heard else 0
-            if not future.done() and now() >= due and silent_slices >= STALL_SLICES:
-                self._stalled(args)
-
-    def _stalled(self, args: m.Args) -> None:
-        message = f"the engine has not answered, nor beaten for {self._stall_s:g} s"
-        if not isinstance(args, READ_ONLY) and self._pidfd is not None:
-            with contextlib.suppress(ProcessLookupError):  # another API server was first
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            message += "; it was stopped and is being restarted"
-        logger.error(message)
-        raise errors.EngineStalled(message)
 
 
 class _Goodbye(Exception):

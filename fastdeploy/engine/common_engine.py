@@ -16,16 +16,19 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy import envs
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.config import EngineConfig
 from fastdeploy.engine.deadlines import WHY, Deadlines, check_deadlines
 from fastdeploy.engine.delivery import Delivery
+from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.inbox import Inbox, StepAbandoned
-from fastdeploy.engine.pause import Counts, PauseState
+from fastdeploy.engine.pause import Counts, PauseState, SilentClients
+from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention, check_retainable
-from fastdeploy.engine.sampling_params import MAX_INT32
+from fastdeploy.engine.sampling_params import MAX_INT32, check_prompt_logprobs
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
@@ -55,7 +58,7 @@ RETRY_AFTER_S = 1
 
 class CommonEngine:
     """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock:
-    seconds, for deadlines and heartbeats.
+    seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
     EngineError, and the process is expected to be replaced.
@@ -69,6 +72,7 @@ class CommonEngine:
         boot_id: str | None = None,
         on_commit: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        runs: Callable[[int], bool] = process_runs,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
@@ -82,18 +86,20 @@ class CommonEngine:
         self._inbox = Inbox(transport)
         self._on_commit = on_commit or (lambda epoch: None)
         self._clock = clock
+        self._runs = runs
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
         self.requests = RequestTable()
         self.metrics = EngineMetrics()
-        self.retention = Retention(config.max_retained)
+        self._finite_watch = FiniteWatch(self.metrics)
+        self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
         self.deadlines = Deadlines()
         self.delivery = Delivery(transport, self._reap, lambda output: self.retention.observe(output, clock()))
         self.pause = PauseState(self, clock)
         policy = SourcePolicy(config.model_roots, config.upload_dir)
-        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock)
-        self.sleeper = Sleeper(runner, self, self.pause, self.weights)
+        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
+        self.sleeper = Sleeper(runner, self, self.pause, self.weights, clock)
         self._arrivals = 0
         self._aborted = self._finished = self._aborted_tokens = 0
         self._next_heartbeat = 0.0
@@ -109,11 +115,13 @@ class CommonEngine:
         self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.pause.pause,
             m.ResumeArgs: lambda args, answer: self.pause.resume(args),
+            m.RenewArgs: lambda args, answer: self.pause.renew(args),
             m.PauseStatusArgs: lambda args, answer: self.pause.status(),
             m.AbortArgs: lambda args, answer: self._abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.chunk,
+            m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
@@ -149,7 +157,8 @@ class CommonEngine:
         """One round of the loop. Between two lines of it every invariant of the engine holds."""
         for client, message in self._inbox.take(self._patience() if block else 0.0):
             self._handle(client, message)
-        self._beat()
+        self.beat()
+        self.delivery.drop_unreachable()
         self.weights.poll()
         self._end_what_is_due()
         self._hand_over([])
@@ -170,11 +179,12 @@ class CommonEngine:
             return 0.0
         if self._was_busy and not len(self.requests):
             self._was_busy = False
-            self.check_integrity()
+            self._check_idle()
         now = self._clock()
         deadlines = (
             self.pause.next_deadline(),
             self.weights.next_deadline(),
+            self.sleeper.next_deadline(),
             self.deadlines.next(),
             self._next_heartbeat,
         )
@@ -183,13 +193,20 @@ class CommonEngine:
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
         try:
-            result = self._runner.execute(plan, self._inbox.look_for_pause)
+            result = self._runner.execute(plan, self._between_layers)
         except StepAbandoned:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
             return []
         self._inbox.step_completed()
-        return self.scheduler.apply(plan, result)
+        before = self.scheduler.num_non_finite
+        tokens = self.scheduler.apply(plan, result)
+        self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
+        return tokens
+
+    def _between_layers(self) -> None:
+        self.beat()
+        self._inbox.look_for_pause()
 
     def _hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
@@ -208,22 +225,37 @@ class CommonEngine:
             self.requests.remove(request)
         self.delivery.send_outputs(tokens, ended)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Tell every client that the loop gets on, at most once in heartbeat_s. A client that hears nothing for stall_s
+        kills this process as stuck.
+
+        The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
+        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
+        a step, every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
+        milliseconds, or a second or so on a slow machine. Nothing here changes the state of a request.
+        """
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.delivery.broadcast(m.Heartbeat())
+            self.delivery.beat()
 
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine) -> None:
+        """Handle one message. An exception that its handler does not expect fails this message only: the handler has
+        answered it. The engine goes on if its state is whole; else it ends as after a step that failed."""
         if client not in self.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return
-        self._on_message[type(message)](client, message)
+        try:
+            self._on_message[type(message)](client, message)
+        except Exception:
+            log.exception("a %s of client %s could not be handled", type(message).__name__, client)
+            self.metrics.internal_errors.inc()
+            self.check_integrity()
 
     def _hello(self, client: str, hello: m.Hello) -> None:
-        self.delivery.clients.add(client)
+        self.delivery.clients[client] = hello.pid
         self.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
         self.delivery.send(client, m.Heartbeat())
 
@@ -232,20 +264,27 @@ class CommonEngine:
             if (record := self.retention.find(add)) is not None:
                 self._attach(client, record)
                 return
-            max_output_tokens = self._check_admissible(add)
-        except FastDeployError as error:
+            group = self._new_group(client, add)
+        except Exception as error:
             self.delivery.send(client, m.Rejected(add.request_id, _failure(error)))
+            if not isinstance(error, FastDeployError):
+                raise
             return
-        group = Group(client, add)
-        self._arrivals += 1
-        order = (add.priority, self._arrivals)
-        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         self.requests.add(group)
         self.retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self.scheduler.add(request)
         self.metrics.prompt_tokens.inc(len(add.prompt_token_ids))
+
+    def _new_group(self, client: str, add: m.AddRequest) -> Group:
+        """The choices of ``add``, not in the engine yet. Raises what the client is told."""
+        max_output_tokens = self._check_admissible(add)
+        group = Group(client, add)
+        self._arrivals += 1
+        order = (add.priority, self._arrivals)
+        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
+        return group
 
     def _attach(self, client: str, record: Record) -> None:
         """It gets everything from the first token; whoever was attached gets no more, and is told."""
@@ -280,11 +319,13 @@ class CommonEngine:
         prompt, limit = add.prompt_token_ids, self.info.max_model_len
         add.sampling.check()  # a row that a step cannot compute would fail the step of everybody
         check_retainable(add)
+        self.retention.check_room(add)
         check_deadlines(add)
         if not prompt:
             raise InvalidField("prompt", "expected at least one token")
         if len(prompt) >= limit:
             raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
+        check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             raise InvalidField("prompt", f"expected token ids from 0 to {self.info.vocab_size - 1}")
         if max(add.sampling.stop_token_ids, default=0) >= self.info.vocab_size:
@@ -297,8 +338,8 @@ class CommonEngine:
         return min(add.sampling.max_tokens, limit - len(prompt))
 
     def _cancel_request(self, client: str, cancel: m.CancelRequest) -> None:
-        requests = self.requests.get(cancel.request_id)
-        if requests and requests[0].group.add.retain_s > 0 and cancel.reason == "abort":
+        requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
+        if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
                 requests[0].group.client = DETACHED
             return
@@ -306,7 +347,7 @@ class CommonEngine:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
-                self.scheduler.end(request, FinishReason(cancel.reason))
+                self.scheduler.end(request, reason)
 
     def _reap(self, client: str) -> None:
         """Its process is gone: nobody waits for what it asked for."""
@@ -320,17 +361,24 @@ class CommonEngine:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     def _call(self, client: str, call: m.Call) -> None:
-        def answer(result: dict[str, Any], error: FastDeployError | None = None) -> None:
-            failure = None if error is None else _failure(error)
-            self.delivery.send(client, m.Reply(call.call_id, result, failure))
+        answered = False
+
+        def answer(result: dict[str, Any], error: Exception | None = None) -> None:
+            nonlocal answered
+            if not answered:  # a handler that failed may have left its answer to be given later
+                answered = True
+                failure = None if error is None else _failure(error)
+                self.delivery.send(client, m.Reply(call.call_id, result, failure))
 
         try:
             handler = self._on_call.get(type(call.args))
             if handler is None:
                 raise InvalidField("args", f"this engine knows no call {type(call.args).__name__}")
             result = handler(call.args, answer)
-        except FastDeployError as error:
+        except Exception as error:
             answer({}, error)
+            if not isinstance(error, FastDeployError):
+                raise
         else:
             if result is not None:  # else it is answered later
                 answer(result)
@@ -375,6 +423,8 @@ class CommonEngine:
             session_open=self.weights.session is not None,
             last_commit_s=self.weights.last_commit_s,
             asleep=self._runner.asleep,
+            retained_bytes=self.retention.nbytes,
+            retained_dropped=self.retention.num_dropped,
         )
 
     # ------------------------------------------------------------------ weights
@@ -473,12 +523,22 @@ class CommonEngine:
     def fence_overtaken(self) -> bool:
         return self.delivery.fence_overtaken
 
-    def give_up_on_silent_clients(self) -> None:
+    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients:
+        silent = SilentClients([], [])
         for client in self.delivery.silent_clients:
-            log.error("client %s did not acknowledge a fence: counted as gone", client)
+            pid = self.delivery.clients[client]
+            if spare_running and self._runs(pid):
+                log.warning(
+                    "client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid
+                )
+                silent.slow.append(pid)
+                continue
+            log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
+            silent.dropped.append(pid)
             self._transport.send(client, m.Goodbye())
             self.delivery.drop(client)
         self._hand_over([])
+        return silent
 
     def weights_label(self) -> dict[str, Any]:
         return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
@@ -501,12 +561,29 @@ class CommonEngine:
         error = EngineDead("the server is shutting down")
         self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
 
+    def _check_idle(self) -> None:
+        """Check that nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free.
+
+        Looks at a few counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check.
+        """
+        scheduler = self.scheduler
+        assert not scheduler.running and not scheduler.ended and not len(scheduler.waiting)
+        assert self.kv.num_free == self.info.num_blocks
+        if envs.check_integrity():
+            self.check_integrity()
+
     def check_integrity(self) -> None:
-        """Nothing leaked, nothing counted twice. Run when idle, and by tests after every turn."""
+        """Check that nothing leaked and nothing is counted twice.
+
+        Takes time in proportion to the KV cache: run by tests after every turn, and after a message whose handling
+        failed.
+        """
         self.scheduler.check_integrity()
         scheduler = self.scheduler
         for request in self.requests:
             assert request.live or request in scheduler.ended, request
+            unshared = request.token_ids is not request.group.add.prompt_token_ids
+            assert unshared or request.num_output_tokens == 0, request
         assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
         self.retention.check_integrity(self.requests)
         if not len(self.requests):
@@ -516,5 +593,8 @@ class CommonEngine:
 _Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
 
-def _failure(error: FastDeployError) -> m.Failure:
+def _failure(error: Exception) -> m.Failure:
+    """What the client is told. An exception from outside our tree is an internal error."""
+    if not isinstance(error, FastDeployError):
+        return m.Failure(FastDeployError.code, f"internal error in the engine: {type(error).__name__}: {error}")
     return m.Failure(error.code, error.message, error.detail)

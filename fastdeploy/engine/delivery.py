@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from fastdeploy.engine.request import Request
-from fastdeploy.inter_communicator.messages import Fence, Output, Outputs, ToClient
+from fastdeploy.inter_communicator.messages import Fence, Heartbeat, Output, Outputs, ToClient
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
@@ -26,7 +26,8 @@ class Delivery:
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
-        self.clients: set[str] = set()
+        self.clients: dict[str, int] = {}  # name -> process id
+        self._unreachable: set[str] = set()
         self._outputs_sent = 0
         self._fence_id = 0
         self._fence_mark = 0
@@ -36,13 +37,25 @@ class Delivery:
         if client in self.clients and not self._transport.send(client, message):
             self.drop(client)
 
+    def beat(self) -> None:
+        """Send a heartbeat to every client. Nothing else changes, so that this may be called in the middle of a step: a
+        client that cannot be reached is dropped by the next ``drop_unreachable``."""
+        for client in self.clients:
+            if not self._transport.send(client, Heartbeat()):
+                self._unreachable.add(client)
+
+    def drop_unreachable(self) -> None:
+        """Drop the clients that a heartbeat did not reach."""
+        while self._unreachable:
+            self.drop(self._unreachable.pop())
+
     def broadcast(self, message: ToClient) -> None:
         for client in list(self.clients):
             self.send(client, message)
 
     def drop(self, client: str) -> None:
         if client in self.clients:
-            self.clients.discard(client)
+            del self.clients[client]
             self._unacknowledged.discard(client)
             self._on_gone(client)
 

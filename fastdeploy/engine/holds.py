@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
+from fastdeploy.errors import InvalidField
 from fastdeploy.scheduler.scheduler import Gate
 
 
@@ -90,3 +91,10 @@ class Hold:
             "age_s": round(now - self.placed_at, 3),
             "ttl_left_s": None if self.expires_at is None else round(max(self.expires_at - now, 0.0), 3),
         }
+
+
+def expiry(ttl_s: float | None, now: float) -> float | None:
+    """When a hold with this ttl ends, on the clock of ``now``; None = not by itself."""
+    if ttl_s is not None and not 0.0 < ttl_s <= 31 * 86400.0:
+        raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {ttl_s!r}")
+    return None if ttl_s is None else now + ttl_s

@@ -22,4 +22,5 @@ def load_runner(config: EngineConfig) -> Runner:
         max_num_batched_tokens=config.max_num_batched_tokens,
         place=envs.place(),
         spill_dir=config.spill_dir,
+        model_roots=config.model_roots,
     )

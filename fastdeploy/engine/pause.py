@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.engine.holds import (
     CLEARS_CACHE,
@@ -31,12 +31,20 @@ from fastdeploy.engine.holds import (
     Hold,
     Mode,
     Phase,
+    expiry,
 )
-from fastdeploy.errors import FastDeployError, InvalidField, PauseInterrupted, PauseTimeout, ResumeRefused
-from fastdeploy.inter_communicator.messages import Args, PauseArgs, ResumeArgs
+from fastdeploy.errors import (
+    FastDeployError,
+    HoldNotFound,
+    InvalidField,
+    PauseInterrupted,
+    PauseTimeout,
+    ResumeRefused,
+)
+from fastdeploy.inter_communicator.messages import Args, PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate
 
-FENCE_TIMEOUT_S = 5.0  # an API server that does not acknowledge for so long is counted as gone
+FENCE_TIMEOUT_S = 5.0  # an API server that has not acknowledged for so long is looked at: does its process run?
 MAX_HOLDS = 1024
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
@@ -54,7 +62,9 @@ class PauseCall:
     baseline: Counts
     answer: Answer
     escalated_by: str | None = None
+    aborted_ids: list[str] = field(default_factory=list)
     forced_ids: list[str] = field(default_factory=list)
+    silent: SilentClients = field(default_factory=lambda: SilentClients([], []))
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,14 @@ class Counts:
     queued: int
 
 
+class SilentClients(NamedTuple):
+    """Process ids of API servers that have not acknowledged a fence: those that are given more time because they run,
+    and those that are counted as gone."""
+
+    slow: list[int]
+    dropped: list[int]
+
+
 class PauseEffects(Protocol):
     """What a pause may do to the engine."""
 
@@ -79,7 +97,7 @@ class PauseEffects(Protocol):
     def raise_fence(self) -> None: ...
     def fence_passed(self) -> bool: ...
     def fence_overtaken(self) -> bool: ...
-    def give_up_on_silent_clients(self) -> None: ...
+    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients: ...
     def weights_label(self) -> dict[str, Any]: ...
 
 
@@ -164,7 +182,7 @@ class PauseState:
             self._escalate_others(call)
         self._calls.append(call)
         self._advance(Event.PLACE)
-        self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
+        call.aborted_ids = self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
         """A hold that nobody placed over a route: it goes only by its name, or if ``locked`` not even so."""
@@ -191,6 +209,17 @@ class PauseState:
             "still_held_by": list(self.holds),
             **self._effects.weights_label(),
         }
+
+    def renew(self, args: RenewArgs) -> dict[str, Any]:
+        """Set when a standing hold ends by itself, and change nothing else. Raises HoldNotFound if no caller's hold of
+        that name stands, so that whoever believes to hold learns otherwise."""
+        hold = self.holds.get(args.hold_id)
+        if hold is None or hold.placed_by == SYSTEM:
+            why = "it was released, its ttl ended, or the engine restarted"
+            raise HoldNotFound(f"hold_id: {args.hold_id!r} does not stand: {why}", param="hold_id")
+        now = self._clock()
+        hold.expires_at = expiry(args.ttl_s, now)
+        return {"hold": hold.describe(now), "state": self.phase.value, "is_paused": self.is_paused}
 
     def release_system_hold(self, hold_id: str) -> None:
         hold = self.holds.get(hold_id)
@@ -250,14 +279,23 @@ class PauseState:
         expired = [h.id for h in self.holds.values() if h.expires_at is not None and h.expires_at <= now]
         self._release(expired, "the hold's ttl ended")
         if self._fence_deadline is not None and self._fence_deadline <= now:
-            self._effects.give_up_on_silent_clients()
+            self._look_at_silent_clients(now)
         # Each round answers the call or extends its deadline, and may answer others that share its hold.
         while (call := next((c for c in self._calls if c.deadline <= now), None)) is not None:
             self._time_out(call, now)
 
+    def _look_at_silent_clients(self, now: float) -> None:
+        """Count as gone every API server that has not acknowledged the fence and does not run: it is dead, or stopped.
+        One that runs is slow, and has time until the first call that waits is due; then it is counted as gone too."""
+        first_due = min((c.deadline for c in self._calls), default=now)
+        silent = self._effects.give_up_on_silent_clients(spare_running=first_due > now)
+        for call in self._calls:
+            call.silent = SilentClients(_union(call.silent.slow, silent.slow), call.silent.dropped + silent.dropped)
+        self._fence_deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
+
     def _time_out(self, call: PauseCall, now: float) -> None:
         if self._drained():  # only the fence is missing, and that has a bound of its own
-            call.deadline = now + 2 * FENCE_TIMEOUT_S
+            call.deadline = self._fence_deadline or now + FENCE_TIMEOUT_S
         elif call.on_timeout == "cancel":
             error = PauseTimeout("the drain did not end within timeout_s; the hold is released (on_timeout=cancel)")
             self._release([call.hold.id], "the drain timed out", error)
@@ -268,6 +306,7 @@ class PauseState:
             call.hold.mode = max(call.hold.mode, mode)
             call.deadline = now + 2 * FENCE_TIMEOUT_S
             call.forced_ids = self._enforce(mode, "the drain timed out (on_timeout=abort)")
+            call.aborted_ids += call.forced_ids
 
     def _enforce(self, mode: Mode, why: str) -> list[str]:
         """What a mode does at once, to those who are in the engine now. Later arrivals meet the closed gate."""
@@ -312,16 +351,15 @@ class PauseState:
             raise InvalidField("on_timeout", f"expected keep, abort or cancel, got {on_timeout!r}")
         if not 0.0 <= args.timeout_s <= 86400.0:
             raise InvalidField("timeout_s", f"expected seconds from 0 to 86400, got {args.timeout_s!r}")
-        if args.ttl_s is not None and not 0.0 < args.ttl_s <= 31 * 86400.0:
-            raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {args.ttl_s!r}")
         if args.hold_id is not None and not 0 < len(args.hold_id) <= 256:
             raise InvalidField("hold_id", "expected 1 to 256 characters")
         if args.hold_id in SYSTEM_HOLDS:
             raise InvalidField("hold_id", f"{args.hold_id!r} is the name of a hold of the system's own")
         now = self._clock()
+        expires_at = expiry(args.ttl_s, now)
         clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
         hold = self._hold_for(args, system_hold or args.hold_id, mode, admission, clear_cache, now)
-        hold.expires_at = None if args.ttl_s is None else now + args.ttl_s
+        hold.expires_at = expires_at
         return PauseCall(hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer)
 
     def _hold_for(
@@ -363,10 +401,17 @@ class PauseState:
                 "queued": counts.queued,
             },
             "tokens_returned": counts.aborted_tokens - before.aborted_tokens,
+            "aborted_ids": call.aborted_ids,
             "forced_ids": call.forced_ids,
+            "slow_api_servers": call.silent.slow,
+            "dropped_api_servers": call.silent.dropped,
             "escalated_by": call.escalated_by,
             "elapsed_ms": round((now - call.started_at) * 1000, 3),
         }
+
+
+def _union(first: list[int], second: list[int]) -> list[int]:
+    return list(dict.fromkeys([*first, *second]))
 
 
 def leaves_no_use_for_a_step(args: Args) -> bool:

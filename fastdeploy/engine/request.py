@@ -49,7 +49,10 @@ class Request:
     There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
 
-    key: its second part is what keys random numbers: the number that the choice had when it was first asked for.
+    token_ids: prompt and output. While the request waits and has no output, this is the list of its group's prompt
+    itself, which nobody may change: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
+    key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
+    for in.
     num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
     blocks: grows in place; a new array after its KV was given up.
     order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
@@ -72,8 +75,8 @@ class Request:
         self.group = group
         self.choice = choice
         self.order = order
-        self.sampling: SamplingParams = add.sampling
-        self.token_ids: list[int] = list(add.prompt_token_ids)
+        self.sampling: SamplingParams = group.sampling
+        self.token_ids: list[int] = add.prompt_token_ids
         self.num_prompt_tokens = len(add.prompt_token_ids)
         self.max_output_tokens = max_output_tokens
         self.num_new_prompt_tokens = self.num_prompt_tokens - add.resumed_tokens
@@ -117,8 +120,15 @@ class Request:
         return self.state is State.WAITING or self.state is State.RUNNING
 
     def advance(self, event: Event) -> None:
+        """Go to the next state of the table. Raises KeyError for an event that is not in it."""
         self.state = TRANSITIONS[self.state, event]
-        self.group.scheduled |= event is Event.ADMIT
+        prompt = self.group.add.prompt_token_ids
+        if event is Event.ADMIT:
+            self.group.scheduled = True
+            if self.token_ids is prompt:
+                self.token_ids = list(prompt)
+        elif event is Event.RETRACT and self.num_output_tokens == 0:
+            self.token_ids = prompt
 
     def append(self, token_id: int, epoch: int, version: str, now: float) -> Span:
         """Add one sampled token; returns the span that labels it."""
@@ -138,14 +148,15 @@ class Request:
 class Group:
     """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
     drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, whatever became of it.
-    ``client_id``: what the client calls it, perhaps together with others."""
+    ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always has a seed."""
 
-    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "scheduled", "started")
+    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "started")
 
     def __init__(self, client: str, add: AddRequest):
         self.client = client
         self.client_id = add.group or add.request_id
         self.add = add
+        self.sampling = add.sampling.seeded()
         self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
         self.scheduled = False

@@ -31,7 +31,7 @@ class RequestStream:
         self._whole = n
         self._cancel = cancel
         self._forget = forget
-        self._outputs: dict[int, Output] = {}  # by choice
+        self._outputs: dict[int, list[Output]] = {}  # by choice; joined when they are taken, since joining copies
         self._error: Exception | None = None
         self.event = event or asyncio.Event()
         self.in_line = False  # to be woken, by whoever put something in
@@ -42,11 +42,10 @@ class RequestStream:
         return not self._open or self._error is not None
 
     def put(self, output: Output) -> None:
-        """Keep ``output`` for the reader, which is not woken yet. It is joined with what is there of its choice: a late
-        reader sees fewer steps, and each as a whole."""
+        """Keep ``output`` for the reader, which is not woken yet. A late reader finds all outputs of a choice joined to
+        one."""
         if output.choice in self._open:
-            before = self._outputs.get(output.choice)
-            self._outputs[output.choice] = output if before is None else joined(before, output)
+            self._outputs.setdefault(output.choice, []).append(output)
             if output.finish_reason is not None:
                 self._end(output.choice)
 
@@ -58,7 +57,7 @@ class RequestStream:
 
     def take(self) -> list[Output]:
         """All outputs that are there, one of each choice; once they are taken, raises what :meth:`fail` was given."""
-        outputs, self._outputs = list(self._outputs.values()), {}
+        outputs, self._outputs = [joined(outputs) for outputs in self._outputs.values()], {}
         if self._error is not None:
             if not outputs:
                 raise self._error
@@ -91,18 +90,21 @@ class RequestStream:
         self.close()
 
 
-def joined(first: Output, then: Output) -> Output:
-    """What both say, as one output of their choice."""
+def joined(outputs: list[Output]) -> Output:
+    """All that ``outputs`` of one choice say, as one output. Time is linear in their length."""
+    if len(outputs) == 1:
+        return outputs[0]
+    last = outputs[-1]
     return Output(
-        request_id=first.request_id,
-        choice=first.choice,
-        token_ids=first.token_ids + then.token_ids,
-        logprobs=first.logprobs + then.logprobs,
-        spans=first.spans + then.spans,
-        finish_reason=then.finish_reason,
-        stop_reason=then.stop_reason,
-        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
-        cached_tokens=first.cached_tokens + then.cached_tokens,
-        num_preempted=first.num_preempted + then.num_preempted,
-        message=then.message,
+        request_id=last.request_id,
+        choice=last.choice,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=[logprob for output in outputs for logprob in output.logprobs],
+        spans=[span for output in outputs for span in output.spans],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=[logprob for output in outputs for logprob in output.prompt_logprobs],
+        cached_tokens=sum(output.cached_tokens for output in outputs),
+        num_preempted=sum(output.num_preempted for output in outputs),
+        message=last.message,
     )

@@ -14,12 +14,16 @@ from itertools import count
 import msgspec
 
 from fastdeploy.engine.request import Group, RequestTable
-from fastdeploy.errors import DuplicateRequest, InvalidField
+from fastdeploy.errors import DuplicateRequest, InvalidField, QueueFull
 from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Output, Span
 
 DETACHED = ""  # the client of a request that nobody is attached to
 MAX_RETAIN_S = 86400.0
+RETRY_AFTER_S = 1
 MIN_PRUNE = 256
+# Bytes that CPython allocates (tracemalloc, Python 3.11): a token id and its place in a list, a Logprob with its place,
+# each of its ``top`` entries, and what is there for a choice without any token.
+TOKEN_BYTES, LOGPROB_BYTES, TOP_BYTES, CHOICE_BYTES = 40, 80, 128, 1024
 
 
 @dataclass
@@ -79,9 +83,11 @@ class Record:
     def __init__(self, group: Group):
         self.group = group
         self.choices: dict[int, ChoiceRecord] = {}
+        self.nbytes = group.add.n * CHOICE_BYTES + len(group.add.prompt_token_ids) * TOKEN_BYTES  # of memory, about
         self._num_ended = 0
 
     def add(self, output: Output) -> None:
+        self.nbytes += _nbytes(output)
         choice = self.choices.setdefault(output.choice, ChoiceRecord())
         choice.add(output)
         self._num_ended += choice.final is not None
@@ -97,10 +103,19 @@ class Record:
 
 
 class Retention:
-    """``max_ended``: results kept after their end; the oldest go first. Live requests are never dropped."""
+    """``max_ended``: results kept after their end; ``max_bytes``: memory of all results, those of live requests too.
+    Beyond either the results that ended first are dropped. Live requests are never dropped: where they alone take
+    max_bytes, no other request with retain_s is accepted (``check_room``).
 
-    def __init__(self, max_ended: int):
+    nbytes: of memory, about. num_dropped: results that were dropped before their retain_s was over.
+    """
+
+    def __init__(self, max_ended: int, max_bytes: int):
         self._max_ended = max_ended
+        self._max_bytes = max_bytes
+        self.nbytes = 0
+        self.num_dropped = 0
+        self._ended_nbytes = 0
         self._records: dict[str, Record] = {}
         self._members: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._ended: dict[str, Record] = {}  # by request id, in the order of their end
@@ -112,8 +127,16 @@ class Retention:
 
     def track(self, group: Group) -> None:
         if group.add.retain_s > 0:
-            self._records[group.add.request_id] = Record(group)
+            record = self._records[group.add.request_id] = Record(group)
+            self.nbytes += record.nbytes
             self._members.setdefault(group.client_id, set()).add(group.add.request_id)
+
+    def check_room(self, add: AddRequest) -> None:
+        """Raises QueueFull for a request with retain_s while the results of live ones take all of the memory."""
+        if add.retain_s > 0 and self.nbytes - self._ended_nbytes >= self._max_bytes:
+            mib = self._max_bytes / 2**20
+            message = f"retain_s: the results of requests that run take all {mib:g} MiB of --max-retained-mb"
+            raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def find(self, add: AddRequest) -> Record | None:
         """The record that ``add`` asks for by its id and its fingerprint. Raises DuplicateRequest where the id, or the
@@ -130,15 +153,19 @@ class Retention:
     def observe(self, output: Output, now: float) -> None:
         """Every output of a retained request, whether it is sent to somebody or not."""
         record = self._records[output.request_id]
+        before = record.nbytes
         record.add(output)
+        self.nbytes += record.nbytes - before
         if record.ended:
+            self._ended_nbytes += record.nbytes
             self._ended[output.request_id] = record
             if len(self._expiries) > 2 * max(len(self._ended), MIN_PRUNE):
                 self._expiries = [entry for entry in self._expiries if self._is_kept(entry[2])]
                 heapq.heapify(self._expiries)
             heapq.heappush(self._expiries, (now + record.group.add.retain_s, next(self._numbers), record))
-            if len(self._ended) > self._max_ended:
-                self._drop(next(iter(self._ended.values())))
+        while self._ended and (len(self._ended) > self._max_ended or self.nbytes > self._max_bytes):
+            self._drop(next(iter(self._ended.values())))
+            self.num_dropped += 1
 
     def expire(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] <= now:
@@ -156,6 +183,8 @@ class Retention:
 
     def _drop(self, record: Record) -> None:
         request_id, name = record.group.add.request_id, record.group.client_id
+        self.nbytes -= record.nbytes
+        self._ended_nbytes -= record.nbytes
         del self._ended[request_id]
         del self._records[request_id]
         self._members[name].discard(request_id)
@@ -165,6 +194,8 @@ class Retention:
     def check_integrity(self, requests: RequestTable) -> None:
         """Each record is that of a request in the engine, token by token, or of one that has left it."""
         assert len(self._ended) <= self._max_ended
+        assert self.nbytes == sum(record.nbytes for record in self._records.values())
+        assert self._ended_nbytes == sum(record.nbytes for record in self._ended.values())
         assert sum(map(len, self._members.values())) == len(self._records)
         for request_id, record in self._records.items():
             live = [r for r in requests.get(request_id) if r.group is record.group]
@@ -174,6 +205,11 @@ class Retention:
                 assert kept == request.token_ids[request.num_prompt_tokens :], request
         for request in requests:
             assert request.group.add.retain_s <= 0 or request.group.add.request_id in self._records, request
+
+
+def _nbytes(output: Output) -> int:
+    logprobs = [*output.logprobs, *output.prompt_logprobs]
+    return len(output.token_ids) * TOKEN_BYTES + sum(LOGPROB_BYTES + len(x.top) * TOP_BYTES for x in logprobs)
 
 
 def check_retainable(add: AddRequest) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.weights import WeightSessions
-from fastdeploy.errors import FastDeployError, InvalidField, WrongOrder
+from fastdeploy.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.inter_communicator.messages import SleepArgs, WakeArgs
 from fastdeploy.scheduler.interface import Runner
 
@@ -21,26 +21,36 @@ Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 class SleepEffects(Protocol):
     def weights_label(self) -> dict[str, Any]: ...
     def hold_for_republish(self) -> None: ...
+    def beat(self) -> None: ...
 
 
 class Quiesced(NamedTuple):
-    """A call whose pause is done."""
+    """A call whose pause is done. deadline: on the loop's clock."""
 
     tags: tuple[str, ...]
     discard: bool
     report: dict[str, Any]
     answer: Answer
+    deadline: float
 
 
 class Sleeper:
     """What sleeps is the runner's to know (``runner.asleep``); the order of things, and the hold, are decided here.
     ``settle`` is called between two steps, after the pause has settled."""
 
-    def __init__(self, runner: Runner, effects: SleepEffects, pause: PauseState, weights: WeightSessions):
+    def __init__(
+        self,
+        runner: Runner,
+        effects: SleepEffects,
+        pause: PauseState,
+        weights: WeightSessions,
+        clock: Callable[[], float],
+    ):
         self._runner = runner
         self._effects = effects
         self._pause = pause
         self._weights = weights
+        self._clock = clock
         self._quiesced: list[Quiesced] = []
         self._num_open = 0  # calls that have not been answered; they share the hold
 
@@ -49,14 +59,16 @@ class Sleeper:
         return len(self._quiesced)
 
     def sleep(self, args: SleepArgs, answer: Answer) -> None:
-        """Pause, then give the memory back. ``answer`` is called once, when that is done or has failed: then nothing
-        has changed, and a hold that this call placed is released."""
+        """Pause, then give the memory back. ``answer`` is called once, when that is done or has failed, which includes
+        that it took longer than ``timeout_s``: then nothing has changed, and a hold that this call placed is released.
+        """
         tags = _tags(args.tags) or tuple(tag for tag in TAGS if tag not in self._runner.asleep)
         self._check(tags)
+        deadline = self._clock() + args.timeout_s
 
         def paused(report: dict[str, Any], error: FastDeployError | None) -> None:
             if error is None:
-                self._quiesced.append(Quiesced(tags, args.discard, report, answer))
+                self._quiesced.append(Quiesced(tags, args.discard, report, answer, deadline))
                 return
             self._num_open -= 1
             answer(self._state(), error)
@@ -73,19 +85,34 @@ class Sleeper:
 
     def settle(self) -> None:
         """Put to sleep what the engine has come to rest for, once nothing reads the weights on another thread."""
-        if not self._quiesced or self._weights.staging_busy:
+        if self._weights.staging_busy:
+            self._time_out()
             return
         calls, self._quiesced = self._quiesced, []
         for call in calls:
             self._num_open -= 1
             try:
                 self._check(call.tags)  # another call may have come first
-                freed = self._runner.sleep(call.tags, call.discard)
+                freed = self._runner.sleep(call.tags, call.discard, self._effects.beat)
             except FastDeployError as error:
                 self._let_go()
                 call.answer(self._state(), error)
             else:
                 call.answer({**self._state(), "freed_bytes": freed, "pause": call.report}, None)
+
+    def next_deadline(self) -> float | None:
+        """When ``settle`` must be called even if nothing happens."""
+        return min((call.deadline for call in self._quiesced), default=None)
+
+    def _time_out(self) -> None:
+        now = self._clock()
+        late = [call for call in self._quiesced if call.deadline <= now]
+        self._quiesced = [call for call in self._quiesced if call.deadline > now]
+        for call in late:
+            self._num_open -= 1
+            self._let_go()
+            why = "the weights were still being read on another thread after timeout_s: nothing sleeps, nothing changed"
+            call.answer(self._state(), PauseTimeout(why))
 
     def fail(self, error: FastDeployError) -> None:
         """The engine cannot go on: nobody who called is left waiting."""
@@ -104,7 +131,7 @@ class Sleeper:
                 raise WrongOrder(f"{tag} does not sleep")
         if KV_CACHE in tags and WEIGHT in asleep and WEIGHT not in tags:
             raise WrongOrder("kv_cache comes after weight: wake the weights up first")
-        self._runner.wake(tags)
+        self._runner.wake(tags, self._effects.beat)
         if WEIGHT in tags and not self._runner.has_weights:
             self._effects.hold_for_republish()
         self._let_go()

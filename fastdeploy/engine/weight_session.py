@@ -11,7 +11,7 @@ from fastdeploy.errors import FastDeployError, InvalidField
 from fastdeploy.scheduler.interface import Staging
 
 MAX_VERSION_CHARS = 256
-MAX_LEASE_S = 86400.0
+MAX_SECONDS = 86400.0
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
@@ -47,8 +47,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 class Session:
     """See messages.BeginUpdateArgs for what the caller asked for.
 
-    pending: chunks that have not been answered; while there are any the lease does not run. staging: made by the first
-    job. tensors, nbytes: received so far. stage_s: seconds of work of the staging thread. Times on the loop's clock.
+    pending: chunks that have not been answered; while there are any the lease does not run. timeout_s: seconds that
+    each chunk, and the check of the commit, may take. staging: None when the session has ended. tensors, nbytes:
+    received so far. stage_s: seconds of work of the staging thread. Times on the loop's clock.
     """
 
     id: str
@@ -58,12 +59,13 @@ class Session:
     partial: bool
     in_place: bool
     lease_s: float
+    timeout_s: float
+    staging: Staging | None
     placed_by: str
     started_at: float
     expires_at: float
     state: State = State.OPEN
     pending: int = 0
-    staging: Staging | None = None
     tensors: int = 0
     nbytes: int = 0
     stage_s: float = 0.0
@@ -100,6 +102,6 @@ def check_kv(kv: str | None) -> None:
         raise InvalidField("kv", f"expected keep or recompute, got {kv!r}")
 
 
-def check_lease(lease_s: float) -> None:
-    if not 0.0 < lease_s <= MAX_LEASE_S:
-        raise InvalidField("lease_s", f"expected seconds above 0 and at most {MAX_LEASE_S:g}, got {lease_s!r}")
+def check_seconds(field: str, seconds: float) -> None:
+    if not 0.0 < seconds <= MAX_SECONDS:
+        raise InvalidField(field, f"expected seconds above 0 and at most {MAX_SECONDS:g}, got {seconds!r}")

@@ -1,14 +1,19 @@
-"""Where new weights may come from. Everything that a path can be is looked at before anything is opened."""
+"""Where new weights may come from, as far as a call's text tells.
+
+The loop's thread looks at no file: a dead mount would stop it. That a folder lies beneath a root after all links are
+followed is checked where the folder is opened (``safe_files``), on the staging thread.
+"""
 
 from __future__ import annotations
 
 import os
 
-from fastdeploy.config import UPLOAD_PREFIX, upload_folders
+from fastdeploy.config import SHARED_MEMORY, UPLOAD_PREFIX, upload_folders
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.safe_files import path_problem
 
-SHARED_MEMORY = "/dev/shm"
+MAX_NBYTES = 2**63 - 1
 
 
 class SourcePolicy:
@@ -16,8 +21,10 @@ class SourcePolicy:
     configs, where the API servers put uploads; those are always allowed, since the HTTP route admitted them."""
 
     def __init__(self, roots: tuple[str, ...], upload_dir: str):
-        self._roots = [os.path.realpath(root) for root in roots]
-        self._uploads = {os.path.realpath(folder) for folder in upload_folders(upload_dir)}
+        self._folders_allowed = bool(roots)
+        reals = [os.path.realpath(root) for root in roots]
+        self._segments_allowed = any(os.path.commonpath([SHARED_MEMORY, root]) == root for root in reals)
+        self._uploads = [os.path.normpath(folder) for folder in upload_folders(upload_dir)]
 
     def check(self, source: Source) -> None:
         """Raise InvalidField naming the field of the route."""
@@ -30,27 +37,21 @@ class SourcePolicy:
                 self._check_upload(path)
 
     def _check_folder(self, path: str) -> None:
-        if "\0" in path:
-            raise InvalidField("model_path", "expected a path, got a string with a zero byte")
-        real = os.path.realpath(path)
-        if not self._allowed(real):
-            raise InvalidField("model_path", f"{path!r} is not under an allowed root (--model-root)")
-        if not os.path.isdir(real):
-            raise InvalidField("model_path", f"{path!r} is not a folder")
+        if (problem := path_problem(path)) is not None:
+            raise InvalidField("model_path", problem)
+        if not self._folders_allowed:
+            raise InvalidField("model_path", f"{path!r} is not under an allowed root (--model-root): there is none")
 
     def _check_segment(self, name: str, nbytes: int) -> None:
         plain = name.removeprefix("/")
-        if not plain or "/" in plain or "\0" in plain or plain in (".", "..") or len(plain) > 255:
+        if "/" in plain or plain in (".", "..") or path_problem(plain) is not None:
             raise InvalidField("shared_memory", f"expected the name of a POSIX segment, without slashes, got {name!r}")
-        if nbytes < 0:
-            raise InvalidField("nbytes", f"expected an integer >= 0, got {nbytes}")
-        if not self._allowed(os.path.realpath(os.path.join(SHARED_MEMORY, plain))):
+        if not 0 <= nbytes <= MAX_NBYTES:
+            raise InvalidField("nbytes", f"expected an integer from 0 to 2**63 - 1, got {nbytes}")
+        if not self._segments_allowed:
             raise InvalidField("shared_memory", f"{SHARED_MEMORY} is not under an allowed root (--model-root)")
 
     def _check_upload(self, path: str) -> None:
         folder, name = os.path.split(path)
-        if os.path.realpath(folder) not in self._uploads or not name.startswith(UPLOAD_PREFIX) or os.path.islink(path):
+        if path_problem(path) is not None or folder not in self._uploads or not name.startswith(UPLOAD_PREFIX):
             raise InvalidField("body", "expected an upload that an API server of this engine has spooled")
-
-    def _allowed(self, real: str) -> bool:
-        return any(os.path.commonpath([real, root]) == root for root in self._roots)

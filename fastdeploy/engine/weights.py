@@ -9,6 +9,7 @@ session whose tensors are complete is swapped in there, and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import uuid
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_lease
+from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_seconds
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.errors import (
     FastDeployError,
@@ -31,7 +32,7 @@ from fastdeploy.errors import (
     WrongOrder,
 )
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.scheduler.interface import ChunkReceipt, Runner
+from fastdeploy.scheduler.interface import ChunkReceipt, Runner, Staging
 
 log = logging.getLogger("fastdeploy.engine")
 
@@ -51,7 +52,8 @@ class WeightEffects(Protocol):
 
 class WeightSessions:
     """``staging_busy``, ``session`` and the two figures are for reading only. num_failed: sessions that ended without a
-    commit. last_commit_s: seconds of the last one."""
+    commit. last_commit_s: seconds of the last one. stage_timeout_s: seconds that a job of the staging thread may take
+    unless its session says otherwise."""
 
     def __init__(
         self,
@@ -61,13 +63,15 @@ class WeightSessions:
         policy: SourcePolicy,
         wake: Callable[[], None],
         clock: Callable[[], float],
+        stage_timeout_s: float,
     ):
         self._runner = runner
         self._effects = effects
         self._pause = pause
         self._policy = policy
         self._clock = clock
-        self._thread = StagingThread(wake)
+        self._stage_timeout_s = stage_timeout_s
+        self._thread = StagingThread(wake, clock)
         self.session: Session | None = None
         self.num_failed = 0
         self.last_commit_s = 0.0
@@ -85,14 +89,20 @@ class WeightSessions:
         return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
 
     def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
-        session = self._find(args.session_id)
+        session = self._find_open(args.session_id)
         self._policy.check(args.source)
         check_label("version", args.version)
-        if session.state is not State.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
         session.advance(Event.CHUNK)
         session.version = args.version or session.version
         self._submit_chunk(session, args, answer)
+
+    def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
+        """See the message."""
+        if args.session_id is not None:
+            self._find_open(args.session_id)
+        else:
+            self._check_begin(args.begin)
+        return {}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session = self._find(args.session_id)
@@ -103,7 +113,7 @@ class WeightSessions:
         self._check_expected(session.expected_version)
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
-        self._submit_finish(session, lambda: self._staging(session).finish(), answer)
+        self._submit_finish(session, session.staging.finish, answer)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin, one chunk and commit in one call."""
@@ -114,12 +124,14 @@ class WeightSessions:
             kv=args.kv,
             partial=args.partial,
             in_place=args.in_place,
+            timeout_s=args.timeout_s,
         )
         session = self._open(begin)
 
+        staging = session.staging
+
         def work() -> Any:
-            staging = self._staging(session)
-            self._add(session, args)
+            self._add(session, staging, args)
             return staging.finish()
 
         self._submit_finish(session, work, answer)
@@ -152,7 +164,7 @@ class WeightSessions:
                 error = WrongOrder("other weights were committed while these were read: ask again")
             answer({} if error else {**result, "checksums": checksums, "checksum": _over_all(checksums)}, error)
 
-        self._thread.submit(Job(None, self._runner.checksums, done))
+        self._thread.submit(Job(None, self._runner.checksums, done, self._stage_timeout_s))
 
     # ------------------------------------------------------------------ between two steps
 
@@ -166,8 +178,11 @@ class WeightSessions:
             self._end(session, SessionExpired(f"{why}; the old weights serve on"))
 
     def next_deadline(self) -> float | None:
+        """When ``poll`` must be called even if nothing happens."""
         session = self.session
-        return session.expires_at if session is not None and self._lease_runs(session) else None
+        if session is not None and self._lease_runs(session):
+            return session.expires_at
+        return self._thread.next_deadline()
 
     def drop_session(self, why: str) -> list[str]:
         """End whichever session is open; its id, if there was one."""
@@ -187,10 +202,13 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ inside
 
-    def _open(self, args: m.BeginUpdateArgs) -> Session:
+    def _check_begin(self, args: m.BeginUpdateArgs) -> None:
+        """Raise what is wrong with ``args`` as things are now."""
         check_label("version", args.version)
         check_kv(args.kv)
-        check_lease(args.lease_s)
+        check_seconds("lease_s", args.lease_s)
+        timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
+        check_seconds("timeout_s", timeout_s)
         if self.session is not None:
             who, age = self.session.placed_by, self._clock() - self.session.started_at
             raise UpdateInProgress(f"a weight session of {who} is open for {age:.1f} s; try again when it has ended")
@@ -199,9 +217,15 @@ class WeightSessions:
             raise WrongOrder("the weights are asleep: wake them up (tag weight) before an update")
         if args.partial and not self._runner.has_weights:
             raise WrongOrder("a partial update needs whole weights to complete: send all tensors")
+        if args.in_place and not self._pause.is_paused:
+            raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
+        self._thread.check_room()
+
+    def _open(self, args: m.BeginUpdateArgs) -> Session:
+        self._check_begin(args)
+        timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
+        staging = self._runner.begin_update(args.partial, args.in_place)
         if args.in_place:
-            if not self._pause.is_paused:
-                raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
         now = self._clock()
         self.session = Session(
@@ -212,6 +236,8 @@ class WeightSessions:
             partial=args.partial,
             in_place=args.in_place,
             lease_s=args.lease_s,
+            timeout_s=timeout_s,
+            staging=staging,
             placed_by=args.placed_by,
             started_at=now,
             expires_at=now + args.lease_s,
@@ -222,6 +248,12 @@ class WeightSessions:
         if self.session is None or self.session.id != session_id:
             raise self._unknown(session_id)
         return self.session
+
+    def _find_open(self, session_id: str) -> Session:
+        session = self._find(session_id)
+        if session.state is not State.OPEN:
+            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
+        return session
 
     def _unknown(self, session_id: str) -> FastDeployError:
         return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
@@ -237,15 +269,10 @@ class WeightSessions:
     def _lease_runs(session: Session) -> bool:
         return session.state is State.OPEN and session.pending == 0
 
-    def _staging(self, session: Session) -> Any:
-        """On the staging thread."""
-        if session.staging is None:
-            session.staging = self._runner.begin_update(session.partial, session.in_place)
-        return session.staging
-
-    def _add(self, session: Session, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> ChunkReceipt:
-        """On the staging thread."""
-        receipt = self._staging(session).add(args.source, args.checksums, args.verify_checksum)
+    @staticmethod
+    def _add(session: Session, staging: Staging, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> ChunkReceipt:
+        """Runs on the staging thread. If the session has ended meanwhile, ``staging`` was abandoned, and refuses."""
+        receipt = staging.add(args.source, args.checksums, args.verify_checksum)
         session.tensors += receipt.tensors
         session.nbytes += receipt.nbytes
         return receipt
@@ -276,7 +303,8 @@ class WeightSessions:
                 None,
             )
 
-        self._thread.submit(Job(session, lambda: self._add(session, args), done))
+        work = functools.partial(self._add, session, session.staging, args)
+        self._thread.submit(Job(session, work, done, session.timeout_s))
 
     def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer) -> None:
         session.advance(Event.COMMIT)
@@ -293,7 +321,7 @@ class WeightSessions:
             session.staged, session.ready_at = staged, self._clock()
             self._swap(session)
 
-        self._thread.submit(Job(session, work, done))
+        self._thread.submit(Job(session, work, done, session.timeout_s))
 
     def _swap(self, session: Session) -> None:
         """Weights, epoch, label and KV namespace change in one motion, or nothing does."""
@@ -329,18 +357,14 @@ class WeightSessions:
 
     def _end(self, session: Session, why: FastDeployError) -> None:
         """The session is no more, and the old weights serve on; in place, a good update must come before anything runs
-        again, unless nothing had been touched yet."""
+        again, unless nothing had been touched yet. A job of the session that runs is given up: it may hang."""
         session.advance(Event.END)
         self.session = None
         self.num_failed += 1
         self._remember(session, why)
-        self._thread.drop(session, why)
+        self._thread.give_up(session, why)
         self._answer_commit(session, self._effects.weights_label(), why)
-
-        def abandon() -> None:
-            if session.staging is not None:
-                session.staging.abandon()
-            session.staging = session.staged = None
+        staging, session.staging, session.staged = session.staging, None, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
@@ -349,7 +373,7 @@ class WeightSessions:
             if session.in_place and self._runner.has_weights and not next_one:
                 self._pause.release_system_hold(IN_PLACE_HOLD)
 
-        self._thread.submit(Job(session, abandon, done))
+        self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
 
     def _remember(self, session: Session, why: FastDeployError) -> None:
         self._ended[session.id] = why

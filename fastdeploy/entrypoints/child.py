@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastdeploy.inter_communicator.event_pipe import EventReader
 
@@ -18,10 +18,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Child:
     """A running ``python -m module args --event-fd N``: ``pidfd`` is readable once it has ended, ``events.fd`` when it
-    has something to tell.
+    has something to tell. ready_since: time.monotonic() when it told that it is ready.
 
     It is in a session of its own, so that Ctrl-C reaches the supervisor only, which then decides what ends when; and
     it gets ``death_signal`` when the supervisor dies, however that happens (None: it watches the supervisor itself).
+    environment: the environment variables of the process.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class Child:
         args: Sequence[str],
         keep_fds: Sequence[int] = (),
         death_signal: signal.Signals | None = None,
+        *,
+        environment: Mapping[str, str],
     ):
         read_fd, write_fd = os.pipe()
         parent = os.getpid()
@@ -46,6 +49,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *args, "--event-fd", str(write_fd)],
                 stdin=subprocess.DEVNULL,
+                env=environment,
                 pass_fds=[write_fd, *keep_fds],
                 start_new_session=True,
                 preexec_fn=tie,
@@ -56,7 +60,7 @@ class Child:
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.events = EventReader(read_fd)
-        self.ready = False
+        self.ready_since: float | None = None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; a child that has ended already is no error."""

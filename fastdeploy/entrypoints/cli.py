@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from fastdeploy import __version__
-from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig
+from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
 from fastdeploy.engine.sampling_params import LOGPROBS_MODES
+from fastdeploy.entrypoints.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 from fastdeploy.errors import InvalidField
 from fastdeploy.logger import setup_logging
 
 EMBEDDED_NAME = "fastdeploy-embedded"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+logger = logging.getLogger(__name__)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,6 +37,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
     add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
     add("--max-upload-mb", type=int, default=http.max_upload_mb, help="MiB a weight upload may have (%(default)s)")
+    add("--max-bodies-mb", type=int, default=http.max_bodies_mb, help="MiB of all bodies being received (%(default)s)")
+    add("--max-uploads", type=int, default=http.max_uploads, help="weight uploads at once (%(default)s)")
+    add("--max-connections", type=int, default=http.max_connections, help="open connections (%(default)s)")
+    add("--max-header-kb", type=int, default=http.max_header_kb, help="KiB of a request's headers (%(default)s)")
+    add("--header-s", type=float, default=http.header_s, help="time for a request's headers (%(default)g)")
+    add("--body-idle-s", type=float, default=http.body_idle_s, help="time for each MiB of a body (%(default)g)")
+    add(
+        "--max-reply-logprobs",
+        type=int,
+        default=http.max_reply_logprobs,
+        help="log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)",
+    )
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
     add(
         "--logprobs-mode",
@@ -42,11 +56,15 @@ def make_parser() -> argparse.ArgumentParser:
         default=http.logprobs_mode,
         help="of requests that name none; routes of SGLang: temperature (%(default)s)",
     )
+    add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
+    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")
         what = f"of a pause by {dialect}'s routes that names none (%(default)s)"
         add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
+    _add_access_flags(serve)
     add = serve.add_argument_group("engine").add_argument
     add("--model", help="Hugging Face folder; without it the embedded model is served")
     add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")
@@ -59,6 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
     add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
+    add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
+    what = "seconds that reading new weights may take; then it is given up (%(default)g)"
+    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
     add(
         "--enable-prefix-caching",
@@ -75,6 +96,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_access_flags(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument_group("who may do what").add_argument
+    keys = "file of keys, one on each line, any of which opens"
+    add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
+    add("--control-key", metavar="FILE", help=f"{keys} every route (or {CONTROL_KEY}, likewise)")
+    add("--control-port", type=int, help="the only port that answers control routes, 0 = any free one (--port)")
+    why = "answer control routes without a key though other machines can reach them"
+    add("--insecure-control", action="store_true", help=why)
+    names = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
+    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=names)
+    origins = "origins of web pages that may use this server; * = any (none but its own)"
+    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=origins)
+
+
+def _comma_list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """The checked configs of ``fastdeploy serve``; raises InvalidField naming a setting."""
     if args.folder and args.model:
@@ -86,7 +125,10 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
     roots = args.model_root
     if roots is None:
-        roots = ["/"] if args.host in LOOPBACK else []
+        roots = ["/"] if is_loopback(args.host) else []
+    if args.pull_root:
+        args.pull_root = os.path.abspath(args.pull_root)
+        roots = [*roots, args.pull_root]  # what was pulled is to be loaded
     given = vars(args)
     engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
     http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
@@ -112,19 +154,31 @@ def _embedded_model() -> str:
     return str(MODEL_DIR)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
+    if not is_exposed(config, keys):
+        return
+    if config.insecure_control:
+        logger.warning("--insecure-control: whoever reaches %s can pause this server and change weights", config.host)
+    else:
+        logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
+
+
+def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.engine.main") -> int:
+    """Run the command line ``argv`` and return its exit status. engine_module: see Supervisor."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         engine_config, serve_config = configs(args)
+        keys = read_keys(args.api_key, args.control_key, os.environ)
     except InvalidField as error:
         flag = "--" + error.field.replace("_", "-")
         parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
     from fastdeploy.entrypoints.supervisor import Supervisor
 
     setup_logging("supervisor")
+    _warn_if_exposed(serve_config, keys)
     try:
-        return Supervisor(engine_config, serve_config).run()
+        return Supervisor(engine_config, serve_config, engine_module, keys).run()
     except OSError as error:
         print(f"fastdeploy: {error}", file=sys.stderr)
         return 1

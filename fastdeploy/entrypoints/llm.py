@@ -60,26 +60,15 @@ class LLM:
         n: int = 1,
         stop: str | Sequence[str] = (),
         resumed_tokens: int | Sequence[int] = 0,
-        first_choice: int = 0,
+        first_choice: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
-        per prompt. resumed_tokens (one for all, or one per prompt), first_choice: see messages.AddRequest. Raises
-        RequestError for a prompt that is refused, and EngineError if the engine fails."""
-        if not isinstance(prompts, Sequence):
-            raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
-        if type(n) is not int or n < 1:
-            raise errors.InvalidField("n", f"expected an integer >= 1, got {n!r}")
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise errors.InvalidField("sampling", f"{len(each)} of them for {len(prompts)} prompts")
-        resumed = [resumed_tokens] * len(prompts) if isinstance(resumed_tokens, int) else list(resumed_tokens)
-        if len(resumed) != len(prompts):
-            raise errors.InvalidField("resumed_tokens", f"{len(resumed)} of them for {len(prompts)} prompts")
-        requests = [
-            self._request(prompt, params.check(), n, done, first_choice)
-            for prompt, params, done in zip(prompts, each, resumed, strict=True)
-        ]
+        per prompt; without a seed every prompt gets a new one. resumed_tokens: one for all, or one per prompt.
+        first_choice: number of the first choice of all, from which the others count on, or that of each prompt's own.
+        See messages.AddRequest for both. A choice whose logits were not finite has the tokens until then, finish_reason
+        "error" and a ``message``; the others are whole. Raises RequestError for a prompt that is refused, and
+        EngineError if the engine fails."""
+        requests = self._requests(prompts, sampling, n, resumed_tokens, first_choice)
         for request in requests:
             self._inboxes[request.request_id] = queue.SimpleQueue()
             self._client.send(request)
@@ -158,6 +147,33 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
+    def _requests(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+        resumed_tokens: int | Sequence[int],
+        first_choice: int | Sequence[int],
+    ) -> list[m.AddRequest]:
+        """One checked request per prompt; see :meth:`generate`."""
+        if not isinstance(prompts, Sequence):
+            raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
+        if type(n) is not int or n < 1:
+            raise errors.InvalidField("n", f"expected an integer >= 1, got {n!r}")
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        resumed = [resumed_tokens] * len(prompts) if isinstance(resumed_tokens, int) else resumed_tokens
+        numbers = first_choice
+        if isinstance(numbers, int):
+            numbers = range(numbers, numbers + n * len(prompts), n)
+        for field, values in (("sampling", each), ("resumed_tokens", resumed), ("first_choice", numbers)):
+            if len(values) != len(prompts):
+                raise errors.InvalidField(field, f"{len(values)} of them for {len(prompts)} prompts")
+        return [
+            self._request(prompt, params.check(), n, done, number)
+            for prompt, params, done, number in zip(prompts, each, resumed, numbers, strict=True)
+        ]
+
     def _request(
         self, prompt: str | Sequence[int], sampling: SamplingParams, n: int, resumed_tokens: int, first_choice: int
     ) -> m.AddRequest:
@@ -193,7 +209,7 @@ class LLM:
             choice = choices[output.choice]
             if choice.finish_reason is None:
                 choice.feed(output)
-                if choice.finish_reason == "error":
+                if choice.finish_reason == "error" and choice.stop_reason != errors.NonFiniteLogits.code:
                     raise errors.EngineError(choice.message)
                 if choice.finish_reason is not None and output.finish_reason is None:
                     self._client.send(m.CancelRequest(request.request_id, output.choice, "stop"))

@@ -1,6 +1,6 @@
 """The parent of one engine and N API servers: starts them, replaces the ones that die, and ends them all.
 
-The HTTP socket is bound here, once, and inherited by every API server: a server that is replaced loses no connection
+The HTTP sockets are bound here, once, and inherited by every API server: a server that is replaced loses no connection
 that waits in the queue. API servers start at the same time as the engine, so that /health and /ready answer (503) while
 the model loads.
 
@@ -17,59 +17,83 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
+
+import msgspec
 
 from fastdeploy.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
-MAX_RESTARTS = 3
-RESTART_WINDOW_S = 600.0
+MAX_FAILED_STARTS = 5
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
+HEALTHY_S = 60.0
+BEATS_PER_STALL = 8  # heartbeats in the time after which a silent engine is killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED = 1
+ENGINE = "engine"
 
 
-class RestartBudget:
-    """At most ``limit`` restarts in any ``window_s`` seconds."""
+class BackOff:
+    """How long to wait before a child process that ended is started again.
 
-    def __init__(self, limit: int = MAX_RESTARTS, window_s: float = RESTART_WINDOW_S):
-        self._limit = limit
-        self._window_s = window_s
-        self._times: deque[float] = deque()
+    The first restart is immediate. Each further one waits twice as long as the one before, from ``first_delay_s`` up to
+    MAX_DELAY_S. A child that was ready for HEALTHY_S starts the count anew. A client that knows how to kill a child
+    cannot use up the restarts: only MAX_FAILED_STARTS children in a row that ended before they were ready are the end.
+    """
 
-    def take(self, now: float) -> bool:
-        """True, and counted, if one more restart is allowed at time ``now`` (seconds)."""
-        while self._times and now - self._times[0] >= self._window_s:
-            self._times.popleft()
-        if len(self._times) >= self._limit:
-            return False
-        self._times.append(now)
-        return True
+    def __init__(self, first_delay_s: float):
+        self._first_delay_s = first_delay_s
+        self._num_short_lives = 0
+        self._num_failed_starts = 0
+
+    def delay(self, ready_for_s: float | None) -> float | None:
+        """Seconds to wait after a child that was ready for ``ready_for_s`` seconds (None: never). None: give up."""
+        self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            return None
+        if ready_for_s is not None and ready_for_s >= HEALTHY_S:
+            self._num_short_lives = 0
+        self._num_short_lives += 1
+        if self._num_short_lives == 1:
+            return 0.0
+        return min(self._first_delay_s * 2.0 ** min(self._num_short_lives - 2, 30), MAX_DELAY_S)
 
 
 class Supervisor:
     """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for,
     REFUSED if the model cannot be served.
 
-    engine_module: what is run as the engine (tests run a scripted one).
+    engine_module: what is run as the engine (tests run a scripted one). keys: passed to the API servers only.
+    first_delay_s: see BackOff.
     """
 
     def __init__(
-        self, engine_config: EngineConfig, serve_config: ServeConfig, engine_module: str = "fastdeploy.engine.main"
+        self,
+        engine_config: EngineConfig,
+        serve_config: ServeConfig,
+        engine_module: str = "fastdeploy.engine.main",
+        keys: Keys = NO_KEYS,
+        first_delay_s: float = FIRST_DELAY_S,
     ):
         self._engine_module = engine_module
-        self._engine_config = engine_config
+        heartbeat_s = min(engine_config.heartbeat_s, serve_config.stall_s / BEATS_PER_STALL)
+        self._engine_config = msgspec.structs.replace(engine_config, heartbeat_s=heartbeat_s)
         self._config = serve_config
+        self._keys = keys
         self._selector = selectors.DefaultSelector()
         self._engine: Child | None = None
         self._servers: dict[str, Child] = {}
-        self._budgets = {"engine": RestartBudget()}
+        self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
+        self._due: dict[str, float] = {}  # children that wait for their restart -> when, on time.monotonic()
         self._lost_commit = engine_config.lost_commit
         self._served = False
+        self._connected: set[str] = set()  # API servers that have an engine
         self._announced = False
         self._status = 0
         self._stopping = False
@@ -79,26 +103,36 @@ class Supervisor:
 
     def run(self) -> int:
         raise_open_files_limit()
-        self._listener = bind(self._config.host, self._config.port)
+        self._bind()
         self._socket_dir = ipc_dir.create()
         restore = self._catch_signals()
         try:
             self._start_engine()
             for i in range(self._config.workers):
                 self._start_server(f"api-{i}")
-            while self._children():
+            while self._children() or (self._due and not self._stopping):
                 self._turn()
         finally:
             self._kill_all()
             restore()
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             self._selector.close()
             ipc_dir.remove(self._socket_dir)
         return self._status
 
+    def _bind(self) -> None:
+        """Open the listeners, and put the ports that they got into the config. Raises OSError."""
+        config = self._config
+        self._listeners = [bind(config.host, config.port)]
+        if config.control_port is not None:
+            self._listeners.append(bind(config.host, config.control_port))
+        names = ("port", "control_port")
+        ports = {name: listener.getsockname()[1] for name, listener in zip(names, self._listeners, strict=False)}
+        self._config = msgspec.structs.replace(config, **ports)
+
     def _turn(self) -> None:
-        timeout = max(self._stop_deadline - time.monotonic(), 0.0) if self._stopping else None
-        ready = self._selector.select(timeout)
+        ready = self._selector.select(self._patience())
         # What a child told before it died counts: read the pipes first.
         for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
             key.data[1]()
@@ -106,6 +140,13 @@ class Supervisor:
             logger.error("not everything ended within %g s: killing the rest", self._config.shutdown_s)
             self._status = self._status or FAILED
             self._kill_all()
+        if not self._stopping:
+            self._restart_what_is_due()
+
+    def _patience(self) -> float | None:
+        """Seconds until something must be done though nothing happens."""
+        due = [self._stop_deadline] if self._stopping else list(self._due.values())
+        return max(min(due) - time.monotonic(), 0.0) if due else None
 
     def _children(self) -> list[Child]:
         return [*self._servers.values(), *([self._engine] if self._engine else [])]
@@ -118,7 +159,7 @@ class Supervisor:
         for end in (reader, writer):
             end.setblocking(False)
         old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        old = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        old = {number: signal.signal(number, lambda *_: None) for number in _stop_signals()}
         self._selector.register(reader, selectors.EVENT_READ, (2, lambda: self._on_signals(reader.recv(64))))
 
         def restore() -> None:
@@ -170,32 +211,33 @@ class Supervisor:
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
             args.append("--lost-commit")
-        child = self._engine = Child("engine", self._engine_module, args)
+        child = self._engine = Child(ENGINE, self._engine_module, args, environment=NO_KEYS.environment(os.environ))
         self._watch(child, lambda event: self._on_engine_event(child, event), self._on_engine_end)
 
     def _on_engine_event(self, child: Child, event: dict) -> None:
         if event["event"] == "ready":
-            child.ready = self._served = True
+            child.ready_since, self._served = time.monotonic(), True
         elif event["event"] == "commit":
             self._lost_commit = True  # it would be lost if this engine died
         elif event["event"] == "refused":
             self._on_refused(event["why"])
 
     def _on_engine_end(self, status: int) -> None:
-        self._engine = None
+        child, self._engine = self._engine, None
         if self._stopping:
             self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
         elif not self._served:
             logger.error("the engine could not start (status %d)", status)
             self._stop(FAILED)
-        elif self._may_restart("engine", status):
-            self._start_engine()
+        else:
+            self._restart_later(child, status)
 
     def _start_server(self, name: str) -> None:
         args = ["--config", to_json(self._config), "--endpoint", ipc_dir.endpoint(self._socket_dir)]
-        fd = self._listener.fileno()
-        module = "fastdeploy.entrypoints.openai.api_server"
-        child = Child(name, module, [*args, "--http-fd", str(fd)], (fd,), signal.SIGKILL)
+        fds = [listener.fileno() for listener in self._listeners]
+        args += ["--http-fds", *map(str, fds)]
+        module, environment = "fastdeploy.entrypoints.openai.api_server", self._keys.environment(os.environ)
+        child = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
         self._servers[name] = child
         self._watch(
             child,
@@ -204,21 +246,25 @@ class Supervisor:
         )
 
     def _on_server_event(self, child: Child, event: dict) -> None:
+        if event["event"] == "up":  # it answers; whether it has an engine is not its merit
+            child.ready_since = time.monotonic()
+            return
         if event["event"] == "refused":
             self._on_refused(event["why"])
             return
-        child.ready = True
-        if not self._announced and all(server.ready for server in self._servers.values()):
+        self._connected.add(child.name)
+        if not self._announced and self._connected >= self._servers.keys():
             self._announced = True
-            host, port = self._listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            print(f"FastDeploy serves {self._config.served_model_name} at http://{shown}:{port}", flush=True)
+            data, *control = [_url(listener) for listener in self._listeners]
+            also = f", control at {control[0]}" if control else ""
+            print(f"FastDeploy serves {self._config.served_model_name} at {data}{also}", flush=True)
 
     def _on_server_end(self, name: str, status: int) -> None:
-        del self._servers[name]
-        if not self._stopping and self._may_restart(name, status):
-            self._start_server(name)
-        elif self._stopping and not self._servers and self._engine:
+        child = self._servers.pop(name)
+        self._connected.discard(name)
+        if not self._stopping:
+            self._restart_later(child, status)
+        elif not self._servers and self._engine:
             self._engine.signal(signal.SIGTERM)
 
     def _on_refused(self, why: str) -> None:
@@ -227,13 +273,25 @@ class Supervisor:
             print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
             self._stop(REFUSED)
 
-    def _may_restart(self, name: str, status: int) -> bool:
-        if self._budgets.setdefault(name, RestartBudget()).take(time.monotonic()):
-            logger.error("%s ended with status %d: restarting it", name, status)
-            return True
-        logger.error("%s ended with status %d, %d restarts ago: giving up", name, status, MAX_RESTARTS)
-        self._stop(FAILED)
-        return False
+    def _restart_later(self, child: Child, status: int) -> None:
+        now, name = time.monotonic(), child.name
+        delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since)
+        if delay is None:
+            text = "%s ended with status %d, for the %dth time before it was ready: giving up"
+            logger.error(text, name, status, MAX_FAILED_STARTS)
+            self._stop(FAILED)
+            return
+        logger.error("%s ended with status %d: restarting it in %g s", name, status, delay)
+        self._due[name] = now + delay
+
+    def _restart_what_is_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, due in self._due.items() if due <= now]:
+            del self._due[name]
+            if name == ENGINE:
+                self._start_engine()
+            else:
+                self._start_server(name)
 
     # ------------------------------------------------------------------ the end
 
@@ -260,6 +318,13 @@ class Supervisor:
         self._engine = None
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """The signals that end the server. Under nohup a hangup is ignored, and stays so, here and in the children: an
+    ignored signal is inherited."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket for all API servers. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -273,6 +338,11 @@ def bind(host: str, port: int) -> socket.socket:
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def raise_open_files_limit() -> None:

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -47,8 +47,8 @@ class Tokenizer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
         self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
-        self.token_text = lru_cache(65536)(self._token_text)
-        self.token_bytes = lru_cache(65536)(self._token_bytes)
+        self.token_text = cache(self._token_text)
+        self.token_bytes = cache(self._token_bytes)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) < INLINE_CHARS:
@@ -68,10 +68,13 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        template: str | None = None,
     ) -> str:
-        """The prompt of a conversation, with ``variables`` for its template (the client's chat_template_kwargs). Raises
-        InvalidField if the template is missing, refuses it, or would be given what is no variable of its own."""
-        if not self._hf.chat_template:
+        """Render a conversation to the text of its prompt. ``variables`` are the client's chat_template_kwargs;
+        ``tools`` are JSON schemas of functions; ``template`` is Jinja in place of the model's own. Raises InvalidField
+        if there is no template, if it refuses the conversation, or for a variable that is none of a template's."""
+        if not (template or self._hf.chat_template):
             raise InvalidField("messages", "this model has no chat template; use /v1/completions")
         for name in variables:
             if name in self._reserved or name.startswith("return_"):
@@ -79,6 +82,8 @@ class Tokenizer:
         render = partial(
             self._hf.apply_chat_template,
             messages,
+            tools=tools,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -87,7 +92,9 @@ class Tokenizer:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, render)
         except Exception as error:  # a template is a program of the model's author: it may raise anything
-            field = "chat_template_kwargs" if variables and not isinstance(error, TemplateError) else "messages"
+            field = "chat_template" if template else "messages"
+            if variables and not isinstance(error, TemplateError):
+                field = "chat_template_kwargs"
             raise InvalidField(field, f"the chat template failed: {error}") from error
 
     def _token_text(self, token_id: int) -> str:

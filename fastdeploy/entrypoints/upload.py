@@ -23,6 +23,7 @@ from fastdeploy.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.errors import InvalidField, OutOfSpace
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.safe_files import open_regular
 
 BATCH_BYTES = 4 << 20  # written by a thread at once
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -41,15 +42,28 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def spooled_upload(request: Request, context: ServingContext) -> AsyncIterator[m.FileSource]:
-    """The body of ``request`` in a file, for as long as the block lasts. Raises InvalidField for an empty body,
-    OutOfSpace where it does not fit, and RequestTooLarge where it passes --max-upload-mb."""
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
+    """Enter before the body of an upload is received. Raises what the engine already knows against it, and ServerBusy
+    where --max-uploads others have not ended in time."""
+    await context.client.call(check, context.config.update_s)
+    async with context.uploads.hold():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def spooled_upload(
+    request: Request, context: ServingContext, check: m.CheckUpdateArgs
+) -> AsyncIterator[m.FileSource]:
+    """The body of ``request`` in a file, for as long as the block lasts. Raises what :func:`admitted_upload` raises,
+    InvalidField for an empty body, OutOfSpace where it does not fit, and RequestTooLarge where it passes
+    --max-upload-mb."""
     limit = context.config.max_upload_mb << 20
     expected = int(request.headers.get("content-length", limit))
-    with _new_file(upload_folder(context.config, expected)) as (file, path):
-        with _out_of_space(path.parent):
-            await _receive(request, file)
-        yield m.FileSource(str(path))
+    async with admitted_upload(context, check):
+        with _new_file(upload_folder(context.config, expected)) as (file, path):
+            with _out_of_space(path.parent):
+                await _receive(request, file)
+            yield m.FileSource(str(path))
 
 
 @contextlib.asynccontextmanager
@@ -62,11 +76,11 @@ async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[m
 
 
 def remove_leftovers(config: ServeConfig) -> None:
-    """Remove the uploads of API servers that were killed."""
+    """Remove the uploads of API servers that were killed. A pipe or a link of such a name is left alone."""
     for folder in upload_folders(config.upload_dir):
         for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
-            with contextlib.suppress(OSError), path.open("rb") as file:  # a living one's, somebody else's, or gone
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its server lives
                 path.unlink()
 
 

@@ -29,10 +29,12 @@ class Span(msgspec.Struct, frozen=True):
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
-    asked for."""
+    asked for. ``kept``: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty
+    unless SamplingParams.return_kept asks for them and one of the three is in use."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    kept: bytes = b""
 
 
 # --------------------------------------------------------------------------- client -> engine
@@ -51,7 +53,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
     group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
     request_id itself); aborting a group aborts all of its members.
-    first_choice: number of the first choice, for the random numbers: choice k of a group that is resubmitted alone.
+    first_choice: number of the first choice, for the random numbers. Choices are numbered over all prompts of an HTTP
+    request, so that equal prompts draw apart; a choice that is resubmitted alone keeps its number.
     resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
     deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
     it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
@@ -112,6 +115,14 @@ class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     hold_id: str | None = None
 
 
+class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Let a standing hold end ``ttl_s`` seconds from now (None: not by itself). Nothing else changes. Fails with
+    HoldNotFound if no such hold stands."""
+
+    hold_id: str
+    ttl_s: float | None = None
+
+
 class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -150,6 +161,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     """One call: begin, one chunk, commit. kv: keep|recompute for requests in flight. See BeginUpdateArgs.
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
+    timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
     """
 
     source: Source
@@ -160,6 +172,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     in_place: bool = False
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
+    timeout_s: float | None = None
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -168,6 +181,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
     otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
+    timeout_s: seconds that each chunk, and the check of the commit, may take; after that the session has ended.
     placed_by: told by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
     """
 
@@ -177,6 +191,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     partial: bool = False
     in_place: bool = False
     lease_s: float = 300.0
+    timeout_s: float | None = None
     placed_by: str = "native"
 
 
@@ -190,6 +205,14 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     version: str | None = None
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
+
+
+class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Asked before the bytes of an upload are received: would a chunk of ``session_id``, or without one an update that
+    starts with ``begin``, be refused already? Reply: {}. Fails as the chunk or the begin would. Changes nothing."""
+
+    session_id: str | None = None
+    begin: BeginUpdateArgs = BeginUpdateArgs()
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -229,7 +252,8 @@ class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Give memory back to the system; answered when it is. tags: of "weight" and "kv_cache" (none = what is awake).
     Implies a pause of this ``mode`` by the system hold "sleep". discard: the weights are not kept for the wake-up:
-    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps."""
+    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps.
+    PauseTimeout if that is not done in timeout_s: then nothing sleeps, and the hold is released."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"
@@ -262,11 +286,13 @@ class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
 Args = (
     PauseArgs
     | ResumeArgs
+    | RenewArgs
     | PauseStatusArgs
     | AbortArgs
     | UpdateWeightsArgs
     | BeginUpdateArgs
     | UpdateChunkArgs
+    | CheckUpdateArgs
     | CommitUpdateArgs
     | AbortUpdateArgs
     | SetVersionArgs
@@ -301,7 +327,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of one choice. ``finish_reason`` (stop|length|abort|error) is set exactly once per choice, last.
 
     logprobs is empty unless asked for, else aligned with token_ids. spans label token_ids, counted from the choice's
-    first output token. stop_reason: the stop token id that ended it, "deadline" or "queue_timeout", else None.
+    first output token. stop_reason: the stop token id that ended it, "deadline", "queue_timeout", or with an error that
+    is this choice's own "non_finite_logits"; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
     cached_tokens: prompt tokens served from the prefix cache, told with the first output.
     message: why, for abort and error. An abort before the first token starts with "Abort before prefill".

@@ -17,6 +17,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fastdeploy.inter_communicator.encoding import encode
 from fastdeploy.inter_communicator.messages import ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,6 @@ class ZmqRouterTransport:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
     def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine]]:
@@ -65,8 +65,9 @@ class ZmqRouterTransport:
         return messages
 
     def send(self, client: str, message: ToClient) -> bool:
+        data = encode(message)
         try:
-            self._socket.send_multipart((client.encode("latin-1"), self._encoder.encode(message)), zmq.NOBLOCK)
+            self._socket.send_multipart((client.encode("latin-1"), data), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -34,6 +34,8 @@ class Gauges(NamedTuple):
     session_open: bool
     last_commit_s: float
     asleep: Collection[str]
+    retained_bytes: int
+    retained_dropped: int
 
 
 class Durations:
@@ -81,11 +83,22 @@ class EngineMetrics:
         self.session_open = make(Gauge, "weight_session_open", "1 while a weight session is open")
         self.last_commit = make(Gauge, "weight_commit_seconds", "What the last commit took, between two steps")
         self.asleep = make(Gauge, "asleep", "1 while its memory is given back", labelnames=("tag",))
+        self.retained_bytes = make(Gauge, "retained_bytes", "Memory of results kept for retain_s, about")
+        self.retained_dropped = make(
+            Gauge, "retained_results_dropped", "Results dropped before their retain_s was over"
+        )
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.finished = make(
             Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",)
         )
+        self.non_finite_rows = make(
+            Counter, "non_finite_rows_total", "Sequences that ended with an error since their logits were not finite"
+        )
+        self.non_finite_commits = make(
+            Counter, "non_finite_commits_total", "Weights whose first step gave logits that were not finite"
+        )
+        self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
         self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")
@@ -117,6 +130,8 @@ class EngineMetrics:
         self.updates_failed.set(gauges.updates_failed)
         self.session_open.set(gauges.session_open)
         self.last_commit.set(gauges.last_commit_s)
+        self.retained_bytes.set(gauges.retained_bytes)
+        self.retained_dropped.set(gauges.retained_dropped)
         for tag in ("weight", "kv_cache"):
             self.asleep.labels(tag).set(tag in gauges.asleep)
         return generate_latest(self.registry).decode()

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy.errors import InvalidField
+from fastdeploy.safe_files import ANYWHERE, Folder
 
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_COUNT = 2**31 - 1
+MAX_NUMBER = 1e15
+FULL_ATTENTION = "full_attention"
 DTYPES = ("float32", "bfloat16", "float16")
 _DESCRIPTIVE = ("dtype", "eos_token_ids", "max_position_embeddings")
 
@@ -50,11 +56,21 @@ class ModelConfig:
         return None
 
 
-def load_config(folder: str | Path) -> ModelConfig:
-    """Read a folder's config; InvalidField names the key (or the file) that is missing, malformed or not supported."""
-    raw = _read_json(Path(folder) / "config.json")
-    generation = Path(folder) / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.exists() else {})
+def load_config(path: str | Path) -> ModelConfig:
+    """Read the config of the folder ``path``. Raises InvalidField that names the key (or the file) that is missing,
+    malformed or not supported."""
+    try:
+        folder = Folder(path, ANYWHERE)
+    except OSError as error:
+        raise InvalidField(CONFIG, f"cannot be read: the folder {str(path)!r}: {error.strerror}") from error
+    with folder:
+        return read_config(folder)
+
+
+def read_config(folder: Folder) -> ModelConfig:
+    """As :func:`load_config`, of a folder that is open."""
+    raw = _read_json(folder, CONFIG)
+    return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -97,15 +113,15 @@ def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) 
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(folder: Folder, file: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(folder.read(file, MAX_CONFIG_BYTES))
     except OSError as error:
-        raise InvalidField(path.name, f"cannot be read in {path.parent}: {error.strerror}") from error
+        raise InvalidField(file, f"cannot be read in {folder.path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidField(path.name, f"is not JSON: {error}") from error
+        raise InvalidField(file, f"is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise InvalidField(path.name, "expected a JSON object")
+        raise InvalidField(file, "expected a JSON object")
     return value
 
 
@@ -124,13 +140,18 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
         raise InvalidField("quantization_config", "quantised checkpoints are not supported")
     layer_types = raw.get("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * _count(raw, "num_hidden_layers"):
+    layers = _count(raw, "num_hidden_layers")
+    if layer_types is not None and (
+        not isinstance(layer_types, list)
+        or len(layer_types) != layers
+        or not all(kind == FULL_ATTENTION for kind in layer_types)
+    ):
         raise InvalidField("layer_types", "expected full_attention for each of num_hidden_layers")
     slides = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
     first_sliding = raw.get("max_window_layers", 28)
     if type(first_sliding) is not int:
         raise InvalidField("max_window_layers", f"expected an integer, got {first_sliding!r}")
-    if slides and layer_types is None and first_sliding < _count(raw, "num_hidden_layers"):
+    if slides and layer_types is None and first_sliding < layers:
         raise InvalidField("use_sliding_window", "sliding window attention is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidField("hidden_act", f"only silu is supported, got {raw['hidden_act']!r}")
@@ -159,22 +180,24 @@ def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
     value = generation.get("eos_token_id")
     value = raw.get("eos_token_id") if value is None else value
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
+    if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in ids):
         raise InvalidField("eos_token_id", f"expected a token id or a list of them, got {value!r}")
     return tuple(dict.fromkeys(ids))
 
 
 def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key, default)
-    if type(value) is not int or value < 1:
-        raise InvalidField(key, f"expected a positive integer, got {value!r}" if key in raw else "is missing")
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
+        raise InvalidField(
+            key, f"expected an integer from 1 to 2**31 - 1, got {value!r}" if key in raw else "is missing"
+        )
     return value
 
 
 def _positive(raw: dict[str, Any], key: str, default: float, prefix: str = "") -> float:
     value = raw.get(key, default)
-    if type(value) not in (int, float) or not value > 0:
-        raise InvalidField(prefix + key, f"expected a positive number, got {value!r}")
+    if type(value) not in (int, float) or not 0 < value <= MAX_NUMBER:
+        raise InvalidField(prefix + key, f"expected a number above 0 and at most {MAX_NUMBER:g}, got {value!r}")
     return float(value)
 
 

@@ -4,30 +4,51 @@ Every byte is read once, with plain ``pread`` into memory of our own, and what i
 mapped, so whoever writes the source may overwrite, cut or delete it at any time. Pickles (.bin, .pt) are never opened.
 
 Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data.
-Everything that can be wrong is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``.
+Everything that can be wrong is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are
+bounded before anything is read or multiplied. The thread that steps cannot run while JSON is parsed, so a header is
+split by one fast call and its entries are parsed one by one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
-import stat
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from fastdeploy.errors import WeightUpdateRefused
 from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.safe_files import ANYWHERE, Folder, open_regular
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
-SHARED_MEMORY = Path("/dev/shm")  # where shm_open keeps its segments
-MAX_HEADER_BYTES = 100_000_000
+SHARED_MEMORY = "/dev/shm"  # where shm_open keeps its segments
+# One tensor takes some 140 bytes of a header, and some 100 of an index.
+MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
+MAX_TENSORS = 32_768
+MAX_FILES = 512  # all are open at once, and a process may often have 1,024
+MAX_ENTRY_BYTES = 4096
+MAX_RANK = 8
+MAX_INT64 = 2**63 - 1
 # bfloat16 travels as its bits; numpy has no such type
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_SPLIT, _ENTRY = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_HeaderEntry)
+Parsed = TypeVar("Parsed")
 
 
 class TensorEntry(NamedTuple):
@@ -49,15 +70,16 @@ def refuse_tensor(name: str, why: str) -> WeightUpdateRefused:
     return WeightUpdateRefused(f"tensor {name}: {why}", tensor=name)
 
 
-def open_source(source: Source) -> SafetensorsReader:
-    """Open whatever the source names and check its headers. To be used as a context manager."""
+def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsReader:
+    """Open whatever the source names and check its headers. To be used as a context manager. roots: a folder and its
+    files must lie beneath one of these. An upload and a segment of shared memory are no links."""
     reader = SafetensorsReader()
     try:
         match source:
             case FolderSource():
-                _open_folder(reader, Path(source.path))
+                _open_folder(reader, source.path, roots)
             case FileSource():
-                reader.open_file(Path(source.path))
+                _open_file(reader, source.path)
             case SharedMemorySource():
                 _open_shared_memory(reader, source)
     except BaseException:
@@ -68,10 +90,11 @@ def open_source(source: Source) -> SafetensorsReader:
 
 class SafetensorsReader:
     """The tensors of one or more safetensors files, which stay open until it is closed: a folder may be deleted
-    meanwhile."""
+    meanwhile. folder: where the files are, if the source is a folder."""
 
     def __init__(self) -> None:
         self.entries: dict[str, TensorEntry] = {}
+        self.folder: Folder | None = None
         self._fds: list[int] = []
 
     def __enter__(self) -> SafetensorsReader:
@@ -83,6 +106,8 @@ class SafetensorsReader:
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
+        if self.folder is not None:
+            self.folder.close()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Refuse a surplus name, a wrong shape, a type that is no float."""
@@ -109,102 +134,138 @@ class SafetensorsReader:
             raise refuse_tensor(name, f"of {entry.file} holds values that are not finite")
         return array
 
-    def open_file(self, path: Path, limit: int = 0) -> None:
-        """Open one more file and take its header in. limit: look at so many bytes only (0 = all)."""
-        file = path.name
-        fd = self._open_regular(path)
+    def add_file(self, file: str, fd: int, limit: int = 0) -> None:
+        """Take in one more file, which is closed with the reader. file: its name in messages. limit: look at so many
+        bytes only (0 = all)."""
+        self._fds.append(fd)
         size = os.fstat(fd).st_size
-        if limit > size:
+        if not 0 <= limit <= size:
             raise refuse_file(file, f"is cut short: it has {size} bytes, expected {limit}")
         size = limit or size
         head = os.pread(fd, 8, 0)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise refuse_file(file, f"is cut short: {size} bytes cannot hold the header")
-        try:
-            header = json.loads(os.pread(fd, length, 8), object_pairs_hook=_without_duplicates)
-        except (ValueError, RecursionError) as error:
-            raise refuse_file(file, f"has a broken header: {error}") from error
-        if not isinstance(header, dict):
-            raise refuse_file(file, "has a broken header: not a JSON object")
-        header.pop("__metadata__", None)
+            bound = f"{size} bytes cannot hold the header, which has at most {MAX_HEADER_BYTES}"
+            raise refuse_file(file, f"is cut short, or no safetensors: {bound}")
         end = 0
+        header = _parse_header(os.pread(fd, length, 8), file)
+        if len(self.entries) + len(header) > MAX_TENSORS:
+            raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS} in all")
         for name, value in header.items():
             if name in self.entries:
                 raise refuse_tensor(name, f"is both in {self.entries[name].file} and in {file}")
-            entry = self.entries[name] = _parse_entry(name, value, fd, file, 8 + length)
+            entry = self.entries[name] = _located(name, value, fd, file, 8 + length)
             end = max(end, entry.offset + entry.nbytes)
         if end > size or (header and end < size):
             raise refuse_file(file, f"has {size} bytes, its header describes {end}: cut short or overwritten")
 
-    def _open_regular(self, path: Path) -> int:
-        try:  # O_NONBLOCK: opening a pipe would otherwise wait for its writer
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise refuse_file(path.name, f"cannot be opened: {error.strerror}") from error
-        self._fds.append(fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise refuse_file(path.name, "is not a regular file")
-        return fd
 
-
-def _open_folder(reader: SafetensorsReader, folder: Path) -> None:
-    if not folder.is_dir():
-        raise refuse_file(str(folder), "is not a folder")
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            raise refuse_file(str(folder), f"has neither {SINGLE} nor {INDEX} (pickled weights are never read)")
-        reader.open_file(folder / SINGLE)
-        return
+def read_json(folder: Folder, file: str, kind: type[Parsed]) -> Parsed:
+    """The JSON file ``file`` as ``kind``. Raises WeightUpdateRefused."""
     try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        files = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refuse_file(INDEX, f"has no readable weight_map: {error!r}") from error
+        raw = folder.read(file, MAX_JSON_BYTES)
+        if raw.count(b":") > 2 * MAX_TENSORS:
+            raise ValueError(f"it has too many names, expected at most {MAX_TENSORS} tensors")
+        return msgspec.json.decode(raw, type=kind)
+    except OSError as error:
+        raise refuse_file(file, f"cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise refuse_file(file, f"is not as expected: {error}") from error
+
+
+def read_checksums(folder: Folder) -> dict[str, str]:
+    """A folder's checksums.json: {tensor: sha256 hex}."""
+    return read_json(folder, CHECKSUMS, dict[str, str])
+
+
+def _open_folder(reader: SafetensorsReader, path: str, roots: Sequence[str]) -> None:
+    try:
+        folder = reader.folder = Folder(path, roots)
+        has_index, has_single = folder.has(INDEX), folder.has(SINGLE)
+    except OSError as error:
+        why = f"model_path: {path!r} cannot be opened as a folder: {error.strerror}"
+        raise WeightUpdateRefused(why, file=path, param="model_path") from error
+    if not has_index:
+        if not has_single:
+            raise refuse_file(path, f"has neither {SINGLE} nor {INDEX} (pickled weights are never read)")
+        _add_from_folder(reader, folder, SINGLE)
+        return
+    weight_map = read_json(folder, INDEX, _Index).weight_map
+    files = sorted(set(weight_map.values()))
+    if len(files) > MAX_FILES:
+        raise refuse_file(INDEX, f"names {len(files)} files, expected at most {MAX_FILES}")
     for file in files:
-        if not isinstance(file, str) or file != os.path.basename(file):
+        if file != os.path.basename(file):
             raise refuse_file(INDEX, f"expected plain file names in weight_map, got {file!r}")
-        reader.open_file(folder / file)
+        _add_from_folder(reader, folder, file)
     for name, file in weight_map.items():
         if name not in reader.entries or reader.entries[name].file != file:
             raise refuse_tensor(name, f"is not in {file}, where {INDEX} says it is")
 
 
+def _add_from_folder(reader: SafetensorsReader, folder: Folder, file: str) -> None:
+    try:
+        fd = folder.open(file)
+    except OSError as error:
+        raise refuse_file(file, f"cannot be opened: {error.strerror}") from error
+    reader.add_file(file, fd)
+
+
+def _open_file(reader: SafetensorsReader, path: str, limit: int = 0) -> None:
+    file = os.path.basename(path)
+    try:
+        fd = open_regular(path)
+    except OSError as error:
+        raise refuse_file(file, f"cannot be opened: {error.strerror}") from error
+    reader.add_file(file, fd, limit)
+
+
 def _open_shared_memory(reader: SafetensorsReader, source: SharedMemorySource) -> None:
     """Nothing is unlinked and no resource tracker hears of it: the segment stays the trainer's."""
     name = source.name.removeprefix("/")
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    if name in ("", ".", "..") or "/" in name:
         raise refuse_file(source.name, "is not the name of a shared memory segment")
-    reader.open_file(SHARED_MEMORY / name, source.nbytes)
+    _open_file(reader, f"{SHARED_MEMORY}/{name}", source.nbytes)
 
 
-def read_checksums(folder: str) -> dict[str, str]:
-    """A folder's checksums.json: {tensor: sha256 hex}."""
+def _parse_header(raw: bytes, file: str) -> dict[str, _HeaderEntry]:
+    """The entries by name. A name that appears twice is found by counting colons, since a parsed object has only the
+    last of equal names. So a name with a colon in it is refused too."""
+    num_colons = raw.count(b":")  # an entry has three, and its name one
+    if num_colons > 4 * MAX_TENSORS:
+        raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS}")
     try:
-        table = json.loads((Path(folder) / CHECKSUMS).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise refuse_file(CHECKSUMS, f"cannot be read: {error}") from error
-    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-        raise refuse_file(CHECKSUMS, "expected an object of tensor names and sha256 in hex")
-    return table
+        parts = {name: bytes(part) for name, part in _SPLIT.decode(raw).items()}
+        if num_colons != len(parts) + sum(part.count(b":") for part in parts.values()):
+            raise ValueError("a name appears twice, or has a colon in it")
+        parts.pop("__metadata__", None)
+        return {name: _parse_entry(name, part, file) for name, part in parts.items()}
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise refuse_file(file, f"has a broken header: {error}") from error
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a name appears twice")
-    return value
-
-
-def _parse_entry(name: str, value: Any, fd: int, file: str, base: int) -> TensorEntry:
+def _parse_entry(name: str, part: bytes, file: str) -> _HeaderEntry:
+    """One entry of a header; each is a short call into C."""
     try:
-        dtype, shape = value["dtype"], tuple(value["shape"])
-        first, last = value["data_offsets"]
-        well_formed = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, first, last))
-    except (TypeError, KeyError, ValueError):
-        well_formed = False
-    if not well_formed or last < first:
-        raise refuse_tensor(name, f"has a broken entry in the header of {file}")
+        if len(part) > MAX_ENTRY_BYTES:
+            raise ValueError(f"it has {len(part)} bytes, expected at most {MAX_ENTRY_BYTES}")
+        entry = _ENTRY.decode(part)
+        if part.count(b":") != 3:
+            raise ValueError("a key appears twice")
+    except (msgspec.DecodeError, ValueError) as error:
+        raise refuse_tensor(name, f"has a broken entry in the header of {file}: {error}") from error
+    first, last = entry.data_offsets
+    if len(entry.shape) > MAX_RANK or not all(0 <= n <= MAX_INT64 for n in entry.shape):
+        expected = f"at most {MAX_RANK} dimensions, each an integer from 0 to 2**63 - 1"
+        raise refuse_tensor(name, f"has a broken entry in the header of {file}: shape: expected {expected}")
+    if not 0 <= first <= last <= MAX_INT64:
+        raise refuse_tensor(name, f"has a broken entry in the header of {file}: data_offsets: expected begin <= end")
+    return entry
+
+
+def _located(name: str, entry: _HeaderEntry, fd: int, file: str, base: int) -> TensorEntry:
+    first, last = entry.data_offsets
+    dtype, shape = entry.dtype, tuple(entry.shape)
     if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != last - first:
         raise refuse_tensor(name, f"of {file}: {last - first} bytes do not make {dtype} of shape {list(shape)}")
     return TensorEntry(fd, file, dtype, shape, base + first, last - first)

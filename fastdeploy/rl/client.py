@@ -12,7 +12,6 @@ for code without an event loop.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
@@ -23,7 +22,7 @@ from fastdeploy.errors import InvalidField
 from fastdeploy.rl.errors import Report, TooStale
 from fastdeploy.rl.fleet import fan_out, require_all
 from fastdeploy.rl.generate import Runner
-from fastdeploy.rl.pause import Holds
+from fastdeploy.rl.pause import TTL_S, Holds, beside, new_hold_id
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.resume import Request
 from fastdeploy.rl.rollout import Rollout
@@ -37,6 +36,7 @@ OnStale = Literal["raise", "retry", "mark"]
 
 class GenerateOptions(TypedDict, total=False):
     """messages: a chat instead of prompt_ids. session_id: one session stays on one replica (0 is a session too).
+    request_id: of the first attempt; each later one has an id of its own that begins with this and "~".
     timeout_s: for everything, over all attempts. max_staleness: no token may come from weights that lack more than so
     many publications of this client; on_stale: then "raise" TooStale, "retry" from the prompt, or "mark" (the caller
     looks at ``staleness``)."""
@@ -53,7 +53,11 @@ class RolloutClient:
     """urls: one per server. timeout_s, max_staleness, on_stale: defaults, see GenerateOptions. max_failures: in a row,
     without a token between them. silence_s: a stream without any sign of life for so long is broken. control_s: of a
     control call. eos_ids: of the model, if known (only used where an attempt is cut off right behind one). headers:
-    sent with every request.
+    sent with every request. hold_ttl_s: of the holds that a pause places, see :meth:`pause`. api_key, control_key: of
+    the servers' data and control routes; by default FASTDEPLOY_API_KEY and FASTDEPLOY_CONTROL_KEY of the environment.
+    control_urls: where the servers have their control routes at another port, one for each of ``urls``.
+
+    A wrong key (401, 403) is raised at once, and never tried again.
     """
 
     def __init__(
@@ -68,17 +72,27 @@ class RolloutClient:
         max_staleness: int | None = None,
         on_stale: OnStale = "retry",
         headers: Mapping[str, str] | None = None,
+        hold_ttl_s: float | None = TTL_S,
+        api_key: str | None = None,
+        control_key: str | None = None,
+        control_urls: str | Sequence[str] | None = None,
     ):
         urls = [urls] if isinstance(urls, str) else list(urls)
         if not urls or len(set(urls)) < len(urls):
             raise InvalidField("urls", f"expected at least one, and none twice, got {urls}")
+        control = [control_urls] if isinstance(control_urls, str) else list(control_urls or urls)
+        if len(control) != len(urls):
+            raise InvalidField("control_urls", f"expected one for each of {len(urls)} urls, got {len(control)}")
         self._http = httpx.AsyncClient(headers=headers, limits=httpx.Limits(), trust_env=False)
-        self.replicas = [Replica(url, self._http) for url in urls]
+        self.replicas = [
+            Replica(url, self._http, api_key=api_key, control_key=control_key, control_url=control_url)
+            for url, control_url in zip(urls, control, strict=True)
+        ]
         self._router = Router(self.replicas)
         self._ledger = Ledger()
         self._runner = Runner(self._router, max_failures, silence_s)
-        self._holds = Holds(self.replicas)
-        self._publisher = Publisher(self.replicas, self._router, self._ledger)
+        self._holds = Holds(self.replicas, hold_ttl_s)
+        self._publisher = Publisher(self.replicas, self._router, self._ledger, self._holds)
         self._source = StateSource()
         self._control_s = control_s
         self._eos_ids = tuple(eos_ids)
@@ -95,7 +109,9 @@ class RolloutClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, which cancels what still runs. Holds stay: release them with :meth:`resume`."""
+        """Close the connections, which cancels what still runs. Holds that :meth:`resume` has not released stand until
+        their ttl ends."""
+        await self._holds.close()
         await self._http.aclose()
 
     # ------------------------------------------------------------------ generation
@@ -108,7 +124,8 @@ class RolloutClient:
     ) -> Rollout:
         """One answer, whole, however often it was aborted, and however many replicas failed or paused meanwhile.
 
-        params: as of /v1/completions; logprobs are asked for unless they say None. options: see GenerateOptions.
+        params: as of /v1/completions, but without max_tokens the rest of the context may be filled; logprobs are asked
+        for unless they say None. options: see GenerateOptions.
         Raises RolloutFailed with what there is, TooStale, or the error of a request that makes no sense.
         """
         return (await self.generate_group(prompt_ids, params, n=1, **options))[0]
@@ -137,6 +154,7 @@ class RolloutClient:
                 return rollouts
             if options["on_stale"] == "raise":
                 raise TooStale(f"{oldest} publications behind, where {bound} are allowed", rollouts)
+            request.start_over()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat, by the server's template. options: further fields of a chat body."""
@@ -156,12 +174,16 @@ class RolloutClient:
         **options: Any,
     ) -> list[Report]:
         """Pause all replicas with one hold; returns when all are quiesced. If one fails, none is left paused, and
-        FleetError has a report per replica. options: clear_cache, admission, on_timeout, ttl_s of /v1/pause."""
+        FleetError has a report per replica. options: clear_cache, admission, on_timeout, ttl_s of /v1/pause.
+
+        The hold has a ttl (hold_ttl_s, or ttl_s here) that a thread renews until :meth:`resume` or :meth:`close`: if
+        this process dies, the servers run again by themselves. With ttl_s None it stands for ever."""
         options |= {"mode": mode, "timeout_s": timeout_s}
-        return (await self._holds.pause(options, hold_id, timeout_s + self._control_s))[1]
+        return await self._holds.pause(options, hold_id, timeout_s + self._control_s)
 
     async def resume(self, hold_id: str | None = None) -> list[Report]:
-        """Release one hold on all replicas; without a name, every hold that this client placed."""
+        """Release one hold on all replicas; without a name, every hold that this client placed. Raises HoldLost if a
+        hold of this client had ended before: its ttl was not renewed in time, or an engine restarted."""
         reports = await self._holds.resume(hold_id, self._control_s)
         self._router.wake()
         return reports
@@ -170,13 +192,17 @@ class RolloutClient:
     async def paused(
         self, mode: Literal["abort", "wait", "keep"] = "keep", *, timeout_s: float = 60.0, **options: Any
     ) -> AsyncIterator[list[Report]]:
-        """All replicas are paused inside, and run again afterwards whatever happens, a cancellation included."""
-        hold_id = f"rollout-client-{uuid.uuid4().hex}"
+        """All replicas are paused inside, and run again afterwards whatever happens, a cancellation included. Raises
+        HoldLost at the end if one ran before; an exception from inside is raised as it is, with a note of that."""
+        hold_id = new_hold_id()
         reports = await self.pause(mode, hold_id=hold_id, timeout_s=timeout_s, **options)
         try:
             yield reports
-        finally:
-            await self.resume(hold_id)
+        except BaseException as error:
+            with beside(error):
+                await self.resume(hold_id)
+            raise
+        await self.resume(hold_id)
 
     async def is_paused(self) -> bool:
         """Whether every replica is quiesced. Raises FleetError if one does not answer."""
@@ -204,7 +230,8 @@ class RolloutClient:
         **options: Any,
     ) -> Publication:
         """Bring a state dict of Paddle, torch or numpy tensors, under the checkpoint's names, to all replicas: the
-        tensors everywhere first, then the commits. If staging fails on one, nobody has committed (FleetError).
+        tensors everywhere first, then the commits. If staging fails on one, nobody has committed (FleetError); nor if
+        a hold of this client has ended meanwhile (HoldLost).
 
         state: may also be an (async) iterable of (name, tensor), which is never held whole.
         partial: the tensors that ``state`` lacks keep their value. changed_only: send only those that differ from what

@@ -7,6 +7,7 @@ FastDeployError
     ├── TooStale          a token is older than the bound allows; ``rollouts`` are the results
     ├── MalformedReply    the server broke its contract (logprobs of another length, too many tokens)
     └── FleetError        a call over all replicas failed on some; ``reports`` has one entry per replica
+        └── HoldLost      a hold of this client ended before it was released: the servers may have run meanwhile
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from fastdeploy.errors import FastDeployError
 
 if TYPE_CHECKING:
     from fastdeploy.rl.rollout import Rollout
+
+
+# Answers of a replica that is well but takes no requests just now.
+BUSY = frozenset({"rejecting_new_requests", "queue_full"})
 
 
 class RolloutError(FastDeployError):
@@ -68,3 +73,19 @@ class FleetError(RolloutError):
         failed = "; ".join(f"{r.replica}: {r.error.message}" for r in reports if r.error is not None)
         super().__init__(f"{message}: {failed}")
         self.reports = reports
+
+
+class HoldLost(FleetError):
+    code = "hold_lost"
+
+
+def is_busy(error: FastDeployError) -> bool:
+    """Whether the replica is well, but takes no requests just now. ``detail["retry_after"]`` says when, in seconds."""
+    return error.code in BUSY or error.detail.get("status") == 429
+
+
+def may_pass(error: FastDeployError) -> bool:
+    """Whether another attempt may succeed: the replica was at fault, or busy, and not the request or its key."""
+    if isinstance(error, RolloutError):
+        return isinstance(error, Unreachable)
+    return is_busy(error) or error.detail.get("status", error.status) >= 500

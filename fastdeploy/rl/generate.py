@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastdeploy.errors import FastDeployError
-from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable
+from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, may_pass
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.resume import Partial, Request
-from fastdeploy.rl.routing import BUSY, Router
+from fastdeploy.rl.routing import Router
 
 
 class Runner:
@@ -24,7 +24,7 @@ class Runner:
 
     async def run(self, request: Request, session: Hashable | None, deadline: float) -> list[Partial]:
         """All ``request.n`` choices, finished. deadline: on the loop's clock. Raises RolloutFailed with what there is
-        of them, or the error of a request that no replica would take."""
+        of them, also if one ended with an error of its own, or the error of a request that no replica would take."""
         choices = [Partial(request, k) for k in range(request.n)]
         try:
             async with asyncio.timeout_at(deadline):
@@ -33,27 +33,29 @@ class Runner:
             raise RolloutFailed("not finished in time", [c.rollout() for c in choices]) from error
         except GivenUp as error:
             raise RolloutFailed(error.message, [c.rollout() for c in choices]) from error.__cause__
+        if failed := [c for c in choices if c.finish_reason == "error"]:
+            which = ", ".join(f"{c.index} ({c.stop_reason})" for c in failed)
+            raise RolloutFailed(f"choices that ended with an error: {which}", [c.rollout() for c in choices])
         return choices
 
     async def _finish(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
-        attempt, failures = 0, 0
+        failures = 0
         while unfinished := [c for c in choices if c.finish_reason is None]:
             if len(choices) > 1 and (len(unfinished) < len(choices) or any(c.token_ids for c in choices)):
                 await self._finish_apart(request, unfinished, session)
                 return
             before = sum(len(c.token_ids) for c in choices)
             try:
-                await self._attempt(request, choices, session, attempt)
+                await self._attempt(request, choices, session)
             except FastDeployError as error:
                 if not may_pass(error):
                     raise
                 failures = 0 if sum(len(c.token_ids) for c in choices) > before else failures
-                failures += error.code not in BUSY
+                failures += not is_busy(error)
                 if failures > self._max_failures:
                     raise GivenUp(f"{failures} failures in a row: {error.message}") from error
             else:
                 failures = 0
-            attempt += 1
 
     async def _finish_apart(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
         """What is left of a group goes on one by one: each has tokens of its own to go on from."""
@@ -64,17 +66,17 @@ class Runner:
         except* FastDeployError as failed:
             raise failed.exceptions[0] from None
 
-    async def _attempt(
-        self, request: Request, choices: Sequence[Partial], session: Hashable | None, attempt: int
-    ) -> None:
+    async def _attempt(self, request: Request, choices: Sequence[Partial], session: Hashable | None) -> None:
         """Send what is left of ``choices`` and take what comes. Raises what the replica answered; whatever came
         before is kept."""
         async with self._router.lease(session, len(choices)) as replica:
             for choice in choices:
                 choice.begin(replica.url)
             try:
-                await self._stream(replica, request, choices, attempt)
+                await self._stream(replica, request, choices)
             except FastDeployError as error:
+                if all(choice.finish_reason is not None for choice in choices):
+                    return  # each has told its own end, and the error only repeats it
                 if may_pass(error):
                     self._router.refused(replica, error)
                 for choice in choices:
@@ -82,8 +84,8 @@ class Runner:
                         choice.cut_off()
                 raise
 
-    async def _stream(self, replica: Replica, request: Request, choices: Sequence[Partial], attempt: int) -> None:
-        body = request.body(choices, attempt)
+    async def _stream(self, replica: Replica, request: Request, choices: Sequence[Partial]) -> None:
+        body = request.body(choices)
         ended: set[int] = set()
         async with replica.stream("/v1/completions", body, self._silence_s) as events:
             async for event in events:
@@ -114,10 +116,3 @@ class Runner:
 
 class GivenUp(RolloutError):
     """Too many failures in a row."""
-
-
-def may_pass(error: FastDeployError) -> bool:
-    """Whether another attempt may succeed: the replica was at fault, or busy, and not the request."""
-    if isinstance(error, RolloutError):
-        return isinstance(error, Unreachable)
-    return error.code in BUSY or error.detail.get("status", error.status) >= 500

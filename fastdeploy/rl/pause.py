@@ -1,61 +1,137 @@
-"""Pausing many replicas as one: either all are paused, or none is left paused."""
+"""Pausing many replicas as one: either all are paused, or none is left paused.
+
+A hold has a ttl, which is renewed while this process lives: the servers of a trainer that died run again by themselves.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from fastdeploy.errors import FastDeployError
-from fastdeploy.rl.errors import FleetError, Report
+from fastdeploy.errors import FastDeployError, HoldNotFound
+from fastdeploy.rl.errors import FleetError, HoldLost, Report
 from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
+from fastdeploy.rl.renewal import Renewer
 from fastdeploy.rl.replica import Replica
 
 RELEASE_S = 30.0  # given to the release of a pause that failed
+TTL_S = 60.0
+
+
+def new_hold_id() -> str:
+    return f"rollout-client-{uuid.uuid4().hex}"
 
 
 class Holds:
     """The holds that this client has placed. A hold has one id on all replicas, so that every call may be repeated."""
 
-    def __init__(self, replicas: Sequence[Replica]):
+    def __init__(self, replicas: Sequence[Replica], ttl_s: float | None = TTL_S):
         self._replicas = replicas
-        self.placed: set[str] = set()
+        self._ttl_s = ttl_s
+        self._renewer = Renewer(replicas)
+        self._held: dict[str, float | None] = {}  # by id: the ttl that each is renewed by
+        self._unreleased: set[str] = set()  # their release was tried, and may have failed
 
-    async def pause(self, options: dict[str, Any], hold_id: str | None, deadline_s: float) -> tuple[str, list[Report]]:
-        """Pause all replicas; the hold's id, and what each answered. If one fails, or the caller is cancelled, the
-        hold is released everywhere before FleetError (or the cancellation) is raised."""
-        hold_id = hold_id or f"rollout-client-{uuid.uuid4().hex}"
-        body = options | {"hold_id": hold_id}
+    async def pause(self, options: dict[str, Any], hold_id: str | None, deadline_s: float) -> list[Report]:
+        """Pause all replicas; what each answered. options: as of /v1/pause; with ttl_s None the hold stands for ever.
+        If one fails, or the caller is cancelled, the hold is released everywhere before FleetError (or the
+        cancellation) is raised."""
+        hold_id = hold_id or new_hold_id()
+        body = {"ttl_s": self._ttl_s} | options | {"hold_id": hold_id}
 
         async def pause(replica: Replica) -> dict[str, Any]:
             return await replica.call("POST", "/v1/pause", deadline_s, json=body)
 
         try:
+            if body["ttl_s"] is not None:  # a drain may take longer than the ttl
+                self._renewer.start(hold_id, body["ttl_s"])
             reports = await fan_out(self._replicas, pause, deadline_s, retry=True)
             require_all("the pause failed, and its hold was released everywhere", reports)
         except BaseException as error:
-            released = await to_the_end(self._release(hold_id, RELEASE_S))
+            self._renewer.stop(hold_id)
+            self._held.pop(hold_id, None)
+            released = await to_the_end(self._release(hold_id, RELEASE_S, {}))
             if isinstance(error, FleetError) and not all(report.ok for report in released):
                 raise FleetError("the pause failed, and its hold could not be released everywhere", [
                     _both(paused, gone) for paused, gone in zip(error.reports, released, strict=True)
                 ]) from error  # fmt: skip
             raise
-        self.placed.add(hold_id)
-        return hold_id, reports
-
-    async def resume(self, hold_id: str | None, deadline_s: float) -> list[Report]:
-        """Release a hold everywhere; None = every hold of this client. FleetError if a replica does not answer."""
-        reports: list[Report] = []
-        for hold in [hold_id] if hold_id is not None else sorted(self.placed):
-            reports = require_all("the resume failed", await to_the_end(self._release(hold, deadline_s)))
-            self.placed.discard(hold)
+        self._held[hold_id] = body["ttl_s"]
         return reports
 
-    async def _release(self, hold_id: str, deadline_s: float) -> list[Report]:
+    async def resume(self, hold_id: str | None, deadline_s: float) -> list[Report]:
+        """Release a hold everywhere; None = every hold of this client. Raises FleetError if a replica does not answer
+        (its hold is no longer renewed), and HoldLost if one of this client's had ended before."""
+        reports: list[Report] = []
+        failures: list[FleetError] = []
+        for name in [hold_id] if hold_id is not None else sorted(self._held.keys() | self._unreleased):
+            try:
+                reports = await self._resume(name, deadline_s)
+            except FleetError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return reports
+
+    async def _resume(self, hold_id: str, deadline_s: float) -> list[Report]:
+        self._renewer.stop(hold_id)
+        lost: dict[str, FastDeployError] = {}
+        reports = await to_the_end(self._release(hold_id, deadline_s, lost))
+        require_all("the resume failed; a hold that still stands ends by its ttl", reports)
+        self._require_none_lost(hold_id, lost)
+        return reports
+
+    async def require_standing(self, deadline_s: float) -> None:
+        """Raise HoldLost if a hold of this client has ended on a replica. One that cannot be asked is passed over."""
+        for name, ttl_s in list(self._held.items()):
+            body = {"hold_id": name, "ttl_s": ttl_s}
+
+            async def ask(replica: Replica, body: dict[str, Any] = body) -> dict[str, Any]:
+                return await replica.call("POST", "/v1/renew", deadline_s, json=body)
+
+            reports = await fan_out(self._replicas, ask, deadline_s)
+            self._require_none_lost(name, {r.replica: r.error for r in reports if isinstance(r.error, HoldNotFound)})
+
+    async def close(self) -> None:
+        """Renew no hold any longer."""
+        await self._renewer.close()
+
+    async def _release(self, hold_id: str, deadline_s: float, lost: dict[str, FastDeployError]) -> list[Report]:
+        """``lost`` gets the replicas on which a hold of this client had ended before its release."""
+        # Each is asked once: if the answer to a release is lost, the release is repeated, and finds no hold.
+        unasked = set(self._replicas) if hold_id in self._held else set()
+        renewal = {"hold_id": hold_id, "ttl_s": self._held.pop(hold_id, None)}
+        self._unreleased.add(hold_id)
+
         async def resume(replica: Replica) -> dict[str, Any]:
+            if replica in unasked:
+                try:
+                    await replica.call("POST", "/v1/renew", deadline_s, json=renewal)
+                except HoldNotFound as error:
+                    lost[replica.url] = error
+                unasked.discard(replica)
             return await replica.call("POST", "/v1/resume", deadline_s, json={"hold_id": hold_id})
 
-        return await fan_out(self._replicas, resume, deadline_s, retry=True)
+        reports = await fan_out(self._replicas, resume, deadline_s, retry=True)
+        if all(report.ok for report in reports):
+            self._unreleased.discard(hold_id)
+        return reports
+
+    def _require_none_lost(self, hold_id: str, lost: dict[str, FastDeployError]) -> None:
+        if lost:
+            message = f"hold {hold_id} ended before it was released; the servers may have run meanwhile"
+            raise HoldLost(message, [Report(r.url, error=lost.get(r.url)) for r in self._replicas])
+
+
+@contextmanager
+def beside(error: BaseException) -> Iterator[None]:
+    """``error`` is on its way to the caller: what fails while it is cleaned up after is told as a note of it."""
+    try:
+        yield
+    except FleetError as other:
+        error.add_note(f"afterwards: {other.message}")
 
 
 def _both(paused: Report, released: Report) -> Report:

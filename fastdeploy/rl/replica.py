@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import msgspec
 
-from fastdeploy.errors import FastDeployError, from_wire
 from fastdeploy.rl.errors import Unreachable
+from fastdeploy.rl.wire import decode, error_of, events
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
+# These take the data key; every other route takes the control key, and is asked for at the control address.
+DATA_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"})
 
 
 class Replica:
-    """in_flight: choices that this client has running here. boot_id: of the engine, as last seen. stale: it restarted
+    """One server. api_key, control_key: of its data and of its control routes (None: FASTDEPLOY_API_KEY and
+    FASTDEPLOY_CONTROL_KEY of the environment; "": none). control_url: where the control routes are, if at a port of
+    their own.
+
+    in_flight: choices that this client has running here. boot_id: of the engine, as last seen. stale: it restarted
     with other weights than were published, or missed a commit: it is left out until a publication reaches it.
     retry_at: not to be used before, on the client's clock. doubtful: probe before use.
     """
 
-    def __init__(self, url: str, http: httpx.AsyncClient):
+    def __init__(
+        self,
+        url: str,
+        http: httpx.AsyncClient,
+        *,
+        api_key: str | None = None,
+        control_key: str | None = None,
+        control_url: str | None = None,
+    ):
         self.url = url.rstrip("/")
+        self.control_url = (control_url or url).rstrip("/")
         self._http = http
+        self._api_key = os.environ.get("FASTDEPLOY_API_KEY", "") if api_key is None else api_key
+        self._control_key = os.environ.get("FASTDEPLOY_CONTROL_KEY", "") if control_key is None else control_key
         self.in_flight = 0
         self.boot_id: str | None = None
         self.stale: str | None = None
@@ -34,10 +51,30 @@ class Replica:
         self.doubtful = True
         self.probing = asyncio.Lock()
 
+    def twin(self) -> Replica:
+        """The same server over connections of its own, for another event loop. Close it with :meth:`close`."""
+        http = httpx.AsyncClient(headers=self._http.headers, limits=httpx.Limits(), trust_env=False)
+        keys = {"api_key": self._api_key, "control_key": self._control_key}
+        return Replica(self.url, http, control_url=self.control_url, **keys)
+
+    async def close(self) -> None:
+        """Close the connections, which cancels what still runs."""
+        await self._http.aclose()
+
+    def _target(self, path: str) -> tuple[str, dict[str, str]]:
+        """Address and authorization of a route. The control key opens the data routes too."""
+        if path in DATA_ROUTES:
+            url, key = self.url + path, self._api_key or self._control_key
+        else:
+            url, key = self.control_url + path, self._control_key or self._api_key
+        return url, {"Authorization": f"Bearer {key}"} if key else {}
+
     async def call(self, method: str, path: str, timeout_s: float = 30.0, **kwargs: Any) -> dict[str, Any]:
         """The result of a control route (``kwargs`` as httpx takes them). Raises Unreachable, or the server's error."""
+        url, headers = self._target(path)
+        headers |= kwargs.pop("headers", {})
         try:
-            reply = await self._http.request(method, self.url + path, timeout=timeout_s, **kwargs)
+            reply = await self._http.request(method, url, timeout=timeout_s, headers=headers, **kwargs)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unreachable(f"{method} {path}: {type(error).__name__}: {error}") from error
         if reply.status_code != 200:
@@ -50,11 +87,12 @@ class Replica:
         """The events of a streaming generation: dicts, and None for each sign of life without one. Leaving it early
         cancels the request. Raises Unreachable when the connection breaks, or the server's error."""
         timeout = httpx.Timeout(silence_s, connect=min(silence_s, 10.0), pool=None)
+        url, headers = self._target(path)
         try:
-            async with self._http.stream("POST", self.url + path, json=body, timeout=timeout) as reply:
+            async with self._http.stream("POST", url, json=body, timeout=timeout, headers=headers) as reply:
                 if reply.status_code != 200:
                     raise error_of(reply.status_code, reply.headers, await reply.aread())
-                yield _events(reply)
+                yield events(reply.aiter_bytes())
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unreachable(f"POST {path}: {type(error).__name__}: {error}") from error
 
@@ -71,48 +109,3 @@ class Replica:
 
     def well(self) -> None:
         self.failures, self.retry_at, self.doubtful = 0, 0.0, False
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[Any]:
-    async for line in reply.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            event = decode(line[6:].encode())
-            if "error" in event:
-                raise error_from(event)
-            yield event
-        elif line.startswith(":"):
-            yield None
-
-
-def decode(content: bytes) -> dict[str, Any]:
-    """The JSON object in ``content``; raises Unreachable for anything else (a proxy's page, half a line)."""
-    try:
-        body = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        body = None
-    if not isinstance(body, dict):
-        raise Unreachable(f"expected a JSON object, got {content[:80]!r}")
-    return body
-
-
-def error_from(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
-    """The exception of an error body; its ``detail`` has "status"."""
-    error = body.get("error")
-    if not isinstance(error, dict):  # /ready has no more than a status
-        message = str(body.get("status", f"status {status}"))
-        error = {"message": message, "code": "rejecting_new_requests" if message.startswith("rejecting") else None}
-    detail = {k: v for k, v in error.items() if k not in ("message", "code", "type")}
-    return from_wire(str(error.get("code")), str(error.get("message")), detail | {"status": status})
-
-
-def error_of(status: int, headers: Mapping[str, str], content: bytes) -> FastDeployError:
-    """The exception of an answer that is no 200; its ``detail`` has "status" and, where told, "retry_after"."""
-    try:
-        error = error_from(decode(content), status)
-    except Unreachable as unreadable:
-        if status < 500:
-            return FastDeployError(f"status {status}: {unreadable.message}", status=status)
-        error = Unreachable(f"status {status}: {unreadable.message}", status=status)
-    with suppress(KeyError, ValueError):
-        error.detail.setdefault("retry_after", float(headers["retry-after"]))
-    return error

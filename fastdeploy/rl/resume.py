@@ -21,13 +21,15 @@ OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "
 # An abort for these reasons is what the caller asked for; every other abort is gone on from.
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
+REST_OF_CONTEXT = 2**31 - 1  # a server cuts max_tokens to what is left of its context
+MAX_ID_CHARS = 448  # of the server's 512: the ids of later attempts are longer
 
 
 class Request:
     """What the caller asked for. The caller's ``params`` are copied, never changed.
 
     seed is chosen here if absent, so that every attempt draws the same numbers. eos_ids: where the client knows them, a
-    cut-off choice that ends in one of them is complete.
+    cut-off choice that ends in one of them is complete. max_tokens absent: what is left of the context.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class Request:
             raise InvalidField(name, "set by the client itself, expected not to be among the sampling parameters")
         if n < 1:
             raise InvalidField("n", f"expected an integer >= 1, got {n}")
+        if len(request_id) > MAX_ID_CHARS:
+            raise InvalidField("request_id", f"expected at most {MAX_ID_CHARS} characters, got {len(request_id)}")
         self.prompt_ids = [int(token) for token in prompt_ids]
         self.params = {k: v for k, v in params.items() if v is not None or k == "logprobs"}
         self.params.setdefault("logprobs", 0)
@@ -49,17 +53,25 @@ class Request:
         self.seed: int = self.params["seed"]
         self.first_choice: int = self.params.pop("first_choice", 0)
         self.max_tokens: int | None = self.params.get("max_tokens")
+        self.params.setdefault("max_tokens", REST_OF_CONTEXT)
         self.min_tokens: int = self.params.get("min_tokens", 0)
         self.deadline_s: float | None = self.params.get("deadline_s")
         self._began = time.monotonic()
         self.n = n
         self.request_id = request_id
+        self._restarts = 0
         self._ends = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
             self._ends |= set(eos_ids)
 
-    def body(self, choices: Sequence[Partial], attempt: int) -> dict[str, Any]:
-        """The next request for these choices: all of the group without a token, or one with what it has."""
+    def start_over(self) -> None:
+        """Discard the answers so far: the next attempts begin at the prompt, and are new requests to a server that has
+        kept the old ones (retain_s)."""
+        self._restarts += 1
+
+    def body(self, choices: Sequence[Partial]) -> dict[str, Any]:
+        """The next request for these choices, which have begun an attempt: all of the group without a token, or one
+        with what it has."""
         first = choices[0]
         assert len(choices) == 1 or not any(c.token_ids for c in choices)
         done = len(first.token_ids)
@@ -82,9 +94,18 @@ class Request:
             body["deadline_s"] = max(self.deadline_s - (time.monotonic() - self._began), MIN_DEADLINE_S)
         if first.prompt_logprobs is not None:
             body.pop("prompt_logprobs", None)
-        if self.request_id:  # an id that was cut off may live on at the server for a moment
-            body["request_id"] = f"{self.request_id}~{first.index}.{attempt}" if attempt else self.request_id
+        if self.request_id:
+            body["request_id"] = self._attempt_id(first)
         return body
+
+    def _attempt_id(self, choice: Partial) -> str:
+        """An id that no other attempt has, since one that was cut off may live on at the server for a moment. The first
+        has the caller's, the others "caller's~restart.choice.attempt". A choice counts the attempts that it made
+        together with its group, so the ids of a group and of its first choice alone differ."""
+        attempt = choice.num_attempts - 1
+        if not attempt and not self._restarts:
+            return self.request_id
+        return f"{self.request_id}~{self._restarts}.{choice.index}.{attempt}"
 
     def ended_by(self, token: int, count: int) -> bool:
         """Whether ``token``, the last of ``count``, ends the answer."""
@@ -111,6 +132,10 @@ class Partial:
     _base: int = 0
     _fresh: bool = True
     _preempted_before: int = 0
+
+    @property
+    def num_attempts(self) -> int:
+        return len(self.replicas)
 
     def begin(self, replica: str) -> None:
         """A new attempt, on ``replica``: its counts and its text start anew."""

@@ -33,7 +33,8 @@ class Rollout:
     logprobs: one per token, or None if not asked for. top_logprobs: {token id: logprob} per token where more than the
     sampled one were asked for. prompt_logprobs: one entry per token of ``prompt_ids``, the first of them None.
     spans: cover all tokens, in order. finish_reason: stop | length | abort (only by a deadline_s or max_queue_s that
-    the caller set). staleness: how many publications of this client the oldest token's weights lack.
+    the caller set) | error (only within RolloutFailed). staleness: how many publications of this client the oldest
+    token's weights lack.
     num_resumes: attempts beyond the first. replicas: url of each attempt.
     """
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 
 from fastdeploy.errors import FastDeployError
+from fastdeploy.rl.errors import is_busy, may_pass
 from fastdeploy.rl.replica import Replica
 
 MAX_SESSIONS = 100_000
-# Answers of a replica that is well but takes no requests just now.
-BUSY = frozenset({"rejecting_new_requests", "queue_full"})
 
 
 class Router:
@@ -74,7 +73,8 @@ class Router:
             return
 
     async def _probe(self, replica: Replica) -> bool:
-        """Ask a replica that failed, or was never used, who it is and whether it takes requests. One asks for all."""
+        """Ask a replica that failed, or was never used, who it is and whether it takes requests. One asks for all.
+        Raises what it answers where no later question helps: that the key is wrong, or that it is another service."""
         async with replica.probing:
             if not replica.doubtful:
                 return replica.stale is None
@@ -85,6 +85,8 @@ class Router:
                 replica.well()
                 await replica.call("GET", "/ready")
             except FastDeployError as error:
+                if not may_pass(error):
+                    raise
                 self.refused(replica, error)
                 return False
             return replica.stale is None
@@ -92,7 +94,7 @@ class Router:
     def refused(self, replica: Replica, error: FastDeployError) -> None:
         """``replica`` failed with ``error``, or says that it takes no requests just now."""
         wait = error.detail.get("retry_after", 0.0)
-        if error.code in BUSY:
+        if is_busy(error):
             replica.busy(_now(), wait)
         else:
             replica.failed(_now(), wait)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, Unpack
 
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
+from fastdeploy.rl.loop_thread import LoopThread
+from fastdeploy.rl.pause import beside, new_hold_id
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.state_source import Pairs
 from fastdeploy.rl.weights import Publication
-
-T = TypeVar("T")
 
 
 class SyncRolloutClient:
@@ -22,13 +21,13 @@ class SyncRolloutClient:
     (Ctrl-C) cancels what it began."""
 
     def __init__(self, urls: str | Sequence[str], **options: Any):
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout-client")
+        self._run = self._thread.run
+        self._closed = False
         try:
             self._client = self._run(_made(urls, options))
         except BaseException:
-            self._stop()
+            self._thread.stop()
             raise
 
     def __enter__(self) -> SyncRolloutClient:
@@ -38,23 +37,11 @@ class SyncRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections and end the thread. Closing twice is fine."""
-        if not self._loop.is_closed():
+        """Close the connections and end the thread; see RolloutClient.close. Closing twice is fine."""
+        if not self._closed:
+            self._closed = True
             self._run(self._client.close())
-            self._stop()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+            self._thread.stop()
 
     def generate(
         self,
@@ -80,10 +67,14 @@ class SyncRolloutClient:
         params: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Rollout]:
-        """One answer to each prompt, all at once, in their order."""
+        """One answer to each prompt, all at once, in their order. Answer i is choice i, so that equal prompts draw
+        apart under one seed too."""
+        first = (params or {}).get("first_choice", 0)
+        numbered = [{**(params or {}), "first_choice": first + i} for i in range(len(prompts))]
 
         async def many() -> list[Rollout]:
-            return list(await asyncio.gather(*(self._client.generate(p, params, **options) for p in prompts)))
+            pairs = zip(prompts, numbered, strict=True)
+            return list(await asyncio.gather(*(self._client.generate(p, own, **options) for p, own in pairs)))
 
         return self._run(many())
 
@@ -98,12 +89,16 @@ class SyncRolloutClient:
 
     @contextmanager
     def paused(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> Iterator[list[Report]]:
-        paused = self._client.paused(mode, **options)
-        reports = self._run(paused.__aenter__())
+        """See RolloutClient.paused."""
+        hold_id = new_hold_id()
+        reports = self.pause(mode, hold_id=hold_id, **options)
         try:
             yield reports
-        finally:
-            self._run(paused.__aexit__(None, None, None))
+        except BaseException as error:
+            with beside(error):
+                self.resume(hold_id)
+            raise
+        self.resume(hold_id)
 
     def is_paused(self) -> bool:
         return self._run(self._client.is_paused())

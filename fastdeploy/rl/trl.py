@@ -11,10 +11,9 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from fastdeploy.rl.pause import beside
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from fastdeploy.rl.weights import Publication
-
-PAUSE_TTL_S = 1800.0  # a trainer that died between pause and resume does not hold the servers for longer
 
 
 class FastDeployWeightTransfer:
@@ -23,7 +22,9 @@ class FastDeployWeightTransfer:
     label: the version of the n-th sync is label + str(n), from 0 (the weights that training begins with). kv: what
     becomes of the KV of requests in flight ("recompute": as if they had been computed by the new weights, which TRL
     assumes). paused False: nothing is paused at all; the new weights are committed between two steps. via, chunk_mb:
-    see RolloutClient.publish. publications: what was committed so far.
+    see RolloutClient.publish. client: further options of RolloutClient, such as api_key, control_key, control_urls and
+    hold_ttl_s (a trainer that died between pause and resume does not hold the servers for longer). publications: what
+    was committed so far.
 
     A sync that fails raises, and the servers go on with the weights they had.
     """
@@ -38,8 +39,10 @@ class FastDeployWeightTransfer:
         via: Literal["auto", "upload", "shared_memory"] = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 1800.0,
+        **client: Any,
     ):
         self._urls = urls
+        self._client_options = client
         self._label = label
         self._kv: Literal["keep", "recompute"] = kv
         self._paused = paused
@@ -50,13 +53,13 @@ class FastDeployWeightTransfer:
 
     def init_weight_transfer(self) -> None:
         """Connect. Called once, before the first sync."""
-        self._client = SyncRolloutClient(self._urls)
+        self._client = SyncRolloutClient(self._urls, **self._client_options)
 
     def pause(self) -> None:
         """Freeze what is in flight on all servers, or on none: FleetError has a report per server."""
         if self._paused:
             self._hold = f"trl-{uuid.uuid4().hex}"
-            self._connected().pause("keep", hold_id=self._hold, ttl_s=PAUSE_TTL_S)
+            self._connected().pause("keep", hold_id=self._hold)
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
         """Publish all ``(name, tensor)`` pairs as one commit. Tied weights come under their first name only, which is
@@ -67,12 +70,14 @@ class FastDeployWeightTransfer:
             self.publications.append(
                 self._connected().publish(state, version, kv=self._kv, **self._publish_options),
             )
-        except BaseException:
-            self.resume()
+        except BaseException as error:
+            with beside(error):
+                self.resume()
             raise
 
     def resume(self) -> None:
-        """Release the hold of :meth:`pause`, and nobody else's. Once is enough, twice is fine."""
+        """Release the hold of :meth:`pause`, and nobody else's. Once is enough, twice is fine. Raises HoldLost if a
+        server ran before."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._connected().resume(hold)

@@ -6,6 +6,10 @@
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.verl_checkpoint_engine
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    servers that run, one per replica; or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    where that is a port of its own
+
+The servers' keys are FASTDEPLOY_API_KEY and FASTDEPLOY_CONTROL_KEY of the environment of verl's processes. A server
+that a replica starts gets them too. It is bound to its node's address, so it needs a control key.
 
 The server is a process of its own, possibly of another environment: it needs Paddle, verl needs torch.
 """
@@ -16,7 +20,7 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import ray
@@ -29,11 +33,13 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.fleet import fan_out, require_all
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.verl_server import CONTROL_S, Limits, VerlServer
+from fastdeploy.rl.verl_weights import bring, peek
 
 NAME = "fastdeploy"
 # verl's names, which are vLLM's, of which distribution a logprob is of.
 LOGPROBS_MODES = {None: "raw", "raw_logprobs": "raw", "processed_logprobs": "processed"}
 START_S = 600.0
+KEYS = {"api_key": "FASTDEPLOY_API_KEY", "control_key": "FASTDEPLOY_CONTROL_KEY"}
 
 
 def actor_name(replica_rank: int, suffix: str = "") -> str:
@@ -41,16 +47,27 @@ def actor_name(replica_rank: int, suffix: str = "") -> str:
 
 
 class FastDeployServer(VerlServer):
-    """The Ray actor behind a replica. Starts a server unless it is given the address of one."""
+    """The Ray actor behind a replica. Starts a server unless it is given the address of one. keys: by the names of
+    KEYS."""
 
-    def __init__(self, limits: Limits, url: str | None, command: list[str], model: str):
+    def __init__(
+        self,
+        limits: Limits,
+        url: str | None,
+        control_url: str | None,
+        keys: dict[str, str],
+        command: list[str],
+        model: str,
+    ):
         self._process: subprocess.Popen | None = None
         if url is None:
             address, port = ray.util.get_node_ip_address(), _free_port()
             url = f"http://{address}:{port}"
             serve = ["serve", "--model", model, "--host", address, "--port", str(port)]
-            self._process = subprocess.Popen([*command[:1], *serve, *command[1:]])
-        super().__init__(url, limits, TokenOutput)
+            environment = os.environ | {KEYS[name]: key for name, key in keys.items() if key}
+            self._process = subprocess.Popen([*command[:1], *serve, *command[1:]], env=environment)
+        super().__init__(url, limits, TokenOutput, control_url=control_url, **keys)
+        self._keys = keys
 
     async def start(self) -> str:
         """Wait until the server takes requests; its address. Raises RuntimeError if it ended instead."""
@@ -65,6 +82,10 @@ class FastDeployServer(VerlServer):
 
     def get_server_address(self) -> str:
         return self._server.url
+
+    def get_access(self) -> dict[str, Any]:
+        """Arguments of a RolloutClient for this server alone."""
+        return {"urls": self._server.url, "control_urls": self._server.control_url, **self._keys}
 
     async def stop(self) -> None:
         """End the server that this actor has started."""
@@ -83,8 +104,11 @@ class FastDeployReplica(RolloutReplica):
             name=actor_name(self.replica_rank, self.name_suffix), max_concurrency=self.max_concurrency, num_cpus=0
         )
         command = [*options.get("command", ["fastdeploy"]), *options.get("args", [])]
-        url = urls[self.replica_rank % len(urls)] if urls else None
-        handle = actor.remote(limits, url, command, str(omega_conf_to_dataclass(self.model_config, HFModelConfig).path))
+        control_urls, index = options.get("control_urls"), self.replica_rank
+        url = urls[index % len(urls)] if urls else None
+        control_url = control_urls[index % len(control_urls)] if control_urls else None
+        model = str(omega_conf_to_dataclass(self.model_config, HFModelConfig).path)
+        handle = actor.remote(limits, url, control_url, keys_of_environment(), command, model)
         self._server_address = (await handle.start.remote()).removeprefix("http://")
         self._server_handle = handle
         self.servers = [handle]
@@ -141,43 +165,24 @@ class FastDeployAdapter(rollout_base.BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Bring full tensors to this replica's server and commit them as ``global_steps``. No tensors: they went
-        another way (the checkpoint engine's). Every rank must take its share of a collective iterator."""
+        """Bring full tensors to this replica's server and commit them as ``global_steps``; None leaves the step as it
+        is. No tensors: they went another way (the checkpoint engine's). Every rank must take its share of a collective
+        iterator."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"expected wire_format 'named_tensors', got {wire_format!r}")
-        head, weights = await _peek(weights)
+        head, weights = await peek(weights)
         if not self.is_leader_rank:
             async for _pair in weights:
                 pass
         elif head:
-            url = await self._server().get_server_address.remote()
-            async with RolloutClient(url, control_s=CONTROL_S) as client:
-                await client.publish(weights, global_steps, chunk_mb=bucket_mb(self.config))
-            if global_steps is not None:
-                await self._server().set_global_steps.remote(global_steps)
+            where = await self._server().get_access.remote()
+            async with RolloutClient(control_s=CONTROL_S, **where) as client:
+                await bring(client, weights, global_steps, chunk_mb=bucket_mb(self.config))
 
 
-async def _peek(weights: Any) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
-    """Whether there is a first one, and all of them."""
-
-    async def each() -> AsyncIterator[tuple[str, Any]]:
-        if isinstance(weights, AsyncIterable):
-            async for pair in weights:
-                yield pair
-        else:
-            for pair in weights:
-                yield pair
-
-    rest = each()
-    first = await anext(rest, None)
-
-    async def whole() -> AsyncIterator[tuple[str, Any]]:
-        if first is not None:
-            yield first
-            async for pair in rest:
-                yield pair
-
-    return first is not None, whole()
+def keys_of_environment() -> dict[str, str]:
+    """The keys of this process, for actors whose environment may lack them."""
+    return {name: os.environ.get(variable, "") for name, variable in KEYS.items()}
 
 
 def bucket_mb(config: Any) -> int:

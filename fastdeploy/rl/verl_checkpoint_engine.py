@@ -10,17 +10,27 @@ import ray
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.verl import CONTROL_S, NAME, actor_name
+from fastdeploy.rl.verl import NAME, actor_name
+from fastdeploy.rl.verl_server import CONTROL_S
+from fastdeploy.rl.verl_weights import bring
 
 
 @CheckpointEngineRegistry.register(NAME)
 class FastDeployCheckpointEngine(CheckpointEngine):
-    """bucket_size: bytes per chunk. urls: of the servers; without them, those that replicas of this Ray job have."""
+    """bucket_size: bytes per chunk. urls, control_urls: of the servers; without them, those that replicas of this Ray
+    job have, and their keys. options: of RolloutClient.publish."""
 
-    def __init__(self, bucket_size: int, is_master: bool = False, urls: Sequence[str] = (), **options: Any):
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        urls: Sequence[str] = (),
+        control_urls: Sequence[str] | None = None,
+        **options: Any,
+    ):
         self._chunk_mb = max(bucket_size >> 20, 1)
         self._is_master = is_master
-        self._urls = list(urls)
+        self._access: dict[str, Any] = {"urls": list(urls), "control_urls": control_urls}
         self._options = options
 
     def prepare(self) -> dict[str, Any]:
@@ -40,14 +50,16 @@ class FastDeployCheckpointEngine(CheckpointEngine):
         return None
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
-        """Publish as version ``global_steps``; the time of each part, for the trainer's metrics. Every rank takes its
-        share of the collective iterator. Raises FleetError if not all servers have committed."""
+        """Publish as version ``global_steps`` (None: the step stays as it is); the time of each part, for the trainer's
+        metrics. Every rank takes its share of the collective iterator. Raises FleetError if not all servers have
+        committed."""
         if not self._is_master:
             for _pair in weights:
                 pass
             return {}
-        async with RolloutClient(self._urls or await _urls(), control_s=CONTROL_S) as client:
-            done = await client.publish(weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
+        access = self._access if self._access["urls"] else await _access()
+        async with RolloutClient(control_s=CONTROL_S, **access) as client:
+            done = await bring(client, weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
         timings = [report.result.get("timings_ms", {}) for report in done.reports]
         parts = {name for timing in timings for name in timing}
         return {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(parts)} | {
@@ -60,10 +72,11 @@ class FastDeployCheckpointEngine(CheckpointEngine):
         yield
 
 
-async def _urls() -> list[str]:
-    """Of all replicas whose actors this job knows by name."""
+async def _access() -> dict[str, Any]:
+    """Arguments of a RolloutClient for all replicas whose actors this job knows by name."""
     prefix = actor_name(0).removesuffix("0_0")
     names = sorted(name for name in ray.util.list_named_actors() if name.startswith(prefix))
     if not names:
         raise RuntimeError(f"no actor {prefix}* in this Ray job: set engine_kwargs.{NAME}.urls")
-    return [await ray.get_actor(name).get_server_address.remote() for name in names]
+    each = [await ray.get_actor(name).get_access.remote() for name in names]
+    return each[0] | {field: [access[field] for access in each] for field in ("urls", "control_urls")}

@@ -7,6 +7,8 @@ an abort is answered with what there is, and not gone on from.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +17,17 @@ from typing import Any
 import httpx
 
 from fastdeploy.errors import FastDeployError, InvalidField
-from fastdeploy.rl.fleet import fan_out, require_all
-from fastdeploy.rl.generate import may_pass
-from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.errors import RolloutFailed, is_busy, may_pass
+from fastdeploy.rl.fleet import fan_out
+from fastdeploy.rl.pause import Holds
+from fastdeploy.rl.replica import BACKOFF_S, Replica
 from fastdeploy.rl.resume import Partial, Request
 from fastdeploy.rl.rollout import Rollout
-from fastdeploy.rl.routing import BUSY
 
 CONTROL_S = 120.0
 SILENCE_S = 60.0
+BUSY_S = 120.0  # how long a request asks again at a server that takes none just now
+DRAIN_S = 600.0
 # verl's names of what sleeps, and ours.
 TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
 STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
@@ -32,7 +36,8 @@ STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 @dataclass(frozen=True)
 class Limits:
     """Of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the same of
-    release_kv_cache and resume_kv_cache. logprobs_mode: as our server spells it."""
+    release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a random one
+    each. logprobs_mode: as our server spells it."""
 
     prompt_length: int
     response_length: int
@@ -58,13 +63,30 @@ class Limits:
 class VerlServer:
     """The server handle. ``output`` makes a reply of token_ids, log_probs, stop_reason, num_preempted, extra_fields."""
 
-    def __init__(self, url: str, limits: Limits, output: Callable[..., Any]):
+    def __init__(
+        self,
+        url: str,
+        limits: Limits,
+        output: Callable[..., Any],
+        *,
+        api_key: str | None = None,
+        control_key: str | None = None,
+        control_url: str | None = None,
+    ):
         self._limits = limits
         self._output = output
-        self._server = Replica(url, httpx.AsyncClient(limits=httpx.Limits(), trust_env=False))
+        http = httpx.AsyncClient(limits=httpx.Limits(), trust_env=False)
+        self._server = Replica(url, http, api_key=api_key, control_key=control_key, control_url=control_url)
+        self._holds = Holds([self._server])
         own = f"verl-{uuid.uuid4().hex}"
-        self._holds = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
+        self._hold_ids = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
         self._drain_hold = f"{own}-drain"
+        self._rejecting = False
+
+    async def close(self) -> None:
+        """Close the connections. Holds that stand end by their ttl."""
+        await self._holds.close()
+        await self._server.close()
 
     # ------------------------------------------------------------------ generation
 
@@ -80,31 +102,58 @@ class VerlServer:
         priority: int = 0,
     ) -> Any:
         """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
-        FleetError if it does not come back. extra_fields: global_steps, min_global_steps and max_global_steps of the
-        weights that made the tokens, and num_cached_tokens."""
+        Unreachable or EngineDead if it does not come back, RolloutFailed if the model's logits were not finite. One
+        that takes no requests just now is asked again when it says so; after BUSY_S seconds that counts as an abort
+        without a token. extra_fields: global_steps, min_global_steps and max_global_steps of the weights that made the
+        tokens, and num_cached_tokens."""
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
-        params = self._params(sampling_params, len(prompt_ids)) | {"priority": priority}
+        params = self._params(sampling_params, len(prompt_ids), request_id) | {"priority": priority}
         choice = Partial(Request(prompt_ids, params, request_id=request_id))
         choice.begin(self._server.url)
-        usage: dict[str, Any] = {}
+        usage: Mapping[str, Any] = {}
         try:
-            body = choice.request.body([choice], 0) | {"stream_options": {"include_usage": True}}
-            async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
-                async for event in events:
-                    usage = (event or {}).get("usage") or usage
-                    for item in (event or {}).get("choices", ()):
-                        choice.take(item, event.get("system_fingerprint"))
+            usage = await self._admitted(choice)
         except FastDeployError as error:
-            if not may_pass(error):
-                raise
-            if error.code not in BUSY:
-                await self._back()
-            choice.cut_off()
+            if choice.finish_reason is None:
+                if not may_pass(error):
+                    raise
+                if not is_busy(error):
+                    await self._back()
+                choice.cut_off()
+        if choice.finish_reason == "error":
+            raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
         return await self._reply(choice.rollout(), usage)
 
-    def _params(self, given: Mapping[str, Any], prompt_tokens: int) -> dict[str, Any]:
+    async def _admitted(self, choice: Partial) -> Mapping[str, Any]:
+        """Send the request until the server takes it, and run it. Raises the refusal if that has lasted for BUSY_S; or
+        after one wait where :meth:`abort_all_requests` asked for rejections, since verl has another server for it."""
+        now = asyncio.get_running_loop().time
+        until = now() + BUSY_S
+        while True:
+            try:
+                return await self._stream(choice)
+            except FastDeployError as error:
+                if not is_busy(error):
+                    raise
+                wait = max(error.detail.get("retry_after", 0.0), BACKOFF_S)
+                await asyncio.sleep(max(min(wait, until - now()), 0.0))
+                if self._rejecting or now() >= until:
+                    raise
+
+    async def _stream(self, choice: Partial) -> Mapping[str, Any]:
+        """Take what the server sends; the usage that it tells at the end."""
+        usage: Mapping[str, Any] = {}
+        body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
+        async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
+            async for event in events:
+                usage = (event or {}).get("usage") or usage
+                for item in (event or {}).get("choices", ()):
+                    choice.take(item, event.get("system_fingerprint"))
+        return usage
+
+    def _params(self, given: Mapping[str, Any], prompt_tokens: int, request_id: str) -> dict[str, Any]:
         params = {name: value for name, value in given.items() if name not in ("max_new_tokens", "logprobs")}
         asked = given.get("max_tokens", given.get("max_new_tokens"))
         params["max_tokens"] = self._limits.max_tokens(asked, prompt_tokens)
@@ -112,7 +161,9 @@ class VerlServer:
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
         if self._limits.seed is not None:
-            params.setdefault("seed", self._limits.seed)
+            # verl keeps the ids of requests over its runs. One seed for all would make equal prompts' answers equal.
+            digest = hashlib.sha256(f"{self._limits.seed}/{request_id}".encode()).digest()
+            params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
         return params
 
     async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
@@ -137,26 +188,26 @@ class VerlServer:
 
     async def _back(self) -> None:
         """Wait until the server answers again."""
-        require_all("the server is gone", await fan_out([self._server], _health, CONTROL_S, retry=True))
+        await self._call("GET", "/health")
 
     # ------------------------------------------------------------------ control
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """End what runs and close the door until :meth:`resume_generation`. Requests that come meanwhile wait, or with
-        ``reject_request`` are answered as aborted."""
-        admission = "reject" if reject_request else "hold"
-        body = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
-        report = await self._call("POST", "/v1/pause", json=body | {"hold_id": self._holds[admission]})
+        """End what runs and close the door until :meth:`resume_generation`; the ids of what was ended. Requests that
+        come meanwhile wait, or with ``reject_request`` are answered as aborted."""
+        admission, other = ("reject", "hold") if reject_request else ("hold", "reject")
+        options = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
+        (report,) = await self._holds.pause(options, self._hold_ids[admission], CONTROL_S)
+        self._rejecting = reject_request
         # Only one of the two stands: the stronger admission would win, and go on doing so.
-        await self._release("hold" if reject_request else "reject")
-        return {"aborted_count": report["counts"]["aborted"], "request_ids": report["forced_ids"]}
+        await self._holds.resume(self._hold_ids[other], CONTROL_S)
+        ids = report.result["aborted_ids"]
+        return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
-        for admission in self._holds:
-            await self._release(admission)
-
-    async def _release(self, admission: str) -> None:
-        await self._call("POST", "/v1/resume", json={"hold_id": self._holds[admission]})
+        """Open the door again. Raises HoldLost if it was open before, as after a restart of the engine."""
+        self._rejecting = False
+        await self._holds.resume(None, CONTROL_S)
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         result = await self._call("POST", "/v1/abort_requests", json={"req_ids": [request_id]})
@@ -174,10 +225,11 @@ class VerlServer:
         await self._call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
 
     async def wait_for_requests_to_drain(self) -> None:
-        """Return when everything that runs has come to its end; the door is open again afterwards."""
-        drain = {"mode": "wait", "clear_cache": False, "hold_id": self._drain_hold}
-        await self._call("POST", "/v1/pause", json=drain)
-        await self._call("POST", "/v1/resume", json={"hold_id": self._drain_hold})
+        """Return when everything that runs has come to its end; the door is open again afterwards. Raises FleetError if
+        that takes longer than DRAIN_S."""
+        drain = {"mode": "wait", "clear_cache": False, "timeout_s": DRAIN_S, "on_timeout": "cancel"}
+        await self._holds.pause(drain, self._drain_hold, DRAIN_S + CONTROL_S)
+        await self._holds.resume(self._drain_hold, CONTROL_S)
 
     # ------------------------------------------------------------------ memory
 
@@ -206,16 +258,20 @@ class VerlServer:
         """verl sleeps and wakes what may be so already; the server refuses that."""
         now = await self._asleep()
         if wanted - now:
-            await self._call("POST", "/v1/sleep", json={"tags": sorted(wanted - now)})
+            await self._call("POST", "/v1/sleep", retry=False, json={"tags": sorted(wanted - now)})
         if now - wanted:
-            await self._call("POST", "/v1/wakeup", json={"tags": sorted(now - wanted)})
+            await self._call("POST", "/v1/wakeup", retry=False, json={"tags": sorted(now - wanted)})
 
-    async def _call(self, method: str, path: str, **kwargs: Any) -> dict[str, Any]:
-        return await self._server.call(method, path, CONTROL_S, **kwargs)
+    async def _call(self, method: str, path: str, retry: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """The result of a route. retry: it may be asked twice, so a server that is gone is waited for, CONTROL_S."""
 
+        async def call(server: Replica) -> dict[str, Any]:
+            return await server.call(method, path, CONTROL_S, **kwargs)
 
-async def _health(server: Replica) -> dict[str, Any]:
-    return await server.call("GET", "/health", 5.0)
+        (report,) = await fan_out([self._server], call, CONTROL_S, retry)
+        if report.result is None:
+            raise report.error
+        return report.result
 
 
 def _tag(tag: str) -> str:

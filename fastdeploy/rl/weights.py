@@ -13,6 +13,7 @@ from typing import Any
 
 from fastdeploy.rl.errors import FleetError, Report, Unreachable
 from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
+from fastdeploy.rl.pause import Holds
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import Ledger
@@ -36,10 +37,11 @@ class Publication:
 class Publisher:
     """One publication at a time. ``Chunks`` yields keyword arguments of Replica.call for /v1/weights/chunk."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: Ledger):
+    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: Ledger, holds: Holds):
         self._replicas = replicas
         self._router = router
         self._ledger = ledger
+        self._holds = holds
         self.lock = asyncio.Lock()
         self.held: dict[str, tuple[str, int]] = {}  # replica -> (boot id, epoch) of its last commit of ours
 
@@ -50,7 +52,8 @@ class Publisher:
 
     async def publish(self, options: dict[str, Any], chunks: Callable[[], Chunks], deadline_s: float) -> Publication:
         """options: the body of /v1/weights/begin. Raises FleetError with a report per replica: while staging, nobody
-        has committed; at the commit, those that failed are left out until they are published to again."""
+        has committed; at the commit, those that failed are left out until they are published to again. Raises HoldLost,
+        and nobody has committed, if the client believes the replicas paused and they are not."""
         sessions: dict[str, dict[str, Any]] = {}
         tensors = nbytes = 0
         try:
@@ -60,6 +63,7 @@ class Publisher:
                     async for chunk in parts:
                         staged = await self._stage(sessions, chunk, deadline_s)
                         tensors, nbytes = tensors + staged["tensors"], nbytes + staged["nbytes"]
+                await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
             await to_the_end(self._abort(sessions))
             if isinstance(error, TimeoutError):

@@ -15,6 +15,9 @@ from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator.messages import Logprob, Source
 
 
+def nothing() -> None: ...
+
+
 class ScheduledChunk(msgspec.Struct, frozen=True):
     """Compute ``token_ids`` at positions start, start+1, ... of one sequence.
 
@@ -70,14 +73,21 @@ class Sampled(msgspec.Struct, frozen=True):
     logprob: Logprob | None
 
 
+class NonFinite(msgspec.Struct, frozen=True):
+    """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
+    token can be drawn there, or no logprob told."""
+
+    position: int
+
+
 class StepResult(NamedTuple):
-    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of it.
-    prompt_logprobs: by index of the chunk, as many as the chunk asked for."""
+    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of the step.
+    prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is not finite."""
 
     step_id: int
-    sampled: list[Sampled | None]
+    sampled: list[Sampled | NonFinite | None]
     elapsed_s: float
-    prompt_logprobs: dict[int, list[Logprob]] = {}
+    prompt_logprobs: dict[int, list[Logprob] | NonFinite] = {}
 
 
 class ChunkReceipt(NamedTuple):
@@ -100,7 +110,8 @@ class ModelInfo(NamedTuple):
 
 
 class Staging(Protocol):
-    """New weights under construction, beside the serving ones (or, in place, instead of them). Used by one thread."""
+    """New weights under construction, beside the serving ones (or, in place, instead of them). ``add`` and ``finish``
+    are called by one thread at a time. They may hang in a read; ``abandon`` may come meanwhile, from another thread."""
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         """Read all tensors of ``source``, check them (name, shape, type, finite, checksum; twice is an error) and pack
@@ -111,7 +122,8 @@ class Staging(Protocol):
         """Everything has arrived: what ``commit`` takes. Raises WeightUpdateRefused, naming what is missing."""
 
     def abandon(self) -> None:
-        """Free what was staged (in place: and what was left of the old weights)."""
+        """Free what was staged (in place: and what was left of the old weights), without waiting for an ``add`` that
+        hangs. After this an ``add`` that comes back takes nothing from the runner, and raises."""
 
 
 class Runner(Protocol):
@@ -129,7 +141,8 @@ class Runner(Protocol):
     asleep: frozenset[str]
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
-        """Copy blocks, compute every chunk, draw for those that sample. What ``between_layers`` raises goes through:
+        """Copy blocks, compute every chunk, draw for those that sample. A row of logits that is not finite concerns its
+        own chunk alone: the others get the same bits as without it. What ``between_layers`` raises goes through:
         the copies are made then, and KV of the plan's own positions may be overwritten, but nothing else is changed."""
         ...
 
@@ -144,14 +157,14 @@ class Runner(Protocol):
         """sha256 hex of each tensor of the checkpoint that serves, of its bytes in the serving dtype. Raises WrongOrder
         without whole weights."""
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """Give the memory of "weight" and "kv_cache" back to the system; returns its bytes. Weights are written to a
         file unless ``discard``; raises OutOfSpace, having changed nothing, where that is not possible, and WrongOrder
-        for a tag that sleeps."""
+        for a tag that sleeps. ``beat`` is called between the pieces of long work."""
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """Take it again: the same weights bit for bit (after a discard: none, until a commit), an empty KV cache.
         Raises OutOfSpace, having changed nothing, where memory is short, and WrongOrder for a tag that does not
-        sleep."""
+        sleep. ``beat``: as for ``sleep``."""
 
     def close(self) -> None: ...

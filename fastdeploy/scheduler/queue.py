@@ -63,7 +63,8 @@ class WaitingQueue:
 
     def check_integrity(self) -> None:
         assert self.num_started == sum(self._where.values())
+        entries = {started: {id(entry[3]) for entry in heap} for started, heap in self._heaps.items()}
         for request, started in self._where.items():
             assert request.state is State.WAITING, request
             assert request.group.started is started, request
-            assert any(entry[3] is request for entry in self._heaps[started]), request
+            assert id(request) in entries[started], request

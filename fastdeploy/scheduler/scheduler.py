@@ -10,8 +10,9 @@ import msgspec
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.engine.request import Event, FinishReason, Request, State
+from fastdeploy.errors import NonFiniteLogits
 from fastdeploy.inter_communicator.messages import Logprob, Span
-from fastdeploy.scheduler.interface import BlockCopy, ModelInfo, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.scheduler.interface import BlockCopy, ModelInfo, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import WaitingQueue
 
@@ -52,6 +53,7 @@ class Scheduler:
         self.ended: list[Request] = []  # ENDING: final output not collected yet
         self._step_id = 0
         self.num_preemptions = 0
+        self.num_non_finite = 0  # sequences that ended since the model gave no finite logits
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -204,19 +206,24 @@ class Scheduler:
         self.kv.step_done()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
-        """Take in one step. Returns its tokens; the requests that came to their end by them are in ``ended``."""
+        """Take in one step. Returns its tokens. The requests that ended are in ``ended``: by their token, or with an
+        error since their logits were not finite."""
         self.kv.step_done()
         now = time.time()
         tokens: list[NewToken] = []
         prefill_tokens = 0
         for i, (chunk, sampled) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
             request: Request = chunk.request
-            if chunk.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs[i]
             count = len(chunk.token_ids)
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
+            of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
+            if isinstance(of_prompt, NonFinite) or isinstance(sampled, NonFinite):
+                first = of_prompt if isinstance(of_prompt, NonFinite) else sampled
+                self._end_non_finite(request, first.position, plan.version)
+                continue
+            request.prompt_logprobs += of_prompt
             if sampled is None:
                 continue
             if self._prefilling.get(request.prompt_key) is request:
@@ -230,6 +237,15 @@ class Scheduler:
             self._end_if_done(request, token_id, span.end)
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
+
+    def _end_non_finite(self, request: Request, position: int, version: str) -> None:
+        """Only this choice ends; its siblings go on."""
+        self.num_non_finite += 1
+        message = (
+            f"the logits for the token at position {position} are not finite (NaN, +inf, or -inf for every token) "
+            f"under weights {version!r}"
+        )
+        self.end(request, FinishReason.ERROR, message, NonFiniteLogits.code)
 
     def _group_started(self, request: Request) -> None:
         waiting = [r for r in request.group.requests if r in self.waiting]

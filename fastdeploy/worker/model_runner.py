@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,16 @@ from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.scheduler.interface import ModelInfo, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.safe_files import ANYWHERE
+from fastdeploy.scheduler.interface import (
+    ModelInfo,
+    NonFinite,
+    Sampled,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+    nothing,
+)
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill
@@ -39,7 +48,7 @@ class ModelRunner:
     memory that is free; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, within
     2 GiB and a quarter of the free memory. max_model_len None: the model's own, or what the KV cache can hold of one
     sequence if that is less. ops: by default the best that this machine can run. spill_dir: where sleeping weights are
-    written ("" = the temporary folder).
+    written ("" = the temporary folder). model_roots: folders of new weights must lie beneath one of these.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -57,6 +66,7 @@ class ModelRunner:
         place: str = "cpu",
         ops: Ops | None = None,
         spill_dir: str = "",
+        model_roots: Sequence[str] = ANYWHERE,
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -84,6 +94,7 @@ class ModelRunner:
         self.model = MODELS[self.config.architecture](self.config, self.ops, wanted_len)
         self.asleep: frozenset[str] = frozenset()
         self._spill_dir, self._spill = spill_dir, None
+        self._model_roots = tuple(model_roots)
         self.weights: QwenWeights | None = None
         staging = WeightStaging(self.model, partial=False, serving=self._values)
         staging.add(FolderSource(model_path), {})
@@ -123,7 +134,8 @@ class ModelRunner:
             raise WrongOrder("the weights are asleep: wake them up before an update")
         if partial and self.weights is None:
             raise WrongOrder("there are no whole weights that a partial update could complete: send all of them")
-        return WeightStaging(self.model, partial, self._values, self._give_up_weights if in_place else None)
+        take = self._give_up_weights if in_place else None
+        return WeightStaging(self.model, partial, self._values, take, self._model_roots)
 
     def commit(self, staged: QwenWeights) -> None:
         """Exchange the weights. The old ones are freed with the last reference to them: this one."""
@@ -135,7 +147,7 @@ class ModelRunner:
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
 
-    def sleep(self, tags: Collection[str], discard: bool) -> int:
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """See ``Runner.sleep``. What it returns was measured: resident memory before and after."""
         for tag in tags:
             if tag not in (WEIGHT, KV_CACHE):
@@ -145,7 +157,7 @@ class ModelRunner:
         before = resident_memory()
         if WEIGHT in tags:
             if self.weights is not None and not discard:
-                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir)
+                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir, beat)
             self.weights = None
         if KV_CACHE in tags:
             self.cache = None
@@ -154,7 +166,7 @@ class ModelRunner:
         give_back_freed_memory()
         return max(before - resident_memory(), 0)
 
-    def wake(self, tags: Collection[str]) -> None:
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """See ``Runner.wake``."""
         for tag in tags:
             if tag not in self.asleep:
@@ -164,7 +176,7 @@ class ModelRunner:
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
         try:
-            weights = self._read_spill(sleeping) if sleeping else None
+            weights = self._read_spill(sleeping, beat) if sleeping else None
             cache = self._new_cache(self.info.num_blocks, self.info.block_size) if KV_CACHE in tags else None
         except MemoryError as error:
             raise OutOfSpace(f"no memory to wake up: {error}") from error
@@ -192,9 +204,9 @@ class ModelRunner:
         weights, self.weights = self.weights, None
         return {} if weights is None else weights.values
 
-    def _read_spill(self, sleeping: Spill) -> QwenWeights:
+    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> QwenWeights:
         with paddle.no_grad():
-            return self.model.assemble(sleeping.read(self.ops))
+            return self.model.assemble(sleeping.read(self.ops, beat))
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         c = self.config
@@ -202,37 +214,46 @@ class ModelRunner:
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
-    ) -> tuple[list[Sampled | None], dict[int, list[Logprob]]]:
-        """What each chunk drew, and the prompt logprobs by index of the chunk."""
+    ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
+        """The draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch = _make_batch(chunks, self.info.block_size)
         sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
-        of_prompts: dict[int, list[Logprob]] = {}
+        of_prompts: dict[int, list[Logprob] | NonFinite] = {}
         spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
         hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
-            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, int(np.searchsorted(rows, span[0])))
+            of_prompts[i] = self._prompt_logprobs(
+                chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
+            )
         if asking and sampling:
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
-        result: list[Sampled | None] = [None] * len(chunks)
+        result: list[Sampled | NonFinite | None] = [None] * len(chunks)
         if sampling:
             logits = self.model.logits(self.weights, hidden)
             for i, one in zip(sampling, self._sampler.sample(logits, [chunks[i] for i in sampling]), strict=True):
                 result[i] = one
         return result, of_prompts
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int) -> list[Logprob]:
+    def _prompt_logprobs(
+        self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int, between_slices: Callable[[], None] | None
+    ) -> list[Logprob] | NonFinite:
         """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
-        a whole prompt may be larger than the model."""
+        a whole prompt may be larger than the model. The first row that is not finite stands for all."""
         count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
         targets = np.array(chunk.all_token_ids[chunk.start + 1 : chunk.start + 1 + count], np.int32)
         found: list[Logprob] = []
         for at in range(0, count, LOGITS_ROWS):
             end = min(at + LOGITS_ROWS, count)
             logits = self.model.logits(self.weights, hidden[first + at : first + end])
-            found += prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at))
+            for logprob in prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
+                if logprob is None:
+                    return NonFinite(chunk.start + 1 + len(found))
+                found.append(logprob)
+            if between_slices is not None:
+                between_slices()
         return found
 
 

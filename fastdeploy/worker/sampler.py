@@ -9,6 +9,8 @@ Logprobs are of one of three distributions, per row:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import paddle
 
@@ -16,7 +18,7 @@ from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.inter_communicator.messages import Logprob
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
 from fastdeploy.model_executor.rng import uniform
-from fastdeploy.scheduler.interface import Sampled, ScheduledChunk
+from fastdeploy.scheduler.interface import NonFinite, Sampled, ScheduledChunk
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
 NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8 times as many, and so on
@@ -34,7 +36,8 @@ class _Rows:
         self.top_k = np.array([p.top_k for p in params], np.int32)
         self.top_p = np.array([p.top_p for p in params], np.float64)
         self.min_p = np.array([p.min_p for p in params], np.float64)
-        self.seeds = np.array([p.seed for p in params], np.int64)
+        assert all(p.seed is not None for p in params if p.temperature), "a request without a seed was let in"
+        self.seeds = np.array([p.seed or 0 for p in params], np.int64)  # a greedy row needs none
         self.choices = np.array([choice for _, choice in keys], np.int64)
 
     def sample_batch(self, positions: np.ndarray) -> SampleBatch:
@@ -51,20 +54,26 @@ class Sampler:
         self._ops = ops
         self._rows = _Rows([], [])
 
-    def sample(self, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled]:
+    def sample(self, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled | NonFinite]:
         """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs
-        are in the mode that the row asks for."""
+        are in the mode that the row asks for. NonFinite for a row that no token can be drawn from, or whose logprob is
+        not a number."""
         rows = self._rows_of(chunks)
         touched = sorted(rows.penalised.union(i for i, chunk in enumerate(chunks) if chunk.banned))
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         apply_penalties_and_bans(logits, chunks, touched)
         positions = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int64)
         token_ids = self._ops.sample(logits, rows.sample_batch(positions))
-        sampled = [Sampled(token, None) for token in token_ids.tolist()]
+        sampled: list[Sampled | NonFinite] = [
+            Sampled(token, None) if token >= 0 else NonFinite(position)
+            for token, position in zip(token_ids.tolist(), positions.tolist(), strict=True)
+        ]
         for mode, asking in rows.by_mode.items():
-            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, chunks, asking)
-            for i, logprob in zip(asking, logprobs, strict=True):
-                sampled[i] = Sampled(sampled[i].token_id, logprob)
+            drawn = [i for i in asking if token_ids[i] >= 0]
+            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, chunks, drawn) if drawn else []
+            for i, logprob in zip(drawn, logprobs, strict=True):
+                token, position = int(token_ids[i]), int(positions[i])
+                sampled[i] = NonFinite(position) if logprob is None else Sampled(token, logprob)
         return sampled
 
     def _rows_of(self, chunks: list[ScheduledChunk]) -> _Rows:
@@ -74,8 +83,9 @@ class Sampler:
         return self._rows
 
 
-def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob]:
-    """Raw logprobs of given tokens [S], each from its row of logits [S, V], and of the ``top`` best beside each."""
+def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob | None]:
+    """Raw logprobs of given tokens [S], each from its row of logits [S, V], and of the ``top`` best beside each. None
+    for a row that is not finite."""
     return _of_rows(ops, logits, token_ids, top)
 
 
@@ -139,23 +149,33 @@ def _logprobs(
     token_ids: np.ndarray,
     chunks: list[ScheduledChunk],
     rows: list[int],
-) -> list[Logprob]:
-    """Of ``rows``, which all ask for ``mode``. processed: the logits after penalties and bans."""
+) -> list[Logprob | None]:
+    """Of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after penalties and bans. None
+    for a row that is not finite: a ban may have hidden that from the draw."""
     logits, params = processed if mode == PROCESSED else raw, [chunks[i].sampling for i in rows]
     if len(rows) < len(chunks):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
+    kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
     if mode != RAW:
-        scaled = _scaled(logits, params)
-        logits = _truncated(scaled, logits, params, token_ids) if mode == PROCESSED else scaled
-    return _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+        logits = _masked(_scaled(logits, params), kept)
+    found = _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+    for i, p in enumerate(params):
+        if p.return_kept and (i in kept or p.temperature == 0.0):
+            ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
+            found[i] = Logprob(found[i].logprob, found[i].top, ids.astype("<i4").tobytes())
+    return found
 
 
-def _of_rows(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, wanted: list[int]) -> list[Logprob]:
-    """Log softmax of each row at its token, and its best; those that cannot be drawn at all are not among them."""
+def _of_rows(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, wanted: list[int]) -> list[Logprob | None]:
+    """Log softmax of each row at its token, and its best; those that cannot be drawn at all are not among them. None
+    for a row that is not finite."""
     chosen, best, ids = ops.logprobs(logits, token_ids, min(max(wanted), logits.shape[1]))
     rows = zip(chosen.tolist(), ids.tolist(), best.tolist(), wanted, strict=True)
-    result = []
+    result: list[Logprob | None] = []
     for value, its_ids, its_best, k in rows:
+        if math.isnan(value):
+            result.append(None)
+            continue
         top = zip(its_ids[:k], its_best[:k], strict=True)
         result.append(Logprob(value, tuple((token, logprob) for token, logprob in top if logprob > -np.inf)))
     return result
@@ -167,18 +187,23 @@ def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tenso
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 
-def _truncated(
-    scaled: paddle.Tensor, logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray
-) -> paddle.Tensor:
-    """``scaled``, -inf where top_k, top_p or min_p let no token be drawn."""
-    cut = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p)]
-    if not cut:
+def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
+    """By row, bool [V]: the tokens that top_k, top_p and min_p leave. Rows that use none of the three are absent."""
+    kept = {}
+    for i, p in enumerate(params):
+        if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
+            kept[i] = _kept(logits[i].numpy(), p)
+            kept[i][token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
+    return kept
+
+
+def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor:
+    """``scaled``, -inf where ``kept`` is False."""
+    if not kept:
         return scaled
     values = scaled.numpy()
-    for i in cut:
-        kept = _kept(logits[i].numpy(), params[i])
-        kept[token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
-        values[i, ~kept] = -np.inf
+    for i, row in kept.items():
+        values[i, ~row] = -np.inf
     return paddle.to_tensor(values)
 
 

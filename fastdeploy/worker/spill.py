@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy as np
 from fastdeploy.errors import OutOfSpace
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import SLICE, Parameter, Value
+
+PIECE = 1 << 26  # bytes read or written at once: some 0.1 s on a slow disk
 
 
 @dataclass
@@ -24,25 +26,30 @@ class Spill:
     vectors: dict[str, Value]
     nbytes: int
 
-    def read(self, ops: Ops) -> dict[str, Value]:
-        """The values as they were, bit for bit: packing what was unpacked gives the same bits. Raises MemoryError."""
+    def read(self, ops: Ops, beat: Callable[[], None]) -> dict[str, Value]:
+        """The values as they were, bit for bit: packing what was unpacked gives the same bits. ``beat`` is called after
+        each piece. Raises MemoryError."""
         dtype = np.uint16 if ops.dtype == "bfloat16" else np.float32
         values = dict(self.vectors)
         offset = 0
         for key, rows, columns, bias in self.linears:
             array = np.empty((rows, columns), dtype)
-            _read_into(self.fd, memoryview(array.reshape(-1)).cast("B"), offset)
+            _read_into(self.fd, memoryview(array.reshape(-1)).cast("B"), offset, beat)
             offset += array.nbytes
             values[key] = ops.pack_linear([array], None if bias is None else [bias])
             del array  # before the next one is made
+            beat()
         return values
 
     def close(self) -> None:
         os.close(self.fd)
 
 
-def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str) -> Spill:
-    """Write the values to a file in ``folder`` ("" = the temporary folder). Raises OutOfSpace, leaving nothing."""
+def spill(
+    ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, beat: Callable[[], None]
+) -> Spill:
+    """Write the values to a file in ``folder`` ("" = the temporary folder); ``beat`` is called after each piece. Raises
+    OutOfSpace, leaving nothing."""
     try:
         fd, path = tempfile.mkstemp(prefix="fastdeploy-", dir=folder or None)
         os.unlink(path)
@@ -58,24 +65,26 @@ def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value]
             linears.append((parameter.key, value.out_features, value.in_features, ops.unpack_bias(value)))
             for row in range(0, value.out_features, SLICE):
                 piece = ops.unpack_linear(value, row, min(row + SLICE, value.out_features))
-                nbytes += _write(fd, memoryview(piece.reshape(-1)).cast("B"))
+                nbytes += _write(fd, memoryview(piece.reshape(-1)).cast("B"), beat)
     except (OSError, MemoryError) as error:
         os.close(fd)
         raise OutOfSpace(f"no room for the sleeping weights after {nbytes} bytes: {error}") from error
     return Spill(fd, linears, vectors, nbytes)
 
 
-def _write(fd: int, data: memoryview) -> int:
+def _write(fd: int, data: memoryview, beat: Callable[[], None]) -> int:
     done = 0
     while done < len(data):
-        done += os.write(fd, data[done : done + (1 << 30)])
+        done += os.write(fd, data[done : done + PIECE])
+        beat()
     return done
 
 
-def _read_into(fd: int, buffer: memoryview, offset: int) -> None:
+def _read_into(fd: int, buffer: memoryview, offset: int, beat: Callable[[], None]) -> None:
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done : done + (1 << 30)]], offset + done)
+        count = os.preadv(fd, [buffer[done : done + PIECE]], offset + done)
         if count == 0:
             raise OSError("the file of the sleeping weights was cut short")
         done += count
+        beat()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import paddle
 
 from fastdeploy.errors import InvalidField, OutOfSpace, WeightUpdateRefused
-from fastdeploy.inter_communicator.messages import FolderSource, Source
-from fastdeploy.model_executor.model_config import load_config
+from fastdeploy.inter_communicator.messages import Source
+from fastdeploy.model_executor.model_config import CONFIG, read_config
 from fastdeploy.model_executor.models.qwen import Qwen, QwenWeights
 from fastdeploy.model_executor.parameters import (
     Parameter,
@@ -29,6 +29,7 @@ from fastdeploy.model_executor.safetensors_source import (
     read_checksums,
     refuse_tensor,
 )
+from fastdeploy.safe_files import ANYWHERE, Folder
 from fastdeploy.scheduler.interface import ChunkReceipt
 
 Serving: TypeAlias = Callable[[], Mapping[str, Value]]
@@ -41,12 +42,23 @@ class WeightStaging:
     its siblings, in this chunk or a later one. Everything else is held packed only.
 
     serving: the values that serve, by parameter key. partial: those complete what did not arrive. take: as ``serving``,
-    but the runner gives them up (in place): each is freed just before its successor is packed.
+    but the runner gives them up (in place): each is freed just before its successor is packed. roots: folders must lie
+    beneath one of these.
+
+    ``abandon`` may come from another thread in the middle of ``add`` or ``finish``, which may hang in a read for ever.
+    The lock makes sure that nothing is taken from the runner after it.
     """
 
-    def __init__(self, model: Qwen, partial: bool, serving: Serving, take: Serving | None = None):
+    def __init__(
+        self,
+        model: Qwen,
+        partial: bool,
+        serving: Serving,
+        take: Serving | None = None,
+        roots: Sequence[str] = ANYWHERE,
+    ):
         self._model, self._ops, self._partial = model, model.ops, partial
-        self._serving, self._take = serving, take
+        self._serving, self._take, self._roots = serving, take, roots
         self._shapes = model.tensor_shapes()
         self._received: set[str] = set()
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
@@ -54,13 +66,15 @@ class WeightStaging:
         self._old: dict[str, Value] | None = None  # in place: what was taken and has no successor yet
         self._alias_digests: dict[str, str] = {}
         self._failed = False
+        self._abandoned = False
+        self._lock = threading.Lock()
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         """See ``Staging.add``; also raises OutOfSpace. After an error nothing but ``abandon`` makes sense."""
         try:
-            with paddle.no_grad(), open_source(source) as reader:
-                self._check(reader, source)
-                expected = _expected_checksums(reader, source, checksums, verify_checksum)
+            with paddle.no_grad(), open_source(source, self._roots) as reader:
+                self._check(reader)
+                expected = _expected_checksums(reader, checksums, verify_checksum)
                 self._receive(reader, expected)
                 return ChunkReceipt(len(reader.entries), sum(entry.nbytes for entry in reader.entries.values()))
         except MemoryError as error:
@@ -87,25 +101,26 @@ class WeightStaging:
 
     def abandon(self) -> None:
         """See ``Staging.abandon``. What was taken in place is freed too: a mixture serves nobody."""
-        self._failed = True
-        self._waiting, self._packed, self._old = {}, {}, None
+        with self._lock:
+            self._failed = self._abandoned = True
+            self._waiting, self._packed, self._old = {}, {}, None
 
-    def _check(self, reader: SafetensorsReader, source: Source) -> None:
+    def _check(self, reader: SafetensorsReader) -> None:
         """Everything that headers tell, before anything is read or given up. A folder that is the whole model must have
         a config.json; one that is a part of it may."""
-        if isinstance(source, FolderSource):
+        if reader.folder is not None:
             whole = all(name in reader.entries for name in self._shapes)
-            if (whole and not self._partial) or (Path(source.path) / "config.json").exists():
-                self._check_config(source.path)
+            if (whole and not self._partial) or _has(reader.folder, CONFIG):
+                self._check_config(reader.folder)
         aliases = {alias: self._shapes[name] for alias, name in self._model.aliases.items()}
         reader.check(self._shapes | aliases)
         for name, entry in reader.entries.items():
             if name in self._received:
                 raise refuse_tensor(name, f"of {entry.file} has arrived before in this update")
 
-    def _check_config(self, folder: str) -> None:
+    def _check_config(self, folder: Folder) -> None:
         try:
-            config = load_config(folder)
+            config = read_config(folder)
         except InvalidField as error:
             where = "" if error.field.endswith(".json") else "config.json: "
             raise WeightUpdateRefused(where + error.message, key=error.field) from error
@@ -115,8 +130,10 @@ class WeightStaging:
             raise WeightUpdateRefused(f"config.json: {key} is {new!r}, the serving model has {old!r}", key=key)
 
     def _receive(self, reader: SafetensorsReader, expected: Mapping[str, str]) -> None:
-        if self._take is not None and self._old is None and reader.entries:
-            self._old = dict(self._take())
+        with self._lock:
+            self._check_wanted()
+            if self._take is not None and self._old is None and reader.entries:
+                self._old = dict(self._take())
         for parameter in self._model.parameters:
             self._receive_parameter(parameter, reader, expected)
         for alias in self._model.aliases:
@@ -135,16 +152,21 @@ class WeightStaging:
         else:
             self._waiting[parameter.key] = arrays
 
+    def _check_wanted(self) -> None:
+        if self._abandoned:
+            raise WeightUpdateRefused("this update was given up while it was read")
+
     def _read(self, reader: SafetensorsReader, name: str, expected: Mapping[str, str]) -> np.ndarray:
         array = reader.read(name, expected.get(name))
+        self._check_wanted()
         if not fits(array, self._ops.dtype):
             raise refuse_tensor(name, f"of {reader.entries[name].file} holds values that {self._ops.dtype} cannot")
         self._received.add(name)
         return array
 
     def _pack(self, parameter: Parameter, arrays: Mapping[str, np.ndarray]) -> None:
-        if self._old is not None:
-            self._old.pop(parameter.key, None)
+        if (old := self._old) is not None:
+            old.pop(parameter.key, None)
         self._packed[parameter.key] = pack(self._ops, parameter, arrays)
 
     def _complete(self) -> None:
@@ -172,16 +194,21 @@ class WeightStaging:
                 raise refuse_tensor(alias, f"differs from {name}, but tie_word_embeddings is true")
 
 
-def _expected_checksums(
-    reader: SafetensorsReader, source: Source, given: Mapping[str, str], verify: bool
-) -> dict[str, str]:
+def _has(folder: Folder, name: str) -> bool:
+    try:
+        return folder.has(name)
+    except OSError as error:
+        raise WeightUpdateRefused(f"{name}: cannot be looked for: {error.strerror}", file=name) from error
+
+
+def _expected_checksums(reader: SafetensorsReader, given: Mapping[str, str], verify: bool) -> dict[str, str]:
     """The sha256 that each tensor of the source must have, where one is known; of all of them if ``verify``."""
     expected = dict(given)
     for name in given:
         if name not in reader.entries:
             raise refuse_tensor(name, "has a checksum, but is not in the source")
-    if verify and isinstance(source, FolderSource):
-        for name, checksum in read_checksums(source.path).items():
+    if verify and reader.folder is not None:
+        for name, checksum in read_checksums(reader.folder).items():
             if expected.setdefault(name, checksum).lower() != checksum.lower():
                 raise refuse_tensor(name, f"has another sha256 in checksums.json than in the call: {checksum}")
     for name in reader.entries:

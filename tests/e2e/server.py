@@ -93,7 +93,12 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "FASTDEPLOY_IPC_ROOT": str(self.ipc_root), **(env or {})},
+            env={
+                **os.environ,
+                "FASTDEPLOY_IPC_ROOT": str(self.ipc_root),
+                "FASTDEPLOY_CHECK_INTEGRITY": "1",
+                **(env or {}),
+            },
         )
 
     def wait_ready(self, seconds: float = 60.0) -> Server:

@@ -170,6 +170,20 @@ def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(st
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
 
 
+def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(start_server):
+    server = start_server("--stall-s", "2")
+    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
+    stuck = server.engine_pid
+    os.kill(stuck, signal.SIGSTOP)
+    stream.wait_end(20)
+    assert "silent for 2 s" in stream.error["message"]
+    health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health says it")
+    assert "silent" in health["reason"]
+    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
+    server.wait_ready()
+    assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
+
+
 def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuck(start_server):
     server = start_server("--stall-s", "1")
     boot = server.get("/v1/is_paused").result["boot_id"]

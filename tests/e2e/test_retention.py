@@ -32,7 +32,7 @@ def send(server: Server, content: dict) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port))
     lines = (
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(raw)}",
     )

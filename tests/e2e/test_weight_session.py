@@ -85,6 +85,16 @@ def upload_in_two(http: httpx.Client, names: list[str], scale: float) -> dict:
     return post(http, "/v1/weights/commit", json={"session_id": session})
 
 
+def test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on(server, http):
+    boot = server.get("/v1/weights").result["boot_id"]
+    head = b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    body = len(head).to_bytes(8, "little") + head + bytes(4)
+    for _ in range(2):
+        reply = http.post("/v1/update_weights", content=body, headers=OCTETS)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "weight_update_refused", reply.text
+    assert server.get("/v1/weights").result["boot_id"] == boot
+
+
 def test_a_folder_an_upload_shared_memory_and_a_session_in_two_parts_give_the_same_weights(
     server, http, names, tmp_path
 ):

@@ -137,6 +137,20 @@ def test_logprobs_are_aligned_when_asked_for_and_absent_when_not():
     assert h.stream("without").logprobs == []
 
 
+def test_requests_without_a_seed_get_one_each_that_their_choices_share():
+    h = Harness()
+    for name in ("a", "b"):
+        h.add(name, [1, 2], n=2, max_tokens=3)
+    h.add("c", [1, 2], seed=5, max_tokens=3)
+    h.run_out()
+    seeds: dict[str, set] = {}
+    for plan in h.runner.plans:
+        for chunk in plan.chunks:
+            seeds.setdefault(chunk.key[0], set()).add(chunk.sampling.seed)
+    assert [len(seeds[name]) for name in "abc"] == [1, 1, 1] and None not in seeds["a"] | seeds["b"]
+    assert seeds["a"] != seeds["b"] and seeds["c"] == {5}
+
+
 def test_eos_and_stop_ids_end_a_request_but_not_before_min_tokens():
     runner = FakeRunner(vocab=4)
     h = Harness(runner)
@@ -340,3 +354,188 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     h.turn()
     failure = h.rejected("bad")
     assert failure.code == "invalid_field" and failure.detail["param"] == field
+
+
+def go_idle(h: Harness) -> None:
+    """Run one request to its end with the engine's own turns, up to the one that finds nothing left to do."""
+    h.add("r", [1, 2, 3], max_tokens=3)
+    h.engine.turn(block=False)
+    while len(h.engine.requests):
+        h.engine.turn(block=True)
+    h.engine.turn(block=True)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_becoming_idle_does_not_walk_over_the_kv_cache_unless_asked_to(asked, monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_CHECK_INTEGRITY", asked)
+    h = Harness(FakeRunner(num_blocks=1000))
+    looked_at: list[int] = []
+    is_free = h.engine.kv.pool.is_free
+    monkeypatch.setattr(h.engine.kv.pool, "is_free", lambda block: looked_at.append(block) or is_free(block))
+    go_idle(h)
+    assert len(looked_at) == (1000 if asked else 0)
+
+
+def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
+    h = Harness()
+    h.engine.kv.pool.allocate(1)
+    with pytest.raises(AssertionError):
+        go_idle(h)
+
+
+def prompts_in_memory(h: Harness) -> int:
+    """Lists of tokens that the requests of the engine hold."""
+    return len({id(request.token_ids) for request in h.engine.requests})
+
+
+def test_the_choices_that_wait_share_one_copy_of_their_prompt():
+    h = Harness(FakeRunner(num_blocks=16, block_size=4, max_model_len=32))
+    prompt = list(range(1, 13))
+    h.add("r", prompt, n=200, max_tokens=8)
+    expected = expected_tokens(prompt, 8)
+    while True:
+        h.turn()
+        if not len(h.engine.requests):
+            break
+        started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.requests)
+        assert prompts_in_memory(h) <= 1 + h.engine.scheduler.max_num_seqs + started
+    assert all(h.stream("r", choice).tokens == expected for choice in range(200))
+
+
+def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
+    h = Harness()
+    h.add("r", list(range(1, 101)), n=4, max_tokens=4)
+    h.turn()  # the prompt is half computed
+    assert prompts_in_memory(h) == 2
+    h.pause(mode="wait")
+    assert prompts_in_memory(h) == 1
+    h.resume()
+    h.run_out()
+    assert h.stream("r", 3).tokens == expected_tokens(list(range(1, 101)), 4)
+
+
+# --------------------------------------------------------------------------- an exception in the handling of a message
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("a handler's own mistake")
+
+
+def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_goes_on(monkeypatch):
+    h = Harness()
+    h.add("r", [1, 2, 3], max_tokens=20)
+    h.turn(3)
+    monkeypatch.setattr(h.engine.requests, "known_as", broken)
+    failure = h.ask(m.AbortArgs(["r"])).failure
+    assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
+    monkeypatch.undo()
+    assert "fastdeploy:internal_errors_total 1.0" in h.ask(m.MetricsArgs()).result["text"]
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
+
+
+def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left(monkeypatch):
+    h = Harness()
+    h.add("other", [9], max_tokens=4)
+    h.add("r", [1, 2, 3], n=3, max_tokens=4)
+    monkeypatch.setattr("fastdeploy.engine.common_engine.check_retainable", broken)
+    h.turn()
+    assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.requests)
+    monkeypatch.undo()
+    h.add("r", [1, 2, 3], max_tokens=4)
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 4), "its id is free again"
+
+
+def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(monkeypatch):
+    h = Harness()
+    assert h.ask(m.SleepArgs(), turns=5).failure is None
+    monkeypatch.setattr(h.runner, "wake", broken)
+    assert h.ask(m.WakeArgs()).failure.code == "internal_error"
+    monkeypatch.undo()
+    assert h.ask(m.WakeArgs()).result["asleep"] == []
+
+
+def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
+    h = Harness()
+    monkeypatch.setattr(h.engine, "abort_all", broken)
+    call = h.call(m.PauseArgs(mode="abort"))  # its hold stands by the time it fails
+    h.turn(5)
+    assert h.reply(call).failure.code == "internal_error"
+
+
+def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
+    h = Harness()
+
+    def lose_a_block(*_: object) -> None:
+        h.engine.kv.pool.allocate(1)
+        raise RuntimeError("half-done")
+
+    monkeypatch.setattr(h.engine.requests, "known_as", lose_a_block)
+    call = h.call(m.AbortArgs(["r"]))
+    with pytest.raises(EngineError):
+        h.engine.run()
+    assert h.reply(call).failure.code == "internal_error"
+
+
+# --------------------------------------------------------------------------- heartbeats during long work
+
+
+def beats(h: Harness, client: str = "a") -> int:
+    return sum(isinstance(message, m.Heartbeat) for message in h.transport.sent[client])
+
+
+def test_a_long_step_beats_between_its_layers():
+    h = Harness(heartbeat_s=1.0)
+    h.add("r", [1, 2, 3], max_tokens=50)
+    h.turn(3)
+    counts: list[int] = []
+
+    def long_layer() -> None:
+        counts.append(beats(h))
+        h.now += 1.1
+
+    h.runner.in_step = long_layer
+    h.turn()
+    assert beats(h) == counts[0] + 1
+
+
+def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_step():
+    h = Harness(heartbeat_s=1.0)
+    h.connect("b")
+    h.add("a1", [1, 2], max_tokens=50)
+    h.add("b1", [3, 4], client="b", max_tokens=50)
+    h.turn(3)
+    seen: list[str] = []
+    layers = h.engine._between_layers
+
+    def in_step() -> None:
+        h.transport.gone.add("b")
+        h.now += 1.1
+        layers()
+        seen.extend(r.state for r in h.engine.requests)
+
+    h.runner.in_step = in_step
+    h.turn()
+    assert seen == ["running"] * 2, "requests must not change within a step"
+    h.turn()
+    assert not h.engine.requests.get("b1") and h.engine.requests.get("a1")
+
+
+@pytest.mark.parametrize("args", [m.SleepArgs(), m.WakeArgs()])
+def test_sleeping_and_waking_up_beat_between_their_pieces(args):
+    h = Harness(heartbeat_s=1.0)
+    if isinstance(args, m.WakeArgs):
+        h.ask(m.SleepArgs(), turns=5)
+    counts: list[int] = []
+
+    def ten_pieces(beat) -> None:
+        counts.append(beats(h))
+        for _ in range(10):
+            h.now += 1.1
+            beat()
+        counts.append(beats(h))
+
+    h.runner.work_in_pieces = ten_pieces
+    assert h.ask(args, turns=5).failure is None
+    assert counts[1] == counts[0] + 10

@@ -378,6 +378,7 @@ def test_on_timeout_abort_tells_whom_it_forced():
     report = h.reply(call).result
     assert report["mode"] == "abort" and report["escalated_by"] == "timeout" and report["is_paused"]
     assert sorted(report["forced_ids"]) == [f"r{i}" for i in range(6)] and report["counts"]["aborted"] == 6
+    assert report["aborted_ids"] == report["forced_ids"]
     assert report["tokens_returned"] == sum(tokens_of(h))
 
 
@@ -591,7 +592,153 @@ def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
     assert h.reply(call).failure is None and h.status()["is_paused"]
 
 
+# --------------------------------------------------------------------------- renewal
+
+
+def test_a_renewed_hold_outlives_its_ttl_and_one_that_is_not_ends():
+    h = busy()
+    h.pause(mode="keep", hold_id="mine", ttl_s=10.0)
+    for _ in range(5):
+        h.now += 8.0
+        renewed = h.ask(m.RenewArgs("mine", 10.0)).result
+        assert renewed["is_paused"] and renewed["hold"]["ttl_left_s"] == 10.0
+    h.now += 10.0
+    h.turn()
+    assert not h.status()["holds"]
+    assert h.ask(m.RenewArgs("mine", 10.0)).failure.code == "hold_not_found"
+    assert not h.status()["holds"], "a renewal never places a hold"
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_renewal_aborts_nobody_clears_nothing_and_does_not_drain_anew(mode):
+    h = busy()
+    h.pause(turns=200, mode=mode, hold_id="mine", admission="hold", ttl_s=10.0, clear_cache=True)
+    h.add("late", [1, 2], max_tokens=3)
+    h.turn()
+    fences = sum(isinstance(x, m.Fence) for x in h.transport.sent["a"])
+    before, computed, status = tokens_of(h), h.runner.computed_tokens, h.status()
+    assert h.ask(m.RenewArgs("mine", 20.0)).failure is None
+    h.turn(3)
+    assert sum(isinstance(x, m.Fence) for x in h.transport.sent["a"]) == fences
+    after = h.status()
+    status["holds"][0].pop("ttl_left_s"), after["holds"][0].pop("ttl_left_s")
+    assert after == status and tokens_of(h) == before and h.runner.computed_tokens == computed
+    h.resume("mine")
+    h.run_out()
+    assert h.stream("late").tokens == expected_tokens([1, 2], 3)
+
+
+def test_a_renewal_reaches_a_pause_that_still_drains():
+    h = busy()
+    call = ask_later(h, mode="wait", timeout_s=60.0, hold_id="mine", ttl_s=10.0)
+    h.now += 8.0
+    assert h.ask(m.RenewArgs("mine", 10.0)).result["state"] == "draining"
+    h.now += 8.0
+    h.turn()
+    assert h.status()["holds"] and (h.reply(call) is None or h.reply(call).failure is None)
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, 1e9, float("nan")])
+def test_a_renewal_with_a_ttl_out_of_range_is_refused_by_name_and_changes_nothing(ttl_s):
+    h = Harness()
+    h.pause(mode="keep", hold_id="mine", ttl_s=10.0)
+    failure = h.ask(m.RenewArgs("mine", ttl_s)).failure
+    assert failure.code == "invalid_field" and failure.detail["param"] == "ttl_s"
+    assert h.status()["holds"][0]["ttl_left_s"] == 10.0
+
+
+def test_nobody_renews_a_hold_of_the_systems_own():
+    h = Harness(lost_commit=True)
+    assert [hold["id"] for hold in h.status()["holds"]] == ["republish"]
+    assert h.ask(m.RenewArgs("republish", 1.0)).failure.code == "hold_not_found"
+    h.now += 100.0
+    h.turn()
+    assert h.status()["holds"]
+
+
+# --------------------------------------------------------------------------- slow clients
+
+
+@pytest.fixture
+def slow() -> Harness:
+    """Client "b", process 22, runs and does not acknowledge."""
+    h = busy()
+    h.connect("b", pid=22)
+    h.add("of_b", [7], client="b", max_tokens=LONG)
+    h.transport.mute.add("b")
+    h.running_pids.add(22)
+    return h
+
+
+def test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it(slow):
+    call = ask_later(slow, mode="keep", timeout_s=60.0)
+    for _ in range(8):
+        slow.now += p.FENCE_TIMEOUT_S
+        slow.turn()
+        assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+    fence = [x for x in slow.transport.sent["b"] if isinstance(x, m.Fence)][-1]
+    slow.send(m.FenceAck(fence.fence_id), "b")
+    slow.turn()
+    report = slow.reply(call).result
+    assert report["is_paused"] and report["slow_api_servers"] == [22] and report["dropped_api_servers"] == []
+    slow.resume()
+    slow.transport.mute.clear()
+    slow.run_out()
+    assert slow.stream("of_b", client="b").tokens == expected_tokens([7], LONG)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_a_slow_client_does_not_hold_a_pause_beyond_its_timeout(slow, mode):
+    call = ask_later(slow, mode=mode, timeout_s=12.0)
+    slow.now += 11.9
+    slow.turn()
+    assert slow.reply(call) is None
+    slow.now += 0.2
+    slow.turn(2)
+    report = slow.reply(call).result
+    assert report["is_paused"] and report["slow_api_servers"] == report["dropped_api_servers"] == [22]
+    assert isinstance(slow.transport.sent["b"][-1], m.Goodbye)
+
+
+def test_a_later_pause_with_more_time_does_not_lengthen_that_of_an_earlier_one(slow):
+    first = ask_later(slow, mode="keep", timeout_s=12.0)
+    ask_later(slow, mode="keep", timeout_s=600.0)
+    slow.now += 12.1
+    slow.turn(2)
+    assert slow.reply(first).result["dropped_api_servers"] == [22]
+
+
+def test_a_slow_client_has_the_time_of_a_fence_though_the_timeout_is_shorter(slow):
+    call = ask_later(slow, mode="keep", timeout_s=0.5)
+    slow.now += p.FENCE_TIMEOUT_S - 0.1
+    slow.turn()
+    assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+    slow.now += 0.2
+    slow.turn(2)
+    assert slow.reply(call).result["dropped_api_servers"] == [22]
+
+
+def test_a_slow_client_that_dies_in_the_meantime_is_waited_for_no_longer(slow):
+    call = ask_later(slow, mode="keep", timeout_s=600.0)
+    slow.now += p.FENCE_TIMEOUT_S
+    slow.turn()
+    slow.running_pids.clear()
+    slow.now += p.FENCE_TIMEOUT_S
+    slow.turn(2)
+    assert slow.reply(call).result["dropped_api_servers"] == [22]
+
+
 # --------------------------------------------------------------------------- report and tables
+
+
+def test_the_report_names_those_that_the_pause_has_aborted():
+    h = busy()
+    report = h.pause(mode="abort").result
+    assert sorted(report["aborted_ids"]) == [f"r{i}" for i in range(6)] and report["forced_ids"] == []
+    assert h.pause(mode="abort").result["aborted_ids"] == [], "there is nobody left"
+    h.resume()
+    h = busy()
+    assert h.pause(mode="keep").result["aborted_ids"] == []
 
 
 def test_the_report_says_all_that_is_promised():
@@ -600,7 +747,8 @@ def test_the_report_says_all_that_is_promised():
     report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
     assert set(report) >= {
         "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
-        "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
+        "aborted_ids", "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
+        "slow_api_servers", "dropped_api_servers",
     }  # fmt: skip
     assert (report["status"], report["state"], report["scope"]) == ("paused", "paused", "engine")
     assert report["hold"]["id"] == "x" and report["hold"]["placed_by"] == "sglang"

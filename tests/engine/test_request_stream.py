@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastdeploy.engine import request_stream
 from fastdeploy.engine.request_stream import RequestStream, joined
 from fastdeploy.inter_communicator.messages import Logprob, Output, Span
 
@@ -10,7 +11,7 @@ LAST = Output("r", 1, [6, 7], [Logprob(-3.0)] * 2, [Span("v", 0, 1, 3)], "stop",
 
 
 def test_two_outputs_of_a_choice_are_joined_field_by_field():
-    both = joined(FIRST, LAST)
+    both = joined([FIRST, LAST])
     for field in Output.__struct_fields__:
         first, last, found = (getattr(output, field) for output in (FIRST, LAST, both))
         if field in ("request_id", "choice"):
@@ -27,8 +28,24 @@ def test_a_late_reader_finds_one_output_of_each_choice_and_takes_it_once():
     other = Output("r", 0, [9])
     for output in (FIRST, other, LAST):
         stream.put(output)
-    assert stream.take() == [joined(FIRST, LAST), other] and stream.take() == []
+    assert stream.take() == [joined([FIRST, LAST]), other] and stream.take() == []
     stream.put(Output("r", 0, [8], finish_reason="length"))
     assert stream.ended and [o.token_ids for o in stream.take()] == [[8]]
     stream.put(Output("r", 0, [1]))
     assert stream.take() == [], "after its end there is nothing"
+
+
+def test_a_stream_that_nobody_reads_joins_its_outputs_once_and_not_with_each_token(monkeypatch):
+    count = 2000
+    stream = RequestStream("r", 1, lambda *_: None, lambda _: None)
+    copied: list[int] = []
+
+    def counting(outputs: list[Output]) -> Output:
+        copied.append(sum(len(output.token_ids) for output in outputs))
+        return joined(outputs)
+
+    monkeypatch.setattr(request_stream, "joined", counting)
+    for token in range(count):
+        stream.put(Output("r", 0, [token]))
+    assert [output.token_ids for output in stream.take()] == [list(range(count))]
+    assert sum(copied) == count

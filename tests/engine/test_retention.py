@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fake_runner import expected_tokens
-from fastdeploy.engine.retention import MIN_PRUNE
+from fastdeploy.engine.retention import CHOICE_BYTES, LOGPROB_BYTES, MIN_PRUNE, TOKEN_BYTES
 from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
 from harness import Harness
@@ -283,3 +283,60 @@ def test_retain_s_out_of_range_is_refused():
     ask(h, retain_s=1e9)
     h.turn()
     assert h.rejected("r").detail["param"] == "retain_s"
+
+
+ONE_RESULT = CHOICE_BYTES + len(PROMPT) * TOKEN_BYTES + 20 * (TOKEN_BYTES + LOGPROB_BYTES)
+
+
+def with_room_for(h: Harness, nbytes: int) -> None:
+    h.engine.retention._max_bytes = nbytes
+
+
+def test_the_oldest_results_go_first_when_they_take_too_many_bytes():
+    h = Harness()
+    with_room_for(h, 2 * ONE_RESULT)
+    for i in range(4):
+        ask(h, request_id=f"r{i}")
+        h.run_out()
+    assert h.engine.retention.nbytes == 2 * ONE_RESULT
+    assert "fastdeploy:retained_results_dropped 2.0" in h.ask(m.MetricsArgs()).result["text"]
+    replay(h, "a")
+    for i in (3, 0):
+        ask(h, request_id=f"r{i}")
+    h.engine.turn(block=False)
+    assert h.stream("r3").finals and not h.stream("r0").finals, "r0 is a new request"
+
+
+def test_results_of_live_requests_count_and_push_ended_ones_out_but_are_never_dropped():
+    h = Harness()
+    with_room_for(h, 2 * ONE_RESULT)
+    ask(h, request_id="ended")
+    h.run_out()
+    ask(h, request_id="live", tokens=40)
+    h.run_out()
+    assert len(h.engine.retention) == 1
+    with_room_for(h, ONE_RESULT // 2)
+    ask(h, request_id="large", tokens=40)
+    h.turn(20)
+    assert h.engine.requests.get("large") and len(h.engine.retention) == 1
+    replay(h, "a")
+    ask(h, request_id="large", tokens=40)
+    h.run_out()
+    assert h.stream("large").tokens == expected_tokens(PROMPT, 40)
+
+
+def test_while_live_results_take_all_memory_further_ones_are_refused_with_the_reason():
+    h = Harness()
+    with_room_for(h, ONE_RESULT // 2)
+    ask(h, request_id="live", tokens=40)
+    h.turn(20)
+    ask(h, request_id="more")
+    ask(h, request_id="plain", retain_s=0.0)
+    h.turn()
+    failure = h.rejected("more")
+    assert failure.code == "queue_full" and "--max-retained-mb" in failure.message and failure.detail["retry_after"]
+    assert h.rejected("plain") is None
+    h.run_out()
+    ask(h, request_id="later", tokens=1)
+    h.turn()
+    assert h.rejected("later") is None, "there is room again"

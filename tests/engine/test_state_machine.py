@@ -436,6 +436,10 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.step()
 
+    @rule(tokens=st.sampled_from([(), (), (11,), (13, 500)]))
+    def logits_behind_some_tokens_are_not_finite(self, tokens):
+        self.h.runner.poison = set(tokens)
+
     @rule(seconds=st.sampled_from([0.5, 1.5, 6.0, 30.0]))
     def time_passes(self, seconds):
         self.h.now += seconds

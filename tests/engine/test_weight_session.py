@@ -18,7 +18,7 @@ from harness import Harness, ListTransport
 
 
 def session_in(state: State) -> Session:
-    return Session("s", None, None, "keep", False, False, 1.0, "native", 0.0, 1.0, state)
+    return Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
@@ -228,6 +228,24 @@ def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
     assert_serves(h, 0)
 
 
+def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
+    """The question opens nothing and ends nothing."""
+    h = Harness()
+    ask = lambda session_id=None, **begin: h.ask(m.CheckUpdateArgs(session_id, m.BeginUpdateArgs(**begin)))  # noqa: E731
+    assert ask().failure is None and h.engine.weights.session is None
+    assert ask(expected_version="7").failure.code == "version_conflict"
+    assert ask(in_place=True).failure.code == "wrong_order"
+    assert ask(kv="x").failure.code == "invalid_field"
+    assert ask("nobody's").failure.code == "session_not_found"
+    session = begin(h)
+    assert ask(session).failure is None
+    assert ask().failure.code == "update_in_progress"
+    assert ask("nobody's").failure.code == "session_not_found"
+    assert chunk(h, session, folders / "w1").failure is None
+    h.ask(m.AbortUpdateArgs(session))
+    assert ask(session).failure.code == "session_not_found" and ask().failure is None
+
+
 def test_a_session_nobody_opened_is_unknown(folders):
     h = Harness()
     source = m.FolderSource(str(folders / "w1"))
@@ -322,7 +340,7 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
     h.turn(4)
     assert {h.reply(call).failure.code for call in calls} == {"session_not_found"}
     assert "aborted" in h.reply(calls[-1]).failure.message and h.runner.stagings[0].abandoned
-    assert h.runner.stagings[0].names == ["w1"], "what waited was not even read"
+    assert not h.runner.stagings[0].names, "a read that was given up adds nothing when it comes back"
     assert_serves(h, 0)
     assert h.update(folders / "w2").failure is None
 

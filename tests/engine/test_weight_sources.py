@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from engine.weight_calls import begin, chunk, failure
+from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from harness import Harness
 
@@ -25,21 +28,15 @@ def test_shared_memory_is_allowed_where_its_folder_is(roots, allowed):
         assert reply.failure.detail["param"] == "shared_memory"
 
 
-def test_shared_memory_has_no_negative_size():
-    assert failure(Harness(), m.UpdateWeightsArgs(m.SharedMemorySource("w1", -1))).detail["param"] == "nbytes"
-
-
 def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_roots(tmp_path):
     uploads, other = tmp_path / "uploads", tmp_path / "other"
     for folder in (uploads, other):
         folder.mkdir()
     (other / "fastdeploy-upload-secret").write_text("s")
-    (uploads / "fastdeploy-upload-link").symlink_to(other / "fastdeploy-upload-secret")
     (uploads / "secret").write_text("s")
     h = Harness(model_roots=(), upload_dir=str(uploads))
     for path in (
         other / "fastdeploy-upload-secret",
-        uploads / "fastdeploy-upload-link",
         uploads / "secret",
         uploads / ".." / "other" / "fastdeploy-upload-secret",
         uploads,
@@ -51,8 +48,24 @@ def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_root
     assert refused.code == "weight_update_refused"
 
 
-def test_a_chunk_from_outside_the_roots_is_refused(folders):
+def test_a_chunk_whose_path_can_name_nothing_is_refused_and_the_session_goes_on(folders):
     h = Harness(model_roots=(str(folders),))
     session = begin(h)
-    refused = chunk(h, session, "/").failure
+    refused = chunk(h, session, "").failure
     assert (refused.code, refused.detail["param"]) == ("invalid_field", "model_path")
+    assert chunk(h, session, folders / "w1").failure is None
+
+
+@pytest.mark.parametrize("nbytes", [-1, 2**63, 2**70])
+def test_a_size_that_no_segment_has_is_refused(nbytes):
+    assert failure(Harness(), m.UpdateWeightsArgs(m.SharedMemorySource("w1", nbytes))).detail["param"] == "nbytes"
+
+
+def test_the_door_looks_at_no_file(monkeypatch):
+    """The loop would hang with a dead mount."""
+    policy = SourcePolicy(("/",), "")
+    for name in ("stat", "lstat", "open", "readlink"):
+        monkeypatch.setattr(os, name, lambda *args, **kwargs: pytest.fail("the loop looked at a file"))
+    upload = m.FileSource("/dev/shm/fastdeploy-upload-1")
+    for source in (m.FolderSource("/dead/mount"), m.SharedMemorySource("w1"), upload):
+        policy.check(source)

@@ -38,21 +38,13 @@ def test_a_folder_that_cannot_be_read_leaves_the_old_weights_serving(folders, fo
     assert h.update(folders / "w1").failure is None, "the next update may come"
 
 
-@pytest.mark.parametrize("path", ["", "/", "elsewhere", "zero\0byte"])
-def test_a_path_outside_the_allowed_roots_or_no_folder_is_refused(folders, path):
+@pytest.mark.parametrize("path", ["", "zero\0byte", "/" + "x" * 256, "/" + "x/" * 2500, "\ud800"], ids=ascii)
+def test_a_path_that_can_name_no_folder_is_refused_at_the_door_and_begins_nothing(folders, path):
     h = Harness(model_roots=(str(folders),))
-    name = str(folders / path) if path not in ("", "/") else path
-    failure = h.update(name).failure
+    failure = h.update(path).failure
     assert failure.code == "invalid_field" and failure.detail["param"] == "model_path"
+    assert not h.runner.stagings
     assert h.update(folders / "w1").failure is None
-
-
-def test_a_link_out_of_the_allowed_roots_is_refused(folders, tmp_path_factory):
-    outside = tmp_path_factory.mktemp("outside") / "w1"
-    outside.mkdir()
-    (folders / "link").symlink_to(outside)
-    h = Harness(model_roots=(str(folders),))
-    assert h.update(folders / "link").failure.code == "invalid_field"
 
 
 def test_by_default_no_path_is_allowed(folders):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import httpx
+import msgspec
 import pytest
 import uvloop
 
 from fake_engine_server import FakeEngine
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints.keys import NO_KEYS, Keys
 from fastdeploy.entrypoints.openai.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.entrypoints.tokenizer import Tokenizer, load_tokenizer
@@ -34,11 +37,18 @@ def tokenizer(model_dir) -> Tokenizer:
 
 
 class Server:
-    """One API server in a thread. ``url`` is its address."""
+    """One API server in a thread. ``url`` is its address, ``control_url`` that of its control port, if it has one.
 
-    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig):
-        self._listener: socket.socket = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    It is bound to loopback, whatever ``config.host`` says."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
+        self._listeners: list[socket.socket] = [bind("127.0.0.1", 0)]
+        if config.control_port is not None:
+            self._listeners.append(bind("127.0.0.1", 0))
+            config = msgspec.structs.replace(config, control_port=self._listeners[1].getsockname()[1])
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        self.url, self.control_url = urls[0], urls[-1]
+        self._keys = keys
         self._config = config
         self._tokenizer = tokenizer
         self._endpoint = endpoint
@@ -51,9 +61,9 @@ class Server:
     def _run(self) -> None:
         async def serve() -> None:
             self.client = EngineClient(self._endpoint, self._config.stall_s)
-            self._server = make_server(self.client, self._tokenizer, self._config)
+            self._server = make_server(self.client, self._tokenizer, self._config, self._keys)
             self._made.set()
-            await self._server.serve(sockets=[self._listener])
+            await self._server.serve(sockets=self._listeners)
 
         uvloop.run(serve())
 
@@ -80,9 +90,9 @@ class Server:
 class Stack:
     """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket."""
 
-    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig):
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
         self._endpoint = endpoint
-        self.server = Server(endpoint, tokenizer, config)
+        self.server = Server(endpoint, tokenizer, config, keys)
         self.restart_engine()
         self.server.wait_connected()
 
@@ -109,9 +119,9 @@ class Stack:
 def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
     path, made = ipc_dir.create(), []
 
-    def make(with_tokenizer: bool = True, **settings) -> Stack:
+    def make(with_tokenizer: bool = True, keys: Keys = NO_KEYS, **settings) -> Stack:
         config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
-        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config))
+        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config, keys))
         return made[-1]
 
     yield make
@@ -129,6 +139,12 @@ def make_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
 @pytest.fixture
 def stack(make_stack) -> Stack:
     return make_stack()
+
+
+@pytest.fixture(scope="module")
+def module_stacks(model_dir, tokenizer) -> Callable[[], contextlib.AbstractContextManager[Callable[..., Stack]]]:
+    """:func:`stacks` for fixtures of a module that set a stack up in their own way."""
+    return functools.partial(stacks, model_dir, tokenizer)
 
 
 @pytest.fixture(scope="module")

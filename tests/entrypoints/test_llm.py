@@ -119,3 +119,14 @@ def test_labels_sleep_reset_and_checksums_are_there_offline_too(llm, tmp_path):
     assert llm.reset("eight")["version"] == "eight" and not llm.is_paused()["is_paused"]
     [output] = llm.generate([[3, 4]], GREEDY)
     assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
+
+
+def test_a_choice_whose_logits_are_not_finite_leaves_the_other_prompts_whole(llm):
+    path = expected_tokens([5, 6], 12, vocab=264)
+    llm._runner.poison = {path[4]} - set(expected_tokens([3, 4], 12, vocab=264)) - {3, 4, 5, 6}
+    assert llm._runner.poison, "choose another prompt"
+    bad, good = llm.generate([[5, 6], [3, 4]], GREEDY)
+    choice = bad.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("error", errors.NonFiniteLogits.code)
+    assert choice.token_ids == path[:5] and "not finite" in choice.message
+    assert good.choices[0].token_ids == expected_tokens([3, 4], 12, vocab=264)

@@ -29,6 +29,7 @@ NOT_HERE = {
     "/v1/unload_lora_adapter",
     "/skyrl/v1/load_lora_adapter",
     "/skyrl/v1/generate",
+    "/fetch_weights",
 }
 JSON = "application/json"
 EXAMPLES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy.entrypoints.supervisor import RestartBudget
+from fastdeploy.entrypoints.supervisor import MAX_FAILED_STARTS, BackOff
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 TESTS = Path(__file__).parents[1]
@@ -27,14 +27,15 @@ TESTS = Path(__file__).parents[1]
 class Tree:
     """A supervisor with its children. ``root`` is where its socket folder is made."""
 
-    def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0):
+    def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
         self.root = tempfile.mkdtemp(prefix="fdt-")
         env = os.environ | {"FASTDEPLOY_IPC_ROOT": self.root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
         command = [sys.executable, str(TESTS / "supervisor_main.py"), self.root, name, str(workers), str(shutdown_s)]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in clean_up)
         self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True
-        )
+            command, env=env, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL),
+        )  # fmt: skip
 
     def wait_serving(self) -> Tree:
         line = self.process.stdout.readline()
@@ -173,17 +174,38 @@ def test_when_the_supervisor_is_killed_nothing_outlives_it(tree):
     t.assert_nothing_left()
 
 
-def test_an_engine_that_keeps_dying_ends_the_server_with_an_error(tree):
+def test_an_engine_that_dies_again_and_again_after_it_was_ready_is_always_replaced(tree):
+    """A client that can kill it must not be able to end the server."""
     t = tree().wait_serving()
     killed = set()
-    for _ in range(4):
+    for _ in range(MAX_FAILED_STARTS + 2):
         pid = t.engine_pid()
         while pid in killed:
             pid = t.engine_pid()
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
+    assert t.until(lambda: t.http.post("/v1/completions", json={"prompt": [1]}))["choices"]
+    assert t.stop() == 0
+
+
+def test_an_engine_that_never_becomes_ready_again_ends_the_server_with_an_error(tree):
+    t = tree("once").wait_serving()
+    os.kill(t.engine_pid(), signal.SIGKILL)
     assert t.process.wait(30) != 0
     assert t.children() == {} and t.sockets() == []
+
+
+def test_under_nohup_a_hangup_stops_nothing(tree):
+    t = tree(nohup=True).wait_serving()
+    for pid in [t.process.pid, *t.children()]:
+        os.kill(pid, signal.SIGHUP)
+    assert t.http.post("/v1/completions", json={"prompt": [1]}).status_code == 200
+    assert t.stop() == 0
+
+
+def test_without_nohup_a_hangup_is_a_stop(tree):
+    t = tree().wait_serving()
+    assert t.stop(signal.SIGHUP) == 0
 
 
 def test_a_model_that_is_refused_ends_the_server_at_once(tree):
@@ -211,6 +233,18 @@ def test_a_second_ctrl_c_kills_at_once(tree):
     assert t.children() == {} and t.sockets() == []
 
 
-def test_restarts_are_counted_in_a_window():
-    budget = RestartBudget(limit=2, window_s=10.0)
-    assert [budget.take(now) for now in (0.0, 1.0, 2.0, 10.0, 10.5, 11.0)] == [True, True, False, True, False, True]
+def test_restarts_wait_longer_and_longer_and_a_healthy_life_starts_anew():
+    back_off = BackOff(first_delay_s=1.0)
+    assert [back_off.delay(5.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert [back_off.delay(5.0) for _ in range(1000)] == [30.0] * 1000, "it never gives up on one that was ready"
+    assert [back_off.delay(60.0), back_off.delay(5.0)] == [0.0, 1.0]
+
+
+def test_only_starts_that_fail_in_a_row_are_the_end():
+    back_off = BackOff(first_delay_s=1.0)
+    for _ in range(MAX_FAILED_STARTS - 1):
+        assert back_off.delay(None) is not None
+    assert back_off.delay(0.1) is not None
+    for _ in range(MAX_FAILED_STARTS - 1):
+        assert back_off.delay(None) is not None
+    assert back_off.delay(None) is None

@@ -83,6 +83,67 @@ def test_a_refused_upload_leaves_no_file(spooling, spool, refusal):
     assert not list(spool.iterdir())
 
 
+HALF = "content-type: application/octet-stream\r\ncontent-length: 2000000\r\n\r\n"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_upload_that_the_engine_would_refuse_is_refused_before_its_body_is_read(spooling, spool, path):
+    """The client sends no byte of the body, and the file is never made."""
+    refusal = m.Failure("session_not_found", "there is no weight session")
+    spooling.engine.replies[m.CheckUpdateArgs] = lambda call: m.Reply(call.call_id, {}, refusal)
+    address = spooling.http.base_url
+    with socket.create_connection((address.host, address.port), timeout=20) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{HALF}".encode())
+        reply = b"".join(iter(lambda: client.recv(65536), b""))
+    assert reply.startswith(b"HTTP/1.1 404") and b"session_not_found" in reply and b"connection: close" in reply
+    check = spooling.engine.expect(m.CheckUpdateArgs).args
+    assert check.session_id == ("s" if "chunk" in path else None)
+    assert not list(spool.iterdir())
+
+
+def test_uploads_wait_for_their_turn_and_each_is_taken(make_stack, spool):
+    """Two half-sent ones hold both places; a third is served once one of them has gone."""
+    stack = make_stack(upload_dir=str(spool), max_uploads=2)
+    for kind in (m.UpdateWeightsArgs, m.CheckUpdateArgs):
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {})
+    address = stack.http.base_url
+    halves = []
+    for _ in range(2):
+        client = socket.create_connection((address.host, address.port), timeout=20)
+        client.sendall(f"POST /v1/update_weights HTTP/1.1\r\nhost: x\r\n{HALF}".encode() + bytes(1000))
+        halves.append(client)
+    wait_until(lambda: len(list(spool.iterdir())) == 2)
+    replies: list = []
+    post = lambda: replies.append(stack.http.post("/v1/update_weights", content=b"x", headers=OCTETS))  # noqa: E731
+    thread = threading.Thread(target=post)
+    thread.start()
+    for _ in range(3):
+        stack.engine.expect(m.CheckUpdateArgs)
+    assert len(list(spool.iterdir())) == 2 and not replies
+    halves[0].close()
+    thread.join(20)
+    assert replies[0].status_code == 200
+    halves[1].close()
+
+
+def test_an_upload_without_a_place_in_time_is_a_429(make_stack, spool):
+    stack = make_stack(upload_dir=str(spool), max_uploads=1, body_idle_s=0.3)
+    stack.engine.replies[m.UpdateWeightsArgs] = lambda call: None  # it takes its time
+    replies: list = []
+    post = lambda: replies.append(stack.http.post("/v1/update_weights", content=b"x", headers=OCTETS))  # noqa: E731
+    thread = threading.Thread(target=post)
+    thread.start()
+    first = stack.engine.expect(m.UpdateWeightsArgs)
+    for path, body in (("/v1/update_weights", b"y"), ("/update_weights", b"y"), ("/update_weights_from_tensor", b"{}")):
+        refused = stack.http.post(path, content=body, headers=OCTETS)
+        assert refused.json()["error"]["code"] == "server_busy", path
+        assert refused.status_code == (400 if "tensor" in path else 429)
+    assert len(list(spool.iterdir())) == 1
+    stack.engine.send(m.Reply(first.call_id, {}))
+    thread.join(20)
+    assert replies[0].status_code == 200
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_no_room_is_a_507_the_engine_hears_nothing_and_no_file_stays(spooling, spool, monkeypatch, number):
     def full(file, rest):
@@ -108,7 +169,7 @@ def test_a_write_that_the_system_cuts_short_is_found(spooling, spool):
 def test_a_client_that_goes_in_the_middle_leaves_no_file(spooling, spool):
     address = spooling.http.base_url
     with socket.create_connection((address.host, address.port)) as client:
-        head = "POST /v1/update_weights HTTP/1.1\r\nhost: x\r\ncontent-type: application/octet-stream\r\n"
+        head = "POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
         client.sendall(f"{head}content-length: 1000000\r\n\r\n".encode() + bytes(1000))
         wait_until(lambda: list(spool.iterdir()))
     wait_until(lambda: not list(spool.iterdir()))
@@ -123,6 +184,15 @@ def test_what_a_killed_server_left_is_removed_and_what_a_living_one_writes_is_no
         fcntl.flock(file, fcntl.LOCK_EX)
         upload.remove_leftovers(config)
     assert not dead.exists() and alive.exists() and foreign.exists()
+
+
+def test_a_pipe_or_a_link_among_the_leftovers_is_left_alone_and_not_waited_for(spool, tmp_path):
+    (tmp_path / "target").write_text("x")
+    os.mkfifo(spool / f"{UPLOAD_PREFIX}pipe")
+    (spool / f"{UPLOAD_PREFIX}link").symlink_to(tmp_path / "target")
+    (spool / f"{UPLOAD_PREFIX}dead").write_bytes(b"x")
+    upload.remove_leftovers(ServeConfig(model="m", upload_dir=str(spool)))
+    assert sorted(path.name.removeprefix(UPLOAD_PREFIX) for path in spool.iterdir()) == ["link", "pipe"]
 
 
 def test_an_upload_under_way_survives_the_start_of_another_server(make_stack, spooling, spool):

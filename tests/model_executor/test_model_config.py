@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from checkpoints import SPECS, config_json
 from fastdeploy.errors import InvalidField
-from fastdeploy.model_executor.model_config import load_config, parse_config
+from fastdeploy.model_executor.model_config import MAX_CONFIG_BYTES, load_config, parse_config
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 
@@ -119,3 +120,43 @@ def test_first_difference_names_a_key_that_changes_the_model_and_ignores_labels(
     assert config.first_difference(parse_config(QWEN3 | {"eos_token_id": 5, "torch_dtype": "bfloat16"})) is None
     for key in ("hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"):
         assert config.first_difference(parse_config(QWEN3 | {key: QWEN3[key] * 2})) == key
+
+
+@pytest.mark.parametrize("value", [2**31, 10**400, 0, -1, True, 1.0, "2", None])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "num_key_value_heads"])
+def test_a_size_that_no_model_has_is_refused_by_name(key, value):
+    if (key, value) == ("num_key_value_heads", None):
+        return  # as many as there are heads
+    with pytest.raises(InvalidField) as error:
+        parse_config(QWEN3 | {key: value})
+    assert error.value.field == key and len(error.value.message) <= 800
+
+
+def test_layer_types_are_compared_with_a_number_of_layers_without_a_list_of_that_length():
+    with pytest.raises(InvalidField, match="layer_types"):
+        parse_config(QWEN3 | {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 1e300, 0, -1.0, True])
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_cannot_be_computed_with_is_refused_by_name(key, value):
+    raw = {k: v for k, v in QWEN3.items() if k != "rope_parameters"}
+    with pytest.raises(InvalidField) as error:
+        parse_config(raw | {key: value})
+    assert error.value.field == key
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "large", "folder"])
+def test_a_file_that_may_not_be_read_is_named_and_not_waited_for(name, kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(b" " * MAX_CONFIG_BYTES + b"{}")
+    with pytest.raises(InvalidField) as error:
+        load_config(tmp_path)
+    assert error.value.field == name

@@ -14,11 +14,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
 from fastdeploy.errors import WeightUpdateRefused
 from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource
-from fastdeploy.model_executor.safetensors_source import MAX_HEADER_BYTES, open_source
+from fastdeploy.model_executor.safetensors_source import (
+    CHECKSUMS,
+    INDEX,
+    MAX_FILES,
+    MAX_HEADER_BYTES,
+    MAX_JSON_BYTES,
+    MAX_TENSORS,
+    open_source,
+    read_checksums,
+)
+from fastdeploy.safe_files import Folder
 
 SPEC = SPECS["qwen2_tied"]
 SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}
@@ -207,3 +219,169 @@ def test_an_entry_that_lies_about_its_size_is_refused(tmp_path):
     Path(source.path).write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
     with pytest.raises(WeightUpdateRefused, match="tensor w"):
         open_source(source)
+
+
+# ---------------------------------------------------------------------- foreign JSON
+
+
+def _raw(path: Path, header: bytes, data: bytes = b"") -> FileSource:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return FileSource(str(path))
+
+
+def _entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)) -> str:
+    return json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets})
+
+
+HUGE = 2**63 - 1
+BAD_HEADERS = {
+    "many dimensions": f'{{"w": {_entry(shape=[HUGE] * 30_000)}}}',
+    "nine dimensions": f'{{"w": {_entry(shape=[1] * 9)}}}',
+    "a product beyond all memory": f'{{"w": {_entry(shape=[HUGE] * 8)}}}',
+    "a dimension beyond 64 bits": f'{{"w": {_entry(shape=[2**70])}}}',
+    "thousands of digits": f'{{"w": {_entry(shape=[1])}}}'.replace("[1]", "[" + "1" * 3000 + "]"),
+    "a negative dimension": f'{{"w": {_entry(shape=[-1])}}}',
+    "a fraction": f'{{"w": {_entry(shape=[1.5])}}}',
+    "an offset beyond 64 bits": f'{{"w": {_entry(offsets=[0, 2**70])}}}',
+    "offsets backwards": f'{{"w": {_entry(offsets=[4, 0])}}}',
+    "three offsets": f'{{"w": {_entry(offsets=[0, 4, 8])}}}',
+    "a type that is no string": f'{{"w": {_entry(dtype=["F32"])}}}',
+    "a key too many": '{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "x": 1}}',
+    "a key twice": '{"w": {"dtype": "F32", "dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+    "a name twice": f'{{"w": {_entry()}, "w": {_entry()}}}',
+    "a name twice, once escaped": f'{{"w": {_entry()}, "\\u0077": {_entry()}}}',
+    "metadata twice, with a name between": f'{{"__metadata__": {{"a": "b"}}, "w": {_entry()}, "__metadata__": {{}}}}',
+    "half of a surrogate pair": f'{{"\\ud800": {_entry()}}}',
+    "a long name": f'{{"{"n" * 600_000}": {_entry()}, "x": 1}}',
+    "a long type": f'{{"w": {_entry(dtype="F" * 600_000)}}}',
+    "deep nesting": '{"w": ' * 20_000 + "1" + "}" * 20_000,
+    "a list": "[1]",
+    "many names": "{" + ",".join(f'"{i}":{{}}' for i in range(4 * MAX_TENSORS + 1)) + "}",
+}
+
+
+@pytest.mark.parametrize("header", BAD_HEADERS.values(), ids=BAD_HEADERS)
+def test_a_hostile_header_is_refused_in_few_words(header, tmp_path):
+    with pytest.raises(WeightUpdateRefused) as error:
+        open_source(_raw(tmp_path / "x", header.encode(), bytes(4))).check({"w": (1,)})
+    assert len(error.value.message) <= 800 and all(len(str(value)) <= 200 for value in error.value.detail.values())
+    (error.value.message + repr(error.value.detail)).encode()
+
+
+def test_more_tensors_than_any_model_has_are_refused_over_all_files(tmp_path):
+    weight_map, half = {}, MAX_TENSORS // 2 + 1
+    for file in ("a", "b"):
+        names = [f"{file}{i}" for i in range(half)]
+        header = "{" + ",".join(f'"{n}":{_entry(shape=[0], offsets=[0, 0])}' for n in names) + "}"
+        _raw(tmp_path / file, header.encode())
+        weight_map |= dict.fromkeys(names[:2], file)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightUpdateRefused, match="too many tensors"):
+        open_source(FolderSource(str(tmp_path)))
+
+
+def test_an_index_of_more_files_than_may_be_open_is_refused_before_any_is(tmp_path):
+    weight_map = {f"t{i}": f"f{i}" for i in range(MAX_FILES + 1)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightUpdateRefused, match=f"names {MAX_FILES + 1} files"):
+        open_source(FolderSource(str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"weight_map": {"w": 3}}', b"\xff", b"[" * 100_000, "large"])
+def test_an_index_that_is_none_or_too_large_is_refused(content, tmp_path):
+    with (tmp_path / INDEX).open("wb") as file:  # sparse: it takes no space
+        file.truncate(MAX_JSON_BYTES + 1) if content == "large" else file.write(content)
+    with pytest.raises(WeightUpdateRefused, match="index.json"):
+        open_source(FolderSource(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [INDEX, CHECKSUMS])
+def test_a_pipe_among_the_json_files_is_refused_and_not_waited_for(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(WeightUpdateRefused, match="not a regular file"), Folder(tmp_path) as folder:
+        open_source(FolderSource(str(tmp_path))) if name == INDEX else read_checksums(folder)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "F16", "BF16", "I8", ""]) | JSON,
+        "shape": st.lists(st.integers(-1, 4) | st.integers(), max_size=10) | JSON,
+        "data_offsets": st.lists(st.integers(-1, 64) | st.integers(), max_size=3) | JSON,
+    }
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(max_size=8), ENTRIES | JSON, max_size=4) | JSON, st.binary(max_size=80))
+def test_whatever_a_header_says_it_is_read_or_refused_and_nothing_else(tmp_path, header, data):
+    source = _raw(tmp_path / "x", json.dumps(header).encode(), data)
+    try:
+        with open_source(source) as reader:
+            assert sum(entry.nbytes for entry in reader.entries.values()) <= 10 * len(data)
+            for name, entry in reader.entries.items():
+                if entry.dtype in ("F32", "F16", "BF16"):
+                    reader.read(name)
+    except WeightUpdateRefused as error:
+        assert len(error.message) <= 800
+        error.message.encode()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_valid_file_with_pieces_cut_out_doubled_or_changed_is_read_or_refused(tmp_path, data):
+    path = tmp_path / "x"
+    write_safetensors(path, {"v": np.ones((2, 3), np.float32), "w": np.ones(4, np.float16)})
+    raw = path.read_bytes()
+    for _ in range(data.draw(st.integers(1, 3))):
+        first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(raw))] * 2)))
+        raw = raw[:first] + data.draw(st.sampled_from([b"", raw[first:last] * 2]) | st.binary(max_size=9)) + raw[last:]
+    path.write_bytes(raw)
+    try:
+        with open_source(FileSource(str(path))) as reader:
+            for name, entry in reader.entries.items():
+                if entry.dtype in ("F32", "F16", "BF16"):
+                    reader.read(name)
+    except WeightUpdateRefused as error:
+        assert len(error.message) <= 800
+        error.message.encode()
+
+
+# ---------------------------------------------------------------------- links
+
+
+def test_a_link_is_followed_within_the_roots_and_never_out_of_them(tmp_path):
+    inside, outside = tmp_path / "root", tmp_path / "outside"
+    real = write_checkpoint(inside / "real", SPEC)
+    secret = write_checkpoint(outside / "secret", SPEC)
+    (inside / "link").symlink_to(real)
+    (inside / "out").symlink_to(secret)
+    blobs = inside / "blobs"
+    blobs.mkdir()
+    for name, target in (("fine", "../real"), ("bad", secret), ("pipe", "../pipes")):
+        (inside / name).mkdir()
+        (inside / name / "model.safetensors").symlink_to(f"{target}/model.safetensors")
+    (inside / "pipes").mkdir()
+    os.mkfifo(inside / "pipes" / "model.safetensors")
+    roots = (str(inside),)
+    for good in (real, inside / "link", inside / "fine"):
+        with open_source(FolderSource(str(good)), roots) as reader:
+            assert reader.read("model.norm.weight").shape == (64,)
+    for bad in (inside / "out", secret, inside / "bad", inside / "real" / ".." / ".." / "outside" / "secret"):
+        with pytest.raises(WeightUpdateRefused, match="--model-root"):
+            open_source(FolderSource(str(bad)), roots)
+    with pytest.raises(WeightUpdateRefused, match="not a regular file"):
+        open_source(FolderSource(str(inside / "pipe")), roots)
+
+
+def test_an_upload_and_a_segment_are_no_links(tmp_path, segment):
+    target = Path(_file(tmp_path / "x", {"w": np.ones(2, np.float32)}).path)
+    (tmp_path / "link").symlink_to(target)
+    segment.symlink_to(target)
+    for source in (FileSource(str(tmp_path / "link")), SharedMemorySource(segment.name)):
+        with pytest.raises(WeightUpdateRefused, match="not a regular file"):
+            open_source(source)

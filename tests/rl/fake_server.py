@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
+from fastdeploy.errors import FastDeployError, HoldNotFound
+
 EOS = 7
 VOCAB = 64
 
@@ -21,7 +23,7 @@ VOCAB = 64
 class Fault(NamedTuple):
     """What becomes of one generation request after ``tokens`` tokens of each choice: "abort" (a final chunk says so),
     "drop" (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for),
-    "reject" (503 before anything), "full" (429), "hang" (comments only)."""
+    "reject" (503 before anything), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
 
     kind: str
     tokens: int = 0
@@ -51,6 +53,9 @@ class FakeServer:
         self.before_token: Callable[[int], None] = lambda position: None
         self.down = False
         self.streams = 0
+        self.ids: set[str] = set()  # of the requests that were taken
+        self.tenants: set[str | None] = set()  # X-Tenant of every request
+        self.keys: list[tuple[str, str]] = []  # (path, authorization) of every request
 
     async def __aenter__(self) -> FakeServer:
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
@@ -90,6 +95,8 @@ class FakeServer:
                     writer.transport.abort()
                     return
                 url = urlsplit(target)
+                self.tenants.add(headers.get("x-tenant"))
+                self.keys.append((url.path, headers.get("authorization", "").removeprefix("Bearer ")))
                 body = dict(parse_qsl(url.query))
                 if headers.get("content-type") == "application/octet-stream":
                     self.uploads.append(content)
@@ -123,9 +130,16 @@ class FakeServer:
             code = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}[fault.kind]
             await self._error(writer, *code, retry_after=0.01)
             return
+        if refusals := self.refuse.get("/v1/completions"):
+            await self._error(writer, *refusals.popleft())
+            return
         if body["prompt"][0] >= 1000:
             await self._error(writer, 400, "invalid_field")
             return
+        if (request_id := body.get("request_id")) in self.ids:
+            await self._error(writer, 409, "duplicate_request_id")
+            return
+        self.ids |= {request_id} - {None}
         writer.write(b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         self.streams += 1
         try:
@@ -139,6 +153,7 @@ class FakeServer:
 
     async def _choice(self, writer: asyncio.StreamWriter, body: dict, k: int, fault: Fault | None) -> bool:
         """Stream one choice; False if the connection is gone."""
+        fault = None if k and fault is not None and fault.kind == "non_finite" else fault
         prompt, resumed = body["prompt"], body.get("resumed_tokens", 0)
         index, seed, budget = body.get("first_choice", 0) + k, body["seed"], body.get("max_tokens", 10_000)
         ids: list[int] = []
@@ -149,7 +164,11 @@ class FakeServer:
             position = len(prompt) + len(ids)
             chunk: list[int] = []
             while end is None and len(chunk) < 1 + position % 3:
-                if fault is not None and len(ids) + len(chunk) >= fault.tokens:
+                if (
+                    fault is not None
+                    and (k == 0 or fault.kind != "non_finite")
+                    and len(ids) + len(chunk) >= fault.tokens
+                ):
                     end = fault.kind
                     break
                 self.before_token(len(prompt) + len(ids) + len(chunk) - (len(prompt) - resumed))
@@ -166,6 +185,8 @@ class FakeServer:
             if chunk or end in ("stop", "length", "abort", "deadline"):
                 await self._chunk(writer, body, k, start, ids, text, end, first)
                 text, first = "", False
+        if end == "non_finite":
+            return await self._end_with_error(writer, k, last=body.get("n", 1) == 1)
         if end == "drop":
             await writer.drain()
             writer.transport.abort()
@@ -179,6 +200,15 @@ class FakeServer:
             await writer.drain()
             await asyncio.sleep(0.02)
         return True
+
+    async def _end_with_error(self, writer: asyncio.StreamWriter, k: int, last: bool) -> bool:
+        """As the real server tells it: with the choice, and once more if no choice is left."""
+        error = {"error": {"message": "not finite", "code": "non_finite_logits"}}
+        choice = {"index": k, "finish_reason": "error", "stop_reason": "non_finite_logits", **error}
+        events = [{"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else [])]
+        writer.write(b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+        await writer.drain()
+        return not last
 
     async def _chunk(self, writer, body, k, start, ids, text, end, first) -> None:
         new = ids[start:]
@@ -217,7 +247,11 @@ class FakeServer:
             await self._error(writer, status, code)
             return
         result = getattr(self, "_" + path.strip("/").replace("/", "_"), dict)
-        result = result(body) if result is not dict else {}
+        try:
+            result = result(body) if result is not dict else {}
+        except FastDeployError as error:
+            await self._error(writer, error.status, error.code)
+            return
         await self._reply(writer, 200, result if path in ("/health", "/ready") else {"result": result})
 
     def _health(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -240,6 +274,11 @@ class FakeServer:
     def _v1_resume(self, body: dict[str, Any]) -> dict[str, Any]:
         known = self.holds.pop(body["hold_id"], None)
         return {"status": "running", "released": [body["hold_id"]] if known else []}
+
+    def _v1_renew(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["hold_id"] not in self.holds:
+            raise HoldNotFound(body["hold_id"])
+        return {"hold": {"id": body["hold_id"]}}
 
     def _v1_is_paused(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"is_paused": bool(self.holds)}

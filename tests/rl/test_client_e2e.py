@@ -210,7 +210,7 @@ def test_a_stop_string_over_the_seam_is_found(servers):
             head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
             choice.take(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
             choice.begin("second")
-            async with client.replicas[0].stream("/v1/completions", request.body([choice], 1), 30.0) as events:
+            async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
                 async for event in events:
                     choice.take(event["choices"][0], None)
             assert said(choice.rollout()) == said(alone)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastdeploy.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
-from fastdeploy.rl.resume import Partial, Request
+from fastdeploy.rl.resume import REST_OF_CONTEXT, Partial, Request
 from fastdeploy.rl.rollout import Rollout
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 
@@ -98,13 +98,13 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     partial = Partial(request)
     partial.begin("a")
     partial.take({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
-    body = request.body([partial], 1)
+    body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin("b")
     whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
     partial.take({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
-    assert "prompt_logprobs" not in request.body([partial], 2)
+    assert "prompt_logprobs" not in request.body([partial])
 
 
 def test_a_group_of_which_some_are_cut_off_goes_on_with_the_others_numbers():
@@ -121,11 +121,11 @@ def test_a_seed_is_chosen_by_the_client_and_stays_the_same():
     assert again.token_ids == joined.token_ids
 
 
-def test_without_max_tokens_none_is_invented():
+def test_without_max_tokens_the_rest_of_the_context_is_asked_for():
     seed = next(s for s in range(1000) if EOS in [token_at(s, 0, p) for p in range(9, 30)] and
                 EOS not in [token_at(s, 0, p) for p in range(5, 9)])  # fmt: skip
     joined, server = rollout(Fault("abort", 4), params={"seed": seed})
-    assert all("max_tokens" not in b for b in server.requests) and joined.finish_reason == "stop"
+    assert {b["max_tokens"] for b in server.requests} == {REST_OF_CONTEXT} and joined.finish_reason == "stop"
 
 
 def test_an_end_that_was_asked_for_is_not_resumed():
@@ -139,7 +139,7 @@ def test_a_deadline_is_that_of_all_attempts_together():
     given = [b["deadline_s"] for b in server.requests]
     assert 5.0 > given[0] > given[1] > given[2] > 0
     request = Request(PROMPT, {"deadline_s": 1e-9})
-    assert request.body([Partial(request)], 1)["deadline_s"] > 0, "0 would be refused"
+    assert request.body([Partial(request)])["deadline_s"] > 0, "0 would be refused"
 
 
 def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
@@ -221,3 +221,17 @@ def test_a_caller_that_goes_takes_its_stream_with_it():
             assert client.replicas[0].in_flight == 0
 
     run(go())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_logits_that_are_not_finite_are_a_failure_with_all_tokens_and_not_tried_again(n):
+    async def go():
+        async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
+            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+                await client.generate_group(PROMPT, PARAMS, n=n)
+            assert len(server.requests) == 1
+            return failed.value.partial
+
+    rollouts = asyncio.run(go())
+    assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
+    assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)

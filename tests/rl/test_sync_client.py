@@ -51,7 +51,9 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
             assert reports[0].ok and client.is_paused() and server.holds
         assert not server.holds
         assert client.publish({"a": np.ones(2, np.float32)}, 3, via="upload").version == "3"
-        assert [r.token_ids for r in client.generate_many([[1, 2]] * 3, PARAMS)] == [alone.token_ids] * 3
+        many = [r.token_ids for r in client.generate_many([[1, 2]] * 3, PARAMS)]
+        assert many[0] == alone.token_ids and len(set(map(tuple, many))) == 3, "equal prompts draw apart"
+        assert client.generate_many([[1, 2]], PARAMS | {"first_choice": 2})[0].token_ids == many[2]
         assert [r.index for r in client.generate_group([1, 2], PARAMS, n=2)] == [0, 1]
         with pytest.raises(ValueError), client.paused():
             raise ValueError

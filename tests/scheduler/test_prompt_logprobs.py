@@ -133,6 +133,16 @@ def test_impossible_resubmissions_are_refused_by_name(field, value):
     assert failure.code == InvalidField.code and failure.detail["param"] == field
 
 
+def test_more_than_a_reply_may_hold_are_refused_at_the_engines_door_too():
+    h = Harness(FakeRunner(num_blocks=2048, max_model_len=8192))
+    h.add("fits", [1] * 5190, prompt_logprobs=100, max_tokens=1)
+    h.add("too many", [1] * 5191, prompt_logprobs=100)
+    h.turn()
+    assert h.rejected("fits") is None
+    failure = h.rejected("too many")
+    assert failure.detail["param"] == "prompt_logprobs" and "expected at most 524288" in failure.message
+
+
 def test_a_label_changed_between_two_tokens_makes_two_spans_of_one_epoch():
     """known failure 26 and 23: only the label changes, nothing is aborted."""
     h = Harness()

@@ -130,6 +130,31 @@ def test_alternatives_that_cannot_be_drawn_are_not_told(make_runner):
         assert sum(np.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0, abs=1e-6)
 
 
+def kept_ids(sequence: Sequence) -> list[list[int]]:
+    return [np.frombuffer(entry.kept, "<i4").tolist() for entry in sequence.logprobs]
+
+
+def test_the_kept_ids_are_those_that_the_processed_logprobs_are_over(make_runner):
+    """A trainer renormalises over them: logprobs of kept tokens, and of no others, are told where all are asked for."""
+    common = {"logprobs_mode": "processed", "return_kept": True, "max_tokens": 8}
+    asked = [
+        SamplingParams(top_k=12, top_p=0.9, temperature=1.2, seed=1, logprobs=20, **common),
+        SamplingParams(min_p=0.3, seed=2, logprobs=20, **common),
+        SamplingParams(top_p=0.95, temperature=30.0, seed=3, logprobs=0, **common),
+        SamplingParams(temperature=0.0, logprobs=0, **common),
+        SamplingParams(seed=4, logprobs=0, **common),
+        SamplingParams(top_k=3, seed=5, logprobs=0, logprobs_mode="processed", max_tokens=8),
+    ]
+    made = [Sequence(str(i), prompt(9, 211), params) for i, params in enumerate(asked)]
+    cut, peaked, flat, greedy, whole, silent = Driver(make_runner("qwen3")).generate(made, 8)
+    for sequence in (cut, peaked):
+        for token, entry, ids in zip(sequence.output, sequence.logprobs, kept_ids(sequence), strict=True):
+            assert token in ids and ids == sorted(t for t, _ in entry.top)
+    assert all(len(ids) > 100 for ids in kept_ids(flat)), "more ids than logprobs may be asked of"
+    assert kept_ids(greedy) == [[token] for token in greedy.output]
+    assert kept_ids(whole) == kept_ids(silent) == [[]] * 8
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_bf16"])
 def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make_runner, checkpoints, tmp_path):
     """A chunk of 300 rows is more than one slice of logits."""

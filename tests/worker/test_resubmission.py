@@ -40,7 +40,8 @@ def test_resubmitted_at_any_point_it_draws_what_an_undisturbed_run_draws(llm):
     assert len(set(whole.token_ids)) > 10, "nothing to tell apart"
     prompts = [ids + whole.token_ids[:k] for k in range(LENGTH)]
     each = [params(LENGTH - k) for k in range(LENGTH)]
-    for k, reply in enumerate(llm.generate(prompts, each, resumed_tokens=range(LENGTH))):
+    replies = llm.generate(prompts, each, resumed_tokens=range(LENGTH), first_choice=[0] * LENGTH)
+    for k, reply in enumerate(replies):
         rest = reply.choices[0]
         assert whole.token_ids[:k] + rest.token_ids == whole.token_ids, f"resubmitted after {k} tokens"
         assert whole.logprobs[:k] + rest.logprobs == whole.logprobs, f"resubmitted after {k} tokens"
@@ -62,3 +63,23 @@ def test_one_choice_of_a_group_can_be_resubmitted_alone(llm):
             0
         ].choices[0]
         assert again.token_ids == group[2].token_ids[k:] and again.logprobs == group[2].logprobs[k:]
+
+
+def texts(replies: list) -> list[tuple[int, ...]]:
+    return [tuple(choice.token_ids) for reply in replies for choice in reply.choices]
+
+
+def test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone(llm):
+    ids = prompt(9, 211)
+    drawn = texts(llm.generate([ids] * 3, params(LENGTH), n=2))
+    assert len(set(drawn)) == 6
+    assert texts(llm.generate([ids] * 3, params(LENGTH), n=2)) == drawn, "a seed reproduces all of them"
+    assert texts(llm.generate([ids] * 2, params(LENGTH), n=2, first_choice=2)) == drawn[2:]
+    assert texts(llm.generate([ids] * 2, params(LENGTH), first_choice=[5, 0])) == [drawn[5], drawn[0]]
+
+
+def test_without_a_seed_every_call_draws_anew(llm):
+    ids, unseeded = prompt(9, 211), SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+    replies = [llm.generate([ids], unseeded, n=2) for _ in range(3)]
+    replies += [llm.generate([ids] * 2, [unseeded, unseeded])]
+    assert len({ids for reply in replies for ids in texts(reply)}) == 8

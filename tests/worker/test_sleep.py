@@ -221,3 +221,13 @@ def test_the_memory_is_really_back_with_the_system(ops, dtype, tmp_path):
     assert report["awake"] < report["before"] + 20 * MIB, "waking up must not cost more than sleeping gave"
     assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache's pages too"
     assert report["freed_again"] > 0.9 * (report["weights"] + report["cache"])
+
+
+def test_both_beat_between_the_pieces_of_the_weights(make_runner):
+    """Weights of some gigabytes take longer than the silence after which an engine counts as stuck."""
+    runner = make_runner("qwen2")
+    linears = sum(not parameter.is_vector for parameter in runner.model.parameters)
+    beats: list[str] = []
+    runner.sleep(("weight",), False, lambda: beats.append("sleep"))
+    runner.wake(("weight",), lambda: beats.append("wake"))
+    assert beats.count("sleep") >= linears and beats.count("wake") >= linears

@@ -19,7 +19,9 @@ import pytest
 from checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
 from fastdeploy.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.model_executor.safetensors_source import SafetensorsReader
 from fastdeploy.scheduler.interface import StepPlan
+from fastdeploy.worker import staging as staging_module
 from fastdeploy.worker.model_runner import ModelRunner
 from step_driver import Driver, Sequence, stage, update
 
@@ -477,3 +479,45 @@ def test_checksums_run_beside_steps_and_describe_one_set_of_weights(make_runner,
     update(runner, folder)
     thread.join()
     assert len(found) == 20 and all(one in (old, new) for one in found) and runner.checksums() == new
+
+
+@pytest.mark.parametrize("where", ["before it opens the source", "in a read"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_was_abandoned_while_it_hung_takes_nothing_when_it_comes_back(
+    where, in_place, make_runner, chunk, monkeypatch
+):
+    """A dead mount: the read ends after the engine has gone on."""
+    runner, source = make_runner("qwen2"), chunk(new_tensors())
+    before, entered, mended = outputs(runner), threading.Event(), threading.Event()
+    owner, name = (staging_module, "open_source") if where.startswith("before") else (SafetensorsReader, "read")
+    real = getattr(owner, name)
+
+    def hang(*args):
+        entered.set()
+        assert mended.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, hang)
+    staging = runner.begin_update(False, in_place)
+    errors: list[BaseException] = []
+
+    def add() -> None:
+        try:
+            staging.add(source, {})
+        except WeightUpdateRefused as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    assert entered.wait(60)
+    staging.abandon()
+    taken = not runner.has_weights
+    assert taken == (in_place and where == "in a read")
+    mended.set()
+    thread.join(60)
+    assert len(errors) == 1 and "given up" in errors[0].message
+    assert runner.has_weights != taken and staging._packed == {}
+    if not taken:
+        assert outputs(runner) == before
+    with pytest.raises(WeightUpdateRefused):
+        staging.finish()

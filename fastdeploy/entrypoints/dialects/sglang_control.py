@@ -216,6 +216,9 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
         "base_gpu_id": 0,
         "gpu_id_step": 1,
         "disaggregation_mode": "null",
+        # slime compares these with its own settings before it takes an engine that it has not started.
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": False,
         "weight_version": info["version"],
         "version": __version__,
         "time": time.time(),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.engine.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
 from fastdeploy.entrypoints.openai.choice import TextOptions
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.protocol import MAX_N, MAX_STOP_CHARS, MAX_STOPS, Body, Int64, parse_body
+from fastdeploy.entrypoints.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
 from fastdeploy.entrypoints.openapi import described
 from fastdeploy.errors import InvalidField
 
@@ -52,13 +51,18 @@ UNSUPPORTED_SAMPLING = (
     "ebnf",
     "structural_tag",
     "logit_bias",
-    "custom_params",
     "watermark",
 )
 HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
-SEED_BITS = 63
+
+
+class CustomParams(Body):
+    """return_top_p_token_ids: tell the ids that each token was drawn from. slime sends it with every top_p but 1, to
+    renormalise over the same ids in training. Needs return_logprob."""
+
+    return_top_p_token_ids: bool = False
 
 
 class SamplingBody(Body):
@@ -80,6 +84,7 @@ class SamplingBody(Body):
     no_stop_trim: bool = False
     sampling_seed: Int64 | None = None
     logprobs_mode: str | None = None
+    custom_params: CustomParams = CustomParams()
 
 
 class GenerateBody(BaseModel):
@@ -106,11 +111,13 @@ class GenerateBody(BaseModel):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token to tell the logprob of, or -1; top: how many others beside each token."""
+    """start: the first prompt token to tell the logprob of, or -1; top: how many others beside each token; kept: the
+    ids that each token was drawn from."""
 
     wanted: bool = False
     start: int = -1
     top: int = 0
+    kept: bool = False
 
 
 class Prompt(NamedTuple):
@@ -150,16 +157,17 @@ def is_empty(value: Any) -> bool:
     return not value or (isinstance(value, list) and all(is_empty(item) for item in value))
 
 
-async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: str | None) -> Prompts:
+async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     """Check everything and tokenise; raises InvalidField."""
     inputs, field, batch = _inputs(body)
+    context.check_choices(len(inputs), 1)
     params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
     n = params[0].n
     if any(p.n != n for p in params):
         raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
     context.check_choices(len(inputs), n)
-    rids, group = _rids(body.rid, header_rid, len(inputs) if batch else None)
-    options = _logprob_options(body, inputs)
+    rids, group = _rids(body.rid, len(inputs) if batch else None)
+    options = _logprob_options(body, inputs, params)
     prompts = []
     for i, value in enumerate(inputs):
         name = f"{field}[{i}]" if batch else field
@@ -167,6 +175,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody, header_rid: 
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
         prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
+    context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
     return Prompts(prompts, n, batch, group)
 
 
@@ -188,7 +197,9 @@ async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int
     if isinstance(value, str) and field.startswith("text"):
         context.check_text(value, field)
         value = await context.require_tokenizer(field).encode(value)
-    elif not isinstance(value, list) or any(type(token) is not int for token in value):
+    elif not isinstance(value, list) or (
+        len(value) < context.max_model_len and any(type(token) is not int for token in value)
+    ):
         raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
     context.check_prompt(value, field)
     return value
@@ -203,9 +214,8 @@ def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
     return value
 
 
-def _rids(rid: Any, header: str | None, batch: int | None) -> tuple[list[str], str]:
+def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
     """The id of each prompt, and the one that stands for the batch. ``batch`` None: a single prompt."""
-    rid = header if rid is None else rid
     if isinstance(rid, list) and batch is not None:
         if len(rid) != batch or len(set(map(str, rid))) != batch:
             raise InvalidField("rid", f"expected {batch} different ids, one per prompt")
@@ -235,7 +245,7 @@ def _sampling_body(params: Any, index: int) -> SamplingBody:
     return body
 
 
-def _logprob_options(body: GenerateBody, inputs: list[Any]) -> list[LogprobOptions]:
+def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[SamplingBody]) -> list[LogprobOptions]:
     wanted = per_prompt("return_logprob", body.return_logprob, inputs)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
@@ -246,23 +256,32 @@ def _logprob_options(body: GenerateBody, inputs: list[Any]) -> list[LogprobOptio
     ):
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
+    kept = [p.custom_params.return_top_p_token_ids for p in params]
+    if any(k and not want for k, want in zip(kept, wanted, strict=True)):
+        raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
+    if any(top is not None and not 0 <= top <= MAX_LOGPROBS for top in tops):
+        raise InvalidField("top_logprobs_num", f"expected an integer from 0 to {MAX_LOGPROBS}")
     return [
-        LogprobOptions(True, -1 if start is None else start, top or 0) if want else LogprobOptions()
-        for want, start, top in zip(wanted, starts, tops, strict=True)
+        LogprobOptions(True, -1 if start is None else start, top or 0, keep) if want else LogprobOptions()
+        for want, start, top, keep in zip(wanted, starts, tops, kept, strict=True)
     ]
 
 
 def _sampling(
     context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
 ) -> SamplingParams:
-    """max_new_tokens null is what is left of the context, and a larger value is cut to that."""
+    """max_new_tokens null is what is left of the context, and a larger value is cut to that. Logprobs that come with
+    the kept ids are normalised over these ids, as slime's SGLang has it."""
     left = context.max_model_len - prompt_tokens
     wanted = left if params.max_new_tokens is None else params.max_new_tokens
     if wanted < 0:
         raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
     if logprobs.start < -1 or logprobs.start > prompt_tokens:
         raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
-    seed = random.getrandbits(SEED_BITS) if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
+    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
+    if logprobs.kept and mode != "processed":
+        raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
+    seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
         min_tokens=params.min_new_tokens,
@@ -278,15 +297,13 @@ def _sampling(
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,
         prompt_logprobs=logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
-        logprobs_mode=params.logprobs_mode or body.logprobs_mode or "temperature",
+        logprobs_mode=mode,
+        return_kept=logprobs.kept,
     ).check()
 
 
 def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
-    stops = [params.stop] if isinstance(params.stop, str) else params.stop
-    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        expected = f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
-        raise InvalidField("sampling_params.stop", expected)
+    stops = stop_strings(params.stop, "sampling_params.stop")
     if stops:
         context.require_tokenizer("sampling_params.stop")
-    return TextOptions(tuple(stops), params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)
+    return TextOptions(stops, params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)

@@ -13,7 +13,7 @@ from pydantic import field_validator
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.dialects.sglang_control import LaxBody, read_lax
-from fastdeploy.entrypoints.dialects.sglang_pull import pull_weights
+from fastdeploy.entrypoints.dialects.sglang_pull import Pulls
 from fastdeploy.entrypoints.dialects.sglang_tensors import (
     TensorBody,
     distinct,
@@ -27,7 +27,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import error_body, json_response
 from fastdeploy.entrypoints.openai.protocol import Label
 from fastdeploy.entrypoints.openapi import described, takes
-from fastdeploy.entrypoints.upload import spooled_bytes
+from fastdeploy.entrypoints.upload import admitted_upload, spooled_bytes
 from fastdeploy.errors import STATUS, FastDeployError, InvalidField, WrongOrder
 from fastdeploy.inter_communicator import messages as m
 
@@ -143,9 +143,11 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
     @router.post("/update_weights_from_tensor", openapi_extra=takes(TensorBody))
     @sglang_shape()
     async def update_weights_from_tensor(request: Request) -> Response:
-        body = await asyncio.to_thread(parse_tensors, await request.body())
-        version = None if body.weight_version is None else str(body.weight_version)
+        check = m.CheckUpdateArgs(await weights.open_session(), m.BeginUpdateArgs(partial=True))
         async with contextlib.AsyncExitStack() as files:
+            await files.enter_async_context(admitted_upload(context, check))
+            body = await asyncio.to_thread(parse_tensors, await request.body())
+            version = None if body.weight_version is None else str(body.weight_version)
             sources = [await files.enter_async_context(spooled_bytes(d, context)) for d in distinct(body)]
             update = Update(sources, version, bool(body.abort_all_requests), bool(body.flush_cache), partial=True)
             report = await weights.add(update)
@@ -181,16 +183,14 @@ def _add_session(router: APIRouter, context: ServingContext) -> None:
 
 
 def _add_folders(router: APIRouter, context: ServingContext) -> None:
-    weights = SGLangWeights(context)
+    weights, pulls = SGLangWeights(context), Pulls(context.config)
 
     @router.post("/pull_weights", openapi_extra=takes(PullBody))
     @sglang_shape()
     async def pull(request: Request) -> Response:
         """Copies a published version to a local folder; what serves is not touched, nor paused."""
         body = await read_lax(request, PullBody)
-        await asyncio.to_thread(
-            pull_weights, context.config, body.local_checkpoint_dir, body.source_dir, body.target_version
-        )
+        await pulls.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
         return success(f"pulled version {body.target_version}")
 
     @router.get("/weights_checker")

@@ -1,16 +1,19 @@
-"""SkyRL's own routes beside vLLM's: /collective_rpc with its method names, adapters, the router's /finish_session."""
+"""SkyRL's own routes beside vLLM's: /collective_rpc with its method names, /fetch_weights, adapters, and the router's
+/finish_session."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.entrypoints.dialects.common import LaxBody, adapters_off, read_control
+from fastdeploy.entrypoints.dialects.common import PAUSE_TIMEOUT_S, LaxBody, adapters_off, read_control
+from fastdeploy.entrypoints.dialects.vllm_memory import TAGS
 from fastdeploy.entrypoints.dialects.vllm_weights import (
+    DELTA_REFUSED,
     FinishBody,
     StartBody,
     VllmWeights,
@@ -19,9 +22,10 @@ from fastdeploy.entrypoints.dialects.vllm_weights import (
 )
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
-from fastdeploy.entrypoints.openai.protocol import parse_body
+from fastdeploy.entrypoints.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.entrypoints.openapi import takes
-from fastdeploy.errors import InvalidField
+from fastdeploy.errors import InvalidField, ModelNotFound
+from fastdeploy.inter_communicator import messages as m
 
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -34,6 +38,16 @@ class RpcBody(LaxBody):
     kwargs: dict[str, Any] = {}
 
 
+class SleepBody(Body):
+    """offload_kv: keep the KV of frozen requests, which go on over it; else it is computed anew after the wake-up."""
+
+    offload_kv: bool = True
+
+
+class WakeBody(Body):
+    tags: list[Literal["weights", "kv_cache"]] = Field(min_length=1)
+
+
 class AdapterBody(LaxBody):
     lora_name: str = Field(min_length=1)
 
@@ -44,8 +58,13 @@ class SessionBody(LaxBody):
 
 def skyrl_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    _add_rpc(router, worker_methods(VllmWeights(context)))
+    _add_rpc(router, worker_methods(VllmWeights(context)) | memory_methods(context))
     _add_adapters(router)
+
+    @router.post("/fetch_weights")
+    async def fetch_weights() -> Response:
+        """Refused: what SkyRL publishes for it are differences between checkpoints, in a format of its own."""
+        raise InvalidField("weight_sync_backend", DELTA_REFUSED)
 
     @router.post("/finish_session", openapi_extra=takes(SessionBody, query=True))
     async def finish_session(request: Request) -> Response:
@@ -82,6 +101,29 @@ def worker_methods(weights: VllmWeights) -> dict[str, Method]:
     return {name: method for method, aliases in names.items() for name in aliases}
 
 
+def memory_methods(context: ServingContext) -> dict[str, Method]:
+    """SkyRL's sleep around a weight sync. The engine is paused by SkyRL before, and resumed by it after.
+
+    The weights are kept aside rather than dropped, so that the old ones serve on if the sync fails."""
+    client, config = context.client, context.config
+
+    async def sleep(kwargs: dict[str, Any]) -> dict[str, Any]:
+        keep_kv = parse_body(kwargs, SleepBody, {}).offload_kv
+        tags = ("weight",) if keep_kv else ("weight", "kv_cache")
+        return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S), config.update_s)
+
+    async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Tags that do not sleep are awake already: KV that was kept."""
+        wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
+        asleep = (await client.call(m.WeightInfoArgs(), config.stall_s))["asleep"]
+        tags = tuple(tag for tag in wanted if tag in asleep)
+        if not tags:
+            return {"asleep": asleep}
+        return await client.call(m.WakeArgs(tags=tags), config.update_s)
+
+    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake}
+
+
 def _add_rpc(router: APIRouter, methods: dict[str, Method]) -> None:
     @router.post("/collective_rpc", openapi_extra=takes(RpcBody, query=True))
     async def collective_rpc(request: Request) -> Response:
@@ -98,10 +140,13 @@ def _add_adapters(router: APIRouter) -> None:
 
     @router.post("/skyrl/v1/abort_lora_requests", openapi_extra=takes(AdapterBody, query=True))
     async def abort_lora_requests(request: Request) -> Response:
-        """No request runs on an adapter here, so that there is none to abort."""
-        await read_control(request, AdapterBody)
-        return json_response({"status": "ok", "aborted": [], "count": 0})
+        """Answers 404: a caller that names an adapter which is not loaded must not take its requests for aborted."""
+        name = (await read_control(request, AdapterBody)).lora_name
+        raise ModelNotFound(f"lora_name: no adapter {name!r} is loaded; this server serves none", param="lora_name")
 
     @router.post("/skyrl/v1/generate")
-    async def generate() -> Response:
-        raise InvalidField("return_routed_experts", "not supported by this server: use /inference/v1/generate")
+    async def generate(request: Request) -> Response:
+        """SkyRL comes here for what is no part of vLLM's own route, and names it."""
+        data = parse_json(await request.body())
+        field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
+        raise InvalidField(field, "not supported by this server: use /inference/v1/generate")

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.generation import Generation
-from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, parse_json
-from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
+from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
 from fastdeploy.entrypoints.openai.serving_completion import prepare
 from fastdeploy.entrypoints.openapi import schema_of, streams, takes
 from fastdeploy.errors import InvalidField
@@ -55,9 +55,11 @@ def generate_schema() -> dict[str, Any]:
 def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
-        """X-Session-ID, 0 included, is for routers: there is one replica behind this address."""
-        body = parse_generate(parse_json(await request.body()))
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
+        limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
+        body = parse_generate(await read_json(request))
+        checked = await prepare(context, body, default_max_tokens=None)
+        generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()
 
 
@@ -78,8 +80,8 @@ class GenerateView(ReplyView):
 
     kind = chunk_kind = "generate"
 
-    def body(self) -> dict[str, Any]:
-        choices = self.choices()
+    async def body(self) -> dict[str, Any]:
+        choices = await self.choices()
         prompt_logprobs = [choice.pop("prompt_logprobs", None) for choice in choices][0]
         return {
             "request_id": self.generation.request.request_id,
@@ -89,31 +91,28 @@ class GenerateView(ReplyView):
             "usage": self.usage(),
         }
 
-    def choices(self) -> list[dict[str, Any]]:
-        return [_without_prompt(choice) for choice in super().choices()]
+    async def choices(self) -> list[dict[str, Any]]:
+        return [_without_prompt(choice) for choice in await super().choices()]
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {"index": index, "logprobs": self._logprobs(choice.token_ids, choice.logprobs)}
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {"index": index, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
-        chunk = self._chunk(index, delta, {"index": index, "logprobs": logprobs})
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
+        chunk = await self._chunk(index, delta, {"index": index, "logprobs": logprobs})
         chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
         return [chunk | {"request_id": self.generation.request.request_id}]
 
-    def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+    async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """One entry per token, none for no tokens; null only where none were asked for."""
         if self._body.logprobs is None:
             return None
-        content = [
-            {**_entry(token, entry.logprob), "top_logprobs": [_entry(*best) for best in entry.top]}
-            for token, entry in zip(ids, logprobs, strict=True)
-        ]
-        return {"content": content}
-
-
-def _entry(token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None}
+        pairs = zip(ids, logprobs, strict=True)
+        content = (
+            ChosenToken(token_name(token), entry.logprob, None, [TokenLogprob(token_name(t), p) for t, p in entry.top])
+            for token, entry in pairs
+        )
+        return {"content": await self.generation.pace.array(content, work_of(logprobs))}
 
 
 def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class TokenizeBody(LaxBody):
 
 class DetokenizeBody(LaxBody):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Any]  # ids; checked once it is known that they are not too many
     skip_special_tokens: bool = False
 
 
@@ -48,22 +48,28 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
         context.check_model(body.model)
         if body.messages is not None:
             data = parse_json(await request.body())
-            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED}, request)
+            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
         elif body.prompt is not None:
             context.check_text(body.prompt, "prompt")
             ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
         else:
             raise InvalidField("prompt", "expected a prompt or messages")
-        spelled = [context.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
-        limit = context.max_model_len
-        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": spelled})
+        reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
+        if body.return_token_strs:
+            reply["token_strs"] = await context.pace().array(map(context.tokenizer.token_text, ids))
+        return json_response(reply)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """No tokens are the empty text: those of a request that was aborted at once."""
+        """No tokens are the empty text: those of a request that was aborted at once. At most a full context of tokens:
+        decoding stops everything else."""
         body = await read_control(request, DetokenizeBody)
         context.check_model(body.model)
         tokenizer = context.require_tokenizer("tokens")
+        if len(body.tokens) > context.max_model_len:
+            raise InvalidField("tokens", f"{len(body.tokens)} tokens; expected at most {context.max_model_len}")
+        if any(type(token) is not int for token in body.tokens):
+            raise InvalidField("tokens", "expected a list of token ids")
         if body.tokens:
             context.check_vocabulary(body.tokens, "tokens")
         return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
@@ -72,7 +78,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
     async def render(request: Request) -> Response:
         """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
         data = parse_json(await request.body())
-        ids = await rendered(context, data, request)
+        ids = await rendered(context, data)
         return json_response(
             {
                 "request_id": data.get("request_id"),
@@ -84,5 +90,6 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
         )
 
 
-async def rendered(context: ServingContext, data: dict[str, Any], request: Request) -> list[int]:
-    return (await prepare(context, parse_body(data, ChatBody), request)).prompts[0]
+async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
+    """The ids of a conversation. Nothing is generated, so that tools are rendered whatever tool_choice says."""
+    return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]

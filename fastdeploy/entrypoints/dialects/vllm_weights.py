@@ -30,6 +30,12 @@ WHAT_WORKS = (
     '{"model_path": a folder of safetensors} or {"shared_memory": a name, "nbytes"}, or the bytes of a safetensors '
     "file as application/octet-stream"
 )
+DELTA_REFUSED = (
+    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.skyrl, or "
+    "send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
+)
+# The field of init_info by which SkyRL's delta strategy is known.
+DELTA_FIELD = "local_checkpoint_dir"
 # The fields of update_info by which the transports that do not exist here are known.
 TRANSPORT_FIELDS = frozenset(
     {"names", "dtype_names", "shapes", "packed", "ipc_handles", "ipc_handles_pickled", "sizes"}
@@ -57,7 +63,7 @@ class UpdateInfo(Body):
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)
-    nbytes: int = Field(0, ge=0)
+    nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
     weight_version: Version | None = None
@@ -102,7 +108,7 @@ class VllmWeights:
     async def _call(self, args: m.Args) -> dict[str, Any]:
         return await self._context.client.call(args, self._context.config.update_s)
 
-    async def _open_session(self) -> str | None:
+    async def open_session(self) -> str | None:
         """The session that this dialect opened; never that of another trainer."""
         session = (await self._call(m.WeightInfoArgs())).get("session") or {}
         return session["session_id"] if session.get("placed_by") == PLACED_BY else None
@@ -121,7 +127,7 @@ class VllmWeights:
     async def add(self, chunk: Chunk) -> dict[str, Any]:
         """Put it into the open session; without one it is an update of its own, committed at once."""
         source, info = chunk
-        session_id = await self._open_session()
+        session_id = await self.open_session()
         if session_id is None:
             args: m.Args = m.UpdateWeightsArgs(
                 source,
@@ -144,7 +150,7 @@ class VllmWeights:
         return await self._call(args)
 
     async def finish(self, version: str | None) -> dict[str, Any]:
-        session_id = await self._open_session()
+        session_id = await self.open_session()
         if session_id is None:
             raise WrongOrder("no weight update is open: it was never started, has failed, or its lease has ended")
         return await self._call(m.CommitUpdateArgs(session_id, version=version))
@@ -155,6 +161,8 @@ def check_init(info: Any) -> None:
     to connect."""
     if not isinstance(info, dict):
         raise InvalidField("init_info", "expected an object")
+    if DELTA_FIELD in info:
+        raise InvalidField("init_info", DELTA_REFUSED)
     if info.keys() - {"backend"} or info.get("backend", BACKENDS[0]) not in BACKENDS:
         raise InvalidField("init_info", WHAT_WORKS)
 
@@ -169,10 +177,13 @@ def parse_update_info(info: Any) -> Chunk:
 
 
 @contextlib.asynccontextmanager
-async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator[Chunk]:
+async def read_chunk(request: Request, context: ServingContext, weights: VllmWeights) -> AsyncIterator[Chunk]:
+    """The chunk that the call names or uploads; an upload is in a file for as long as the block lasts."""
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
-        async with spooled_upload(request, context) as source:
+        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
+        check = m.CheckUpdateArgs(await weights.open_session(), begin)
+        async with spooled_upload(request, context, check) as source:
             yield Chunk(source, info)
     else:
         yield parse_update_info((await read_fields(request)).get("update_info"))
@@ -193,7 +204,7 @@ def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_chunk(request, context) as chunk:
+        async with read_chunk(request, context, weights) as chunk:
             report = await weights.add(chunk)
         return json_response({"message": "Weights updated", "report": report})
 

@@ -5,28 +5,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
+import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from fastdeploy import __version__
 from fastdeploy.collector import collect_rarely
 from fastdeploy.config import ServeConfig, from_json
 from fastdeploy.engine.client import EngineClient
+from fastdeploy.entrypoints import access, browser_guard
 from fastdeploy.entrypoints.dialects.areal import areal_router
 from fastdeploy.entrypoints.dialects.sglang import sglang_router
 from fastdeploy.entrypoints.dialects.skyrl import skyrl_router
 from fastdeploy.entrypoints.dialects.vllm import vllm_router
 from fastdeploy.entrypoints.docs_page import add_docs_page
+from fastdeploy.entrypoints.keys import NO_KEYS, Keys, take_keys
+from fastdeploy.entrypoints.openai.body_limit import BodyLimit
+from fastdeploy.entrypoints.openai.budget import Budget
+from fastdeploy.entrypoints.openai.connection import HttpProtocol
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.control import control_router
 from fastdeploy.entrypoints.openai.errors import add_error_handlers
 from fastdeploy.entrypoints.openai.health import health_router
-from fastdeploy.entrypoints.openai.middleware import BodyLimit, HttpProtocol, LastResort, Routing
+from fastdeploy.entrypoints.openai.middleware import LastResort, Routing, TraceId
 from fastdeploy.entrypoints.openai.serving_chat import chat_router
 from fastdeploy.entrypoints.openai.serving_completion import completion_router
 from fastdeploy.entrypoints.openai.weights import weights_router
@@ -52,8 +60,8 @@ ROUTERS = {
 }
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> FastAPI:
-    """The HTTP application. It starts and closes ``client`` with its own life."""
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
+    """Make the HTTP application. It starts and closes ``client`` with its own life."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -70,17 +78,24 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         docs_url=None,
         redoc_url=None,
     )
-    context = ServingContext(client, tokenizer, config)
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    context = ServingContext(client, tokenizer, config, uploads)
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])
     describe(app)
     add_docs_page(app)
     add_error_handlers(app)
-    # The last one is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_mb << 20, max_upload_bytes=config.max_upload_mb << 20)
+    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
+    app.add_middleware(access.AccessControl, policy=access.Policy.of(config, keys))
+    if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
+        origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
     app.add_middleware(LastResort)
+    app.add_middleware(BodyLimit, config=config, turn=context.turn)
     app.add_middleware(Routing)
+    app.add_middleware(TraceId)
     return app
 
 
@@ -98,12 +113,14 @@ class ApiServer(uvicorn.Server):
         await aborting
 
 
-def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig) -> ApiServer:
+def make_server(
+    client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
+) -> ApiServer:
     """A uvicorn server of :func:`create_app`; half of the shutdown time is for the engine to end open requests."""
     uvicorn_config = uvicorn.Config(
-        create_app(client, tokenizer, config),
+        create_app(client, tokenizer, config, keys),
         loop="uvloop",
-        http=HttpProtocol,
+        http=functools.partial(HttpProtocol, config),
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,
@@ -116,17 +133,23 @@ def make_server(client: EngineClient, tokenizer: Tokenizer | None, config: Serve
 
 
 async def serve(
-    config: ServeConfig, tokenizer: Tokenizer | None, endpoint: str, listener: socket.socket, events: EventPipe
+    config: ServeConfig,
+    keys: Keys,
+    tokenizer: Tokenizer | None,
+    endpoint: str,
+    listeners: Sequence[socket.socket],
+    events: EventPipe,
 ) -> None:
     client = EngineClient(endpoint, config.stall_s)
-    server = make_server(client, tokenizer, config)
+    server = make_server(client, tokenizer, config, keys)
     announce = asyncio.create_task(_announce(client, events))
     collect_rarely()
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=list(listeners))
     announce.cancel()
 
 
 async def _announce(client: EngineClient, events: EventPipe) -> None:
+    events.send("up")
     await client.connected.wait()
     events.send("ready", boot_id=client.welcome.boot_id)
 
@@ -135,19 +158,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
-    parser.add_argument("--http-fd", type=int, required=True, help="the listening socket, inherited")
+    parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="the listening sockets, inherited")
     parser.add_argument("--event-fd", type=int, required=True, help="where to tell the supervisor, inherited")
     args = parser.parse_args()
     setup_logging("api")
-    listener = socket.socket(fileno=args.http_fd)
-    config = from_json(args.config, ServeConfig)
-    events = EventPipe(args.event_fd)
+    listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
+    config, keys, events = from_json(args.config, ServeConfig), take_keys(os.environ), EventPipe(args.event_fd)
     try:
         tokenizer = load_tokenizer(config.model)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(serve(config, tokenizer, args.endpoint, listener, events))
+        runner.run(serve(config, keys, tokenizer, args.endpoint, listeners, events))
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fastdeploy.entrypoints.openai.detokenizer import IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.entrypoints.openai.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.inter_communicator.messages import Logprob, Output, Span
 
@@ -54,8 +54,10 @@ class Choice:
         self._decoder = None
         if tokenizer is not None:
             fresh = len(prompt) - resumed
-            self._decoder = IncrementalDecoder(tokenizer, prompt[:fresh], options.skip_special_tokens)
+            tail = prompt[max(fresh - CONTEXT, 0) : fresh]  # not a copy of the whole prompt for each choice
+            self._decoder = IncrementalDecoder(tokenizer, tail, options.skip_special_tokens)
             self.text = self._decoder.extend(prompt[fresh:])
+            self._search.push(self.text)
 
     def feed(self, output: Output) -> Delta:
         """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
@@ -94,16 +96,65 @@ class Choice:
             new = self._decoder.push(token_id)
             self.text += new
             enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
-            if new and enough and (hit := self._search.find(self.text, len(new))):
+            if (hit := self._search.push(new)) and enough:
                 return i + 1, hit
         return len(output.token_ids), None
 
     def _show(self) -> str:
         end = len(self.text)
         if self.finish_reason is None:
-            end -= self._search.held_back(self.text)
+            end -= self._search.held_back
         start, self._shown = self._shown, max(end, self._shown)
         return self.text[start : self._shown]
+
+
+def pieces(output: Output, size: int) -> Iterator[Output]:
+    """``output`` as one output, or as several of at most ``size`` tokens each."""
+    total = len(output.token_ids)
+    if total <= size:
+        yield output
+        return
+    base = output.spans[0].start if output.spans else 0
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        low, high = base + start, base + end
+        spans = [
+            Span(s.version, s.epoch, max(s.start, low), min(s.end, high), s.recomputed)
+            for s in output.spans
+            if s.start < high and s.end > low
+        ]
+        nothing = Output(output.request_id, output.choice)
+        first, last = (nothing if start else output), (output if end == total else nothing)
+        yield Output(
+            request_id=output.request_id,
+            choice=output.choice,
+            token_ids=output.token_ids[start:end],
+            logprobs=output.logprobs[start:end],
+            spans=spans,
+            prompt_logprobs=first.prompt_logprobs,
+            cached_tokens=first.cached_tokens,
+            num_preempted=first.num_preempted,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            message=last.message,
+        )
+
+
+def joined(deltas: list[Delta]) -> Delta | None:
+    """``deltas`` of one choice, which follow each other, as one; None for none."""
+    if len(deltas) < 2:
+        return deltas[0] if deltas else None
+    spans: list[Span] = []
+    for delta in deltas:
+        merge_spans(spans, delta.spans)
+    return Delta(
+        deltas[0].first,
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        [entry for delta in deltas for entry in delta.logprobs],
+        spans,
+        deltas[-1].finish_reason,
+    )
 
 
 def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:

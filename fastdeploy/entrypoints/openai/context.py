@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import random
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import Request
 
 from fastdeploy.config import ServeConfig
 from fastdeploy.engine.client import EngineClient
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.engine.sampling_params import SamplingParams, check_prompt_logprobs
+from fastdeploy.entrypoints.openai.budget import Budget
 from fastdeploy.entrypoints.openai.choice import TextOptions
+from fastdeploy.entrypoints.openai.pace import Pace
 from fastdeploy.entrypoints.openai.protocol import MAX_CHOICES, GenerationBody
 from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.errors import EngineDead, InvalidField, ModelNotFound
@@ -35,16 +37,25 @@ PASSED_ON = (
 )
 
 
+# A name that clients send who were told none (SkyRL's RemoteInferenceClient). One model serves: it means that one.
+ANY_MODEL = "default"
 NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "max_queue_s", "retain_s", "priority"}
 
 
 @dataclass(frozen=True)
 class ServingContext:
-    """``tokenizer`` None: the model folder has none, and only token ids are served."""
+    """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
+    uploads there may be at once. turn: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
     config: ServeConfig
+    uploads: Budget
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def pace(self) -> Pace:
+        """For one reply."""
+        return Pace(self.turn)
 
     @property
     def max_model_len(self) -> int:
@@ -54,7 +65,8 @@ class ServingContext:
         return self.client.welcome.max_model_len
 
     def check_model(self, model: str | None) -> None:
-        if model not in (None, "", self.config.served_model_name, self.config.model):
+        """Raise ModelNotFound for a name that is not the served model's. No name, or "default", means that model."""
+        if model not in (None, "", ANY_MODEL, self.config.served_model_name, self.config.model):
             served = self.config.served_model_name
             raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
 
@@ -67,11 +79,34 @@ class ServingContext:
         if n > queue:
             raise InvalidField("n", f"expected at most {queue} (the server's --max-waiting), got {n}")
 
+    def check_reply(
+        self,
+        sampling: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        prompt_field: str = "prompt_logprobs",
+    ) -> None:
+        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs, or more of
+        prompts than the engine computes for one request. ``sampling``: of each prompt, which has ``n`` choices."""
+        limit = self.config.max_reply_logprobs
+        told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
+        if told > limit:
+            why = f"up to {told} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
+            raise InvalidField("logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
+        telling = [(ids, s.prompt_logprobs) for s, ids in zip(sampling, prompts, strict=True)]
+        tops = [top for _, top in telling if top is not None]
+        num_tokens = sum(len(ids) for ids, top in telling if top is not None)
+        check_prompt_logprobs(max(tops, default=None), num_tokens, prompt_field)
+
     def check_text(self, text: str, field: str) -> None:
         """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
+        self.check_length(len(text), field)
+
+    def check_length(self, characters: int, field: str) -> None:
+        """See :meth:`check_text`."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
-        if len(text) > limit:
-            raise InvalidField(field, f"{len(text)} characters do not fit a context of {self.max_model_len} tokens")
+        if characters > limit:
+            raise InvalidField(field, f"{characters} characters do not fit a context of {self.max_model_len} tokens")
 
     def check_prompt(self, ids: list[int], field: str) -> None:
         """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""
@@ -110,7 +145,6 @@ class ServingContext:
         prompt_tokens: int,
         logprobs: int | None,
         max_tokens: tuple[str, int | None],
-        seed: int,
     ) -> SamplingParams:
         """Checked parameters for one prompt. ``max_tokens``: (name of the field, its value); None is what is left of
         the context, and a larger value is cut to that."""
@@ -122,7 +156,7 @@ class ServingContext:
         return SamplingParams(
             max_tokens=min(left if wanted is None else wanted, left),
             top_k=max(body.top_k or 0, 0),
-            seed=seed,
+            seed=body.seed,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
@@ -142,15 +176,16 @@ class ServingContext:
         )
 
 
-def request_id(body: GenerationBody, request: Request, prefix: str) -> str:
-    """The id the client gave, as it is: in the body, or else in X-Request-Id; otherwise a new one."""
-    return body.request_id or request.headers.get("x-request-id") or f"{prefix}-{uuid.uuid4().hex}"
+def request_id(body: GenerationBody, prefix: str) -> str:
+    """The id that the body names, as it is; otherwise a new one. An X-Request-Id is no such id: it names a trace, and
+    many requests may carry the same."""
+    return body.request_id or f"{prefix}-{uuid.uuid4().hex}"
 
 
-def lifetime(body: GenerationBody, request: Request, arrived: float) -> dict[str, Any]:
+def lifetime(body: GenerationBody, arrived: float) -> dict[str, Any]:
     """The fields of GenerationRequest that say how long a request may live. arrived: time.time() at the door, before it
     was tokenised. Raises InvalidField for one that is to be retained under no name."""
-    if body.retain_s and not (body.request_id or request.headers.get("x-request-id")):
+    if body.retain_s and not body.request_id:
         raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
     return {
         "arrival": arrived,
@@ -165,7 +200,3 @@ def fingerprint(body: GenerationBody) -> str:
     """What two bodies share exactly if they ask for the same answer, however it is to be delivered."""
     fields = body.model_dump(exclude=NOT_OF_THE_ANSWER, exclude_none=True)
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
-
-
-def seed_of(body: GenerationBody) -> int:
-    return random.getrandbits(63) if body.seed is None else body.seed

@@ -1,4 +1,4 @@
-"""Native control routes: /v1/pause, /v1/resume, /v1/is_paused, /v1/abort_requests.
+"""Native control routes: /v1/pause, /v1/resume, /v1/renew, /v1/is_paused, /v1/abort_requests.
 
 Each takes a JSON body, query parameters, both, or nothing, and answers when it is done, in FastDeploy's envelope.
 """
@@ -19,6 +19,7 @@ from fastdeploy.entrypoints.openai.protocol import (
     Body,
     BodyType,
     PauseBody,
+    RenewBody,
     ResumeBody,
     parse_body,
     parse_json,
@@ -50,6 +51,11 @@ def control_router(context: ServingContext) -> APIRouter:
     async def resume(request: Request) -> Response:
         body = await read(request, ResumeBody)
         return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id), config.stall_s))
+
+    @router.post("/v1/renew", openapi_extra=takes(RenewBody, query=True))
+    async def renew(request: Request) -> Response:
+        body = await read(request, RenewBody)
+        return envelope(await client.call(m.RenewArgs(**body.model_dump()), config.stall_s))
 
     @router.get("/v1/is_paused")
     async def is_paused(request: Request) -> Response:

@@ -1,8 +1,9 @@
-"""Incremental decoding that never shows half a character, and the search for stop strings in it."""
+"""Incremental decoding that never shows half a character, and the search for stop strings in its text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from fastdeploy.entrypoints.tokenizer import Tokenizer
@@ -69,22 +70,90 @@ class StopHit(NamedTuple):
 
 
 class StopSearch:
-    """Finds the first stop string in a growing text and tells how much of the text may be shown already."""
+    """Finds stop strings in a text that grows by :meth:`push`, in time linear in what is pushed, however many stop
+    strings there are (Aho and Corasick, 1975)."""
 
     def __init__(self, stops: Sequence[str]):
-        self._stops = stops
-        self._longest = max((len(s) for s in stops), default=0)
+        self._automaton = compile_stops(tuple(stops))
+        self._state = 0
+        self._length = 0
 
-    def find(self, text: str, new: int) -> StopHit | None:
-        """The earliest stop in ``text`` that ends in its last ``new`` characters."""
-        old = len(text) - new
-        hits = [StopHit(s, at) for s in self._stops if (at := text.find(s, max(old - len(s) + 1, 0))) >= 0]
-        return min(hits, key=lambda hit: hit.cut, default=None)
+    def push(self, new: str) -> StopHit | None:
+        """Add ``new`` to the text. Return the stop string with the earliest beginning of those that end in ``new``; of
+        two with the same beginning, the one that the request names first."""
+        automaton, state, best = self._automaton, self._state, None
+        for end, character in enumerate(new, self._length + 1):
+            state = automaton.step(state, character)
+            if (order := automaton.found[state]) is not None:
+                hit = (end - len(automaton.stops[order]), order)
+                best = hit if best is None else min(best, hit)
+        self._state = state
+        self._length += len(new)
+        return None if best is None else StopHit(automaton.stops[best[1]], best[0])
 
-    def held_back(self, text: str) -> int:
-        """Length of the longest end of ``text`` that could be the beginning of a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-size:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return size
-        return 0
+    @property
+    def held_back(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string, but not all of it."""
+        return self._automaton.held[self._state]
+
+
+class StopAutomaton:
+    """A trie of all stop strings. Each state stands for one of their beginnings; state 0 is the empty one.
+
+    found: the longest stop string that the text of a state ends with, as an index of ``stops``, or None. held: length
+    of the longest end of the text of a state that is the beginning of a stop string, but not all of it.
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self.stops = stops
+        self._children: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # the longest other state that the text of a state ends with
+        self.found: list[int | None] = [None]
+        self.held = [0]
+        for order, stop in enumerate(stops):
+            self._add(stop, order)
+        self._link()
+
+    def _add(self, stop: str, order: int) -> None:
+        state = 0
+        for character in stop:
+            child = self._children[state].get(character)
+            if child is None:
+                child = self._children[state][character] = len(self._children)
+                self._children.append({})
+                self._fallback.append(0)
+                self.found.append(None)
+                self.held.append(0)
+            state = child
+        if self.found[state] is None:
+            self.found[state] = order
+
+    def _link(self) -> None:
+        """Set ``_fallback`` and what follows from it, shorter texts first."""
+        layer, depth = list(self._children[0].values()), 1
+        for child in layer:
+            self.held[child] = depth if self._children[child] else 0
+        while layer:
+            depth += 1
+            parents, layer = layer, []
+            for parent in parents:
+                for character, child in self._children[parent].items():
+                    other = self._fallback[child] = self.step(self._fallback[parent], character)
+                    if self.found[child] is None:
+                        self.found[child] = self.found[other]
+                    self.held[child] = depth if self._children[child] else self.held[other]
+                    layer.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after ``character``."""
+        while (child := self._children[state].get(character)) is None:
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+        return child
+
+
+@lru_cache(maxsize=32)
+def compile_stops(stops: tuple[str, ...]) -> StopAutomaton:
+    """The automaton of ``stops``. Choices of one request, and requests that repeat stop strings, share one."""
+    return StopAutomaton(stops)

@@ -15,6 +15,7 @@ from fastdeploy import errors
 logger = logging.getLogger(__name__)
 TYPES = (
     (errors.QueueFull, "rate_limit_error"),
+    (errors.ServerBusy, "rate_limit_error"),
     (errors.RequestsRejected, "service_unavailable_error"),
     (errors.RequestError, "invalid_request_error"),
     (errors.ControlError, "control_error"),

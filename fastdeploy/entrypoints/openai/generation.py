@@ -10,10 +10,14 @@ from typing import NamedTuple
 from fastdeploy.engine.client import EngineClient
 from fastdeploy.engine.request_stream import RequestStream
 from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.entrypoints.openai.choice import Choice, Delta, TextOptions
+from fastdeploy.entrypoints.openai.choice import Choice, Delta, TextOptions, joined, pieces
+from fastdeploy.entrypoints.openai.pace import Pace
 from fastdeploy.entrypoints.tokenizer import Tokenizer
-from fastdeploy.errors import EngineError
+from fastdeploy.errors import EngineError, NonFiniteLogits
 from fastdeploy.inter_communicator.messages import AddRequest, Output
+
+TOKENS_AT_ONCE = 128  # of one choice
+WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
 
 class GenerationRequest(NamedTuple):
@@ -43,13 +47,14 @@ class GenerationRequest(NamedTuple):
 
 
 class Generation:
-    """Use as ``async with``: leaving it cancels whatever still runs.
+    """Use as ``async with``: leaving it cancels whatever still runs. pace: of all work for this request.
 
     Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest):
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         self.request = request
+        self.pace = pace
         texts = request.texts or [request.text] * len(request.prompts)
         pairs = zip(request.prompts, texts, strict=True)
         self.choices = [
@@ -91,7 +96,7 @@ class Generation:
             priority=r.priority,
             cache_salt=r.cache_salt,
             arrival=arrival,
-            first_choice=r.first_choice,
+            first_choice=r.first_choice + r.n * i,
             resumed_tokens=r.resumed_tokens,
             deadline=None if r.deadline_s is None else arrival + r.deadline_s,
             max_queue_s=r.max_queue_s,
@@ -114,6 +119,11 @@ class Generation:
     def cached_tokens_of(self, prompt: int) -> int:
         return self._cached_tokens[prompt]
 
+    def require_an_answer(self) -> None:
+        """Raise NonFiniteLogits if every choice ended with that error: then there is nothing to answer with."""
+        if all(choice.finish_reason == "error" for choice in self.choices):
+            raise NonFiniteLogits(self.choices[0].message)
+
     def nudge(self) -> None:
         """Make :meth:`step` return."""
         self._event.set()
@@ -124,32 +134,41 @@ class Generation:
         self._event.set()
 
     async def step(self) -> list[tuple[int, Delta]]:
-        """Wait for new tokens: what was added to which choice. Empty after a nudge.
+        """Wait for new tokens: what was added to which choice, once per choice. Empty after a nudge.
 
-        Raises what the engine answered (RequestError), EngineDead, or EngineError for a choice that failed.
+        Raises what the engine answered (RequestError), EngineDead, or EngineError if the engine failed. A choice whose
+        logits were not finite has the finish_reason "error", and the others go on: see :meth:`require_an_answer`.
         """
         await self._event.wait()
         self._event.clear()
         deltas = []
         for i, stream in enumerate(self._streams):
             for output in stream.take() if not deltas else _take_quietly(stream, self._event):
-                if (delta := self._feed(i, stream, output)) is not None:
-                    deltas.append(delta)
+                if delta := await self._feed(i, stream, output):
+                    deltas.append((self.request.n * i + output.choice, delta))
         return deltas
 
-    def _feed(self, i: int, stream: RequestStream, output: Output) -> tuple[int, Delta] | None:
-        index = self.request.n * i + output.choice
-        choice = self.choices[index]
+    async def _feed(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
+        """Give ``output`` to its choice, a slice at a time: a late reader finds the tokens of many steps in it."""
+        deltas = []
+        for piece in pieces(output, TOKENS_AT_ONCE):
+            if delta := self._feed_piece(i, stream, piece):
+                deltas.append(delta)
+            await self.pace.spend(1 + WORK_PER_TOKEN * len(piece.token_ids))
+        return joined(deltas)
+
+    def _feed_piece(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
+        choice = self.choices[self.request.n * i + output.choice]
         if choice.finish_reason is not None:  # it met its stop string while this was in flight
             return None
         delta = choice.feed(output)
         if output.cached_tokens and output.choice == 0:  # the prompt is counted once, whatever n is
             self._cached_tokens[i] = output.cached_tokens
-        if choice.finish_reason == "error":
+        if choice.finish_reason == "error" and choice.stop_reason != NonFiniteLogits.code:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
             stream.stop(output.choice)
-        return index, delta
+        return delta
 
 
 def _take_quietly(stream: RequestStream, event: asyncio.Event) -> list[Output]:

@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 from fastdeploy import __version__
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
+from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -20,15 +21,20 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine process lives, paused or not; 503 while it loads, or died and is being replaced."""
+        """200 while the engine process lives, paused or not; 503 with a reason while it loads, or died or was stuck and
+        is being replaced."""
         if client.connected.is_set():
             return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
-        return json_response({"status": "no engine"}, 503, {"Retry-After": "2"})
+        return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
 
     @router.get("/ready")
     async def ready() -> Response:
-        """503 only while a request would be refused. A pause that keeps or holds requests does not count."""
-        status = await client.call(m.PauseStatusArgs(), config.stall_s)
+        """503 with a reason only while a request would be refused. A pause that keeps or holds requests does not
+        count."""
+        try:
+            status = await client.call(m.PauseStatusArgs(), config.stall_s)
+        except EngineError as error:
+            return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
         if status["rejecting_new_requests"] and status["admission"] == "reject":
             return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
         return json_response({"status": "ready"})

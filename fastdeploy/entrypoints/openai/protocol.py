@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from fastdeploy.engine.sampling_params import MAX_INT32
@@ -116,9 +117,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 MAX_STOPS = 64
 MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_IN_ALL = 4096
 # Of one prompt, and of one HTTP request with all of its prompts.
 MAX_N = 1024
 MAX_CHOICES = 4096
+MAX_MESSAGES = 65536
 MAX_VERSION_CHARS = 256
 # What msgpack can carry. SamplingParams.check knows the narrower ranges of its own fields.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -138,7 +141,8 @@ class GenerationBody(Body):
 
     resumed_tokens: the last so many prompt ids are output of an earlier attempt. Penalties and stop strings count them
     as such, and ``text`` begins with theirs; max_tokens and min_tokens are those of what is still to come.
-    first_choice: number of the first choice, where one of a group is resubmitted alone.
+    first_choice: number of the first choice, where one of a group is resubmitted alone. The choices of further prompts
+    count on from it.
     deadline_s, max_queue_s, retain_s: seconds; see AddRequest. retain_s needs a request_id.
     """
 
@@ -171,15 +175,23 @@ class GenerationBody(Body):
     logprobs_mode: Literal["raw", "temperature", "processed"] | None = None
     prompt_logprobs: Annotated[Int64, Field(strict=True)] | None = None
     resumed_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
-    first_choice: int | None = Field(None, ge=0, le=MAX_INT32)
+    first_choice: int | None = Field(None, ge=0, le=MAX_INT32 - MAX_CHOICES)
     priority: int | None = Field(None, ge=-MAX_INT32 - 1, le=MAX_INT32)
     cache_salt: str | None = Field(None, max_length=256)
 
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-            raise InvalidField("stop", f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
-        return tuple(stops)
+        return stop_strings(self.stop, "stop")
+
+
+def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
+    """The stop strings of a request; raises InvalidField for ``field`` where they are too many or too long."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    sizes = [len(text) for text in stops]
+    if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
+        raise InvalidField(field, f"expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters")
+    if sum(sizes) > MAX_STOP_CHARS_IN_ALL:
+        raise InvalidField(field, f"expected at most {MAX_STOP_CHARS_IN_ALL} characters in all, got {sum(sizes)}")
+    return tuple(stops)
 
 
 class CompletionBody(GenerationBody):
@@ -203,7 +215,13 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    """tools: rendered into the prompt by the chat template. No tool call is parsed from the answer, so that ``tools``
+    needs tool_choice "none". chat_template: in place of the model's own; needs --trust-request-chat-template."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template: str | None = Field(None, min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
@@ -224,6 +242,11 @@ class PauseBody(Body):
 
 class ResumeBody(Body):
     hold_id: str | None = Field(None, min_length=1)
+
+
+class RenewBody(Body):
+    hold_id: str = Field(min_length=1)
+    ttl_s: float | None = Field(None, gt=0)
 
 
 class AbortBody(Body):
@@ -271,7 +294,7 @@ class SourceBody(Body):
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)
-    nbytes: int = Field(0, ge=0)
+    nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
 
@@ -290,6 +313,7 @@ class UpdateWeightsBody(SourceBody):
     kv: Kv = "keep"
     partial: bool = False
     in_place: bool = False
+    timeout_s: float | None = Field(None, gt=0, le=86400)
 
 
 class BeginBody(Body):
@@ -299,6 +323,7 @@ class BeginBody(Body):
     partial: bool = False
     in_place: bool = False
     lease_s: float = Field(300.0, gt=0, le=86400)
+    timeout_s: float | None = Field(None, gt=0, le=86400)
 
 
 class ChunkBody(SourceBody):
@@ -354,6 +379,12 @@ def parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidField("body", "expected a JSON object")
     return data
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object that is the body of ``request``. Unlike ``request.body()`` this keeps no bytes: a request may
+    live for minutes after its body was parsed. Call once for a request."""
+    return parse_json(b"".join([part async for part in request.stream()]))
 
 
 def parse_body(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
+
+import msgspec
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
 from fastdeploy.entrypoints.openai.context import ServingContext
+from fastdeploy.entrypoints.openai.errors import error_body
 from fastdeploy.entrypoints.openai.generation import Generation
 from fastdeploy.entrypoints.openai.protocol import GenerationBody
 from fastdeploy.entrypoints.openai.streaming import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.errors import NonFiniteLogits
 from fastdeploy.inter_communicator.messages import Logprob, Span
 
 
@@ -30,6 +36,30 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
     return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
 
 
+def choice_error(choice: Choice) -> dict[str, Any]:
+    """{"error": {...}} for a choice that ended with an error of its own, beside others that may be well; else empty."""
+    return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """One entry of OpenAI's ``top_logprobs`` in a chat."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class ChosenToken(TokenLogprob, frozen=True):
+    """One entry of OpenAI's ``logprobs.content``: a token of the answer, with the best beside it."""
+
+    top_logprobs: list[TokenLogprob] = []
+
+
+def work_of(entries: list[Logprob]) -> int:
+    """Units of Pace that one of ``entries`` costs."""
+    return 1 + len(entries[0].top) if entries else 1
+
+
 class ReplyView:
     """The JSON of one generation in OpenAI's shape. Subclasses: completions and chat."""
 
@@ -42,13 +72,15 @@ class ReplyView:
         self._body = body
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._seen: set[int] = set()
+        by_name = context.tokenizer is None or bool(body.return_tokens_as_token_ids)
+        self.token_text: Callable[[int], str] = token_name if by_name else context.tokenizer.token_text
 
     # What the two shapes differ in.
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     # What they share.
@@ -58,11 +90,11 @@ class ReplyView:
             return JsonResponse(self.generation, self.body, self.choices)
         return EventStream(self.generation, self.chunks, self.last_chunks, self._context.config.keepalive_s)
 
-    def body(self) -> dict[str, Any]:
-        return self._head(self.kind) | {"choices": self.choices(), "usage": self.usage()}
+    async def body(self) -> dict[str, Any]:
+        return self._head(self.kind) | {"choices": await self.choices(), "usage": self.usage()}
 
-    def choices(self) -> list[dict[str, Any]]:
-        return [self.choice(i, c) | self._identity(i, c) for i, c in enumerate(self.generation.choices)]
+    async def choices(self) -> list[dict[str, Any]]:
+        return [await self.choice(i, c) | await self._identity(i, c) for i, c in enumerate(self.generation.choices)]
 
     def last_chunks(self) -> list[dict[str, Any]]:
         if not self._include_usage:
@@ -90,7 +122,7 @@ class ReplyView:
             "system_fingerprint": welcome.boot_id if welcome is not None else None,
         }
 
-    def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
         """What every choice of a full reply says beside its text."""
         fields: dict[str, Any] = {
             "finish_reason": choice.finish_reason,
@@ -98,15 +130,16 @@ class ReplyView:
             "weight_versions": weight_versions(choice.spans),
             **version_bounds(choice.spans),
             "num_preempted": choice.num_preempted,
+            **choice_error(choice),
         }
         if self._tells_prompt(index):
-            fields["prompt_logprobs"] = self._prompt_logprobs(index)
+            fields["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             fields["token_ids"] = choice.token_ids
             fields["prompt_token_ids"] = self._prompt(index)
         return fields
 
-    def _chunk(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+    async def _chunk(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
         """One stream chunk around ``choice``, the part of it that differs."""
         whole = self.generation.choices[index]
         choice["finish_reason"] = delta.finish_reason
@@ -115,8 +148,9 @@ class ReplyView:
             choice["stop_reason"] = whole.stop_reason
             choice |= version_bounds(whole.spans)
             choice["num_preempted"] = whole.num_preempted
+            choice |= choice_error(whole)
         if index not in self._seen and self._tells_prompt(index):
-            choice["prompt_logprobs"] = self._prompt_logprobs(index)
+            choice["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if index not in self._seen:
@@ -135,12 +169,13 @@ class ReplyView:
         """Prompt logprobs are told once per prompt, with its first choice."""
         return self._body.prompt_logprobs is not None and index % self.generation.request.n == 0
 
-    def _prompt_logprobs(self, index: int) -> list[dict[str, dict[str, Any]] | None]:
-        """vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the prompt's own
-        token first. Its rank is told where it is among the best."""
+    async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
+        """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the
+        prompt's own token first. The rank of that one is told where it is among the best."""
         entries = self.generation.choices[index].prompt_logprobs
         pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
-        return [None, *(self._prompt_entry(token, entry) for token, entry in pairs)]
+        told = (self._prompt_entry(token, entry) for token, entry in pairs)
+        return await self.generation.pace.array(chain([None], told), 2 * work_of(entries))
 
     def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
         best = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
@@ -150,8 +185,6 @@ class ReplyView:
             for token, (logprob, rank) in told.items()
         }
 
-    def token_text(self, token_id: int) -> str:
-        tokenizer = self._context.tokenizer
-        if tokenizer is None or self._body.return_tokens_as_token_ids:
-            return f"token_id:{token_id}"
-        return tokenizer.token_text(token_id)
+
+def token_name(token_id: int) -> str:
+    return f"token_id:{token_id}"

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
-from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id, seed_of
+from fastdeploy.entrypoints.openai.context import ServingContext, lifetime, request_id
 from fastdeploy.entrypoints.openai.generation import Generation, GenerationRequest
-from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, parse_json
-from fastdeploy.entrypoints.openai.reply import ReplyView
+from fastdeploy.entrypoints.openai.protocol import CompletionBody, parse_body, read_json
+from fastdeploy.entrypoints.openai.reply import ReplyView, work_of
 from fastdeploy.entrypoints.openapi import streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
+IDS_PER_WORK = 16  # token ids are checked in one unit of Pace
 
 
 def completion_router(context: ServingContext) -> APIRouter:
@@ -23,25 +27,26 @@ def completion_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
-        body = parse_body(parse_json(await request.body()), CompletionBody)
-        generation = Generation(context.client, context.tokenizer, await prepare(context, body, request))
+        body = parse_body(await read_json(request), CompletionBody)
+        checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
+        generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
 
     return router
 
 
-async def prepare(context: ServingContext, body: CompletionBody, request: Request) -> GenerationRequest:
-    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound."""
+async def prepare(context: ServingContext, body: CompletionBody, default_max_tokens: int | None) -> GenerationRequest:
+    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound. default_max_tokens: None = what is
+    left of the context."""
     arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
     prompts = await tokenise(context, body)
-    seed = seed_of(body)
-    sampling = [
-        context.sampling(body, len(ids), body.logprobs, ("max_tokens", body.max_tokens), seed) for ids in prompts
-    ]
+    max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
+    sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
+    context.check_reply(sampling, prompts, body.n or 1)
     return GenerationRequest(
-        request_id=request_id(body, request, "cmpl"),
+        request_id=request_id(body, "cmpl"),
         prompts=prompts,
         sampling=sampling,
         text=context.text_options(body),
@@ -50,7 +55,7 @@ async def prepare(context: ServingContext, body: CompletionBody, request: Reques
         cache_salt=body.cache_salt or "",
         first_choice=body.first_choice or 0,
         resumed_tokens=context.check_resumed(body, prompts),
-        **lifetime(body, request, arrived),
+        **lifetime(body, arrived),
     )
 
 
@@ -60,14 +65,15 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     prompts = prompt if several else [prompt]
     context.check_choices(len(prompts), body.n or 1)
-    result = []
+    result, pace = [], context.pace()
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
         if isinstance(item, str):
             context.check_text(item, field)
             ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
-        elif isinstance(item, list) and all(type(token) is int for token in item):
-            ids = item
+        elif isinstance(item, list) and (len(item) >= context.max_model_len or all(type(t) is int for t in item)):
+            ids = item  # one that is too long is refused for that, before its ids are looked at
+            await pace.spend(len(ids) // IDS_PER_WORK)
         else:
             raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
         context.check_prompt(ids, field)
@@ -82,34 +88,33 @@ class CompletionView(ReplyView):
         super().__init__(*args)
         self._offsets = [0] * len(self.generation.choices)
 
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice.token_ids, choice.logprobs, 0)[0],
+            "logprobs": (await self._logprobs(choice.token_ids, choice.logprobs, 0))[0],
         }
 
-    def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        logprobs, self._offsets[index] = self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
-        return [self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs, self._offsets[index] = await self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
+        return [await self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
 
-    def _logprobs(self, ids: list[int], logprobs: list[Logprob], offset: int) -> tuple[dict[str, Any] | None, int]:
+    async def _logprobs(
+        self, ids: list[int], logprobs: list[Logprob], offset: int
+    ) -> tuple[dict[str, Any] | None, int]:
         """OpenAI's four aligned arrays (empty for no tokens), and the text offset behind them."""
         if self._body.logprobs is None:
             return None, offset
-        tokens = [self.token_text(token) for token in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        top = [self._top(token, entry) for token, entry in zip(tokens, logprobs, strict=True)]
+        text, array = self.token_text, self.generation.pace.array
+        offsets = list(accumulate((len(text(token)) for token in ids), initial=offset))
+        top = (self._top(text(token), entry) for token, entry in zip(ids, logprobs, strict=True))
         return {
-            "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }, offset
+            "tokens": await array(text(token) for token in ids),
+            "token_logprobs": await array(entry.logprob for entry in logprobs),
+            "top_logprobs": await array(top, work_of(logprobs)),
+            "text_offset": await array(offsets[:-1]),
+        }, offsets[-1]
 
     def _top(self, token: str, entry: Logprob) -> dict[str, float]:
-        best = {self.token_text(token_id): logprob for token_id, logprob in entry.top}
-        return {token: entry.logprob} | best
+        text = self.token_text
+        return {token: entry.logprob} | {text(token_id): logprob for token_id, logprob in entry.top}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -44,7 +45,12 @@ class JsonResponse(GenerationResponse):
     """The whole answer at once. ``body`` makes it; ``partial`` makes the choices as they are, for an error reply, so
     that no token is lost when the engine is."""
 
-    def __init__(self, generation: Generation, body: Callable[[], dict], partial: Callable[[], list[dict]]):
+    def __init__(
+        self,
+        generation: Generation,
+        body: Callable[[], Awaitable[Any]],
+        partial: Callable[[], Awaitable[list[dict]]],
+    ):
         super().__init__(generation)
         self._body, self._partial = body, partial
 
@@ -54,12 +60,13 @@ class JsonResponse(GenerationResponse):
             async with generation:
                 while not (generation.finished or generation.gone):
                     await generation.step()
+            generation.require_an_answer()
         except Exception as error:
-            extra = {"choices": self._partial()} if generation.completion_tokens else {}
+            extra = {"choices": await self._partial()} if generation.completion_tokens else {}
             await error_response(error, **extra)(scope, receive, send)
             return
         if not generation.gone:
-            await json_response(self._body())(scope, receive, send)
+            await json_response(await self._body())(scope, receive, send)
 
 
 class EventStream(GenerationResponse):
@@ -71,7 +78,7 @@ class EventStream(GenerationResponse):
     def __init__(
         self,
         generation: Generation,
-        render: Callable[[int, Delta], Iterable[dict]],
+        render: Callable[[int, Delta], Awaitable[Iterable[dict]]],
         last: Callable[[], Iterable[dict]],
         keepalive_s: float,
     ):
@@ -90,6 +97,7 @@ class EventStream(GenerationResponse):
             async with generation:
                 while not (generation.finished or generation.gone):
                     await self._step(send)
+            generation.require_an_answer()
             await self._send(send, b"".join(map(self._event, self._last())) + DONE, more=False)
         except Exception as error:
             if self._started:
@@ -102,7 +110,7 @@ class EventStream(GenerationResponse):
     async def _step(self, send: Send) -> None:
         deltas = await self.generation.step()
         if deltas:
-            payloads = (payload for index, delta in deltas for payload in self._render(index, delta))
+            payloads = [payload for index, delta in deltas for payload in await self._render(index, delta)]
             await self._send(send, b"".join(map(self._event, payloads)))
         elif asyncio.get_running_loop().time() - self._sent_at >= self._keepalive_s:
             await self._send(send, KEEP_ALIVE)

@@ -46,7 +46,8 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, UpdateWeightsBody)
         if body.names_no_source and not is_upload(request):
             return await call(_relabel(body))
-        async with _source(request, context, body) as source:
+        begin = m.BeginUpdateArgs(body.version, body.expected_version, body.kv, body.partial, body.in_place)
+        async with _source(request, context, body, m.CheckUpdateArgs(begin=begin)) as source:
             return await call(m.UpdateWeightsArgs(source, **body.rest()))
 
     @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
@@ -61,7 +62,7 @@ def weights_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, ChunkBody)
-        async with _source(request, context, body) as source:
+        async with _source(request, context, body, m.CheckUpdateArgs(body.session_id)) as source:
             return await call(m.UpdateChunkArgs(source=source, **body.rest()))
 
     @router.post("/v1/weights/commit", openapi_extra=takes(CommitBody, query=True))
@@ -90,12 +91,15 @@ def weights_router(context: ServingContext) -> APIRouter:
 
 
 @contextlib.asynccontextmanager
-async def _source(request: Request, context: ServingContext, body: SourceBody) -> AsyncIterator[m.Source]:
-    """What the call names, or its own body, which is in a file for as long as the block lasts."""
+async def _source(
+    request: Request, context: ServingContext, body: SourceBody, check: m.CheckUpdateArgs
+) -> AsyncIterator[m.Source]:
+    """The source that the call names, or its own body in a file for as long as the block lasts. check: asked before
+    such a body is received."""
     if is_upload(request):
         if not body.names_no_source:
             raise InvalidField("model_path", "the body of this call is an upload: name no other source")
-        async with spooled_upload(request, context) as source:
+        async with spooled_upload(request, context, check) as source:
             yield source
     elif body.model_path is not None and body.shared_memory is None:
         yield m.FolderSource(body.model_path)
@@ -106,7 +110,7 @@ async def _source(request: Request, context: ServingContext, body: SourceBody) -
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
-    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum"):
+    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum", "timeout_s"):
         if getattr(body, field):
             raise InvalidField(field, "is about new weights: expected model_path, shared_memory or an upload with it")
     if body.version is None:

@@ -6,7 +6,8 @@ accumulate in float32; the reference computes in float32 on weights rounded to b
 
 For finite inputs every op gives a row the same bits whatever else is in the batch and however a prompt is cut into
 chunks: sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite
-spoils no other sequence's; its own bits are not promised.
+spoils the rows behind it in its own sequence and no others: neither those before it, whose KV may be shared, nor those
+of other sequences. Its own bits are not promised.
 """
 
 from __future__ import annotations
@@ -163,9 +164,11 @@ class Ops(Protocol):
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         """logits [S, V] -> token ids int32 [S]. Probabilities are softmax(logits / temperature); keep the top_k best,
         then of these the smallest set of best tokens whose mass reaches top_p (renormalised after top_k), and none
-        below min_p * best; draw by inverting the cumulative sum, in token id order, at ``uniform``."""
+        below min_p * best; draw by inverting the cumulative sum, in token id order, at ``uniform``. The id is -1 for a
+        row that is not finite: one with a NaN or +inf, or with nothing but -inf."""
 
     def logprobs(
         self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """log softmax of raw logits: (chosen [S], top values [S, top], top ids [S, top]), best first."""
+        """log softmax of logits: (chosen [S], top values [S, top], top ids [S, top]), best first. chosen is NaN for a
+        row that is not finite (see ``sample``), and only there; its top values are -inf."""

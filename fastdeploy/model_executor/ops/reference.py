@@ -168,8 +168,9 @@ class ReferenceOps:
         sequence = np.repeat(np.arange(len(batch.starts)), np.diff(batch.cu_tokens))
         slots = paddle.to_tensor(_slots(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0])
         keys, values = cache.keys[spec.layer], cache.values[spec.layer]
-        paddle.scatter_(keys, slots, self._rounded_tensor(k))
-        paddle.scatter_(values, slots, self._rounded_tensor(v))
+        k, v = _contained(self._rounded_tensor(k), self._rounded_tensor(v))
+        paddle.scatter_(keys, slots, k)
+        paddle.scatter_(values, slots, v)
         return _attend(q, keys, values, batch, cache.block_size, spec)
 
     def free_scratch(self) -> None:
@@ -187,6 +188,9 @@ class ReferenceOps:
         ids = np.empty((count, top), np.int32)
         for i, row in enumerate(rows):
             peak = float(row.max())
+            if not np.isfinite(peak):
+                chosen[i], best[i], ids[i] = np.nan, -np.inf, 0
+                continue
             norm = peak + np.log(np.exp(row.astype(np.float64) - peak).sum())
             chosen[i] = row[token_ids[i]] - norm
             ids[i] = np.argsort(-row, kind="stable")[:top]
@@ -221,6 +225,13 @@ def _slots(block_tables: np.ndarray, positions: np.ndarray, block_size: int) -> 
     """Slot of each position [N, P] through its row's table [N, W]; positions past the table clamp to its last block."""
     blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
     return np.take_along_axis(block_tables, blocks, axis=1) * block_size + positions % block_size
+
+
+def _contained(k: paddle.Tensor, v: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Keys and values [T, kv_heads, dim] in which a pair that is not finite has a key of NaN and a value of 0. Its
+    score is NaN for every row that sees it, and it adds 0 to the rows before it, whose weight for it is 0."""
+    finite = (paddle.isfinite(k) & paddle.isfinite(v)).all(axis=-1, keepdim=True)
+    return paddle.where(finite, k, paddle.full([1], np.nan)), paddle.where(finite, v, paddle.zeros([1]))
 
 
 def _attend(
@@ -280,6 +291,8 @@ def _attend(
 
 def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
     """One token id from one row of logits, as ``Ops.sample`` says, in float64."""
+    if not np.isfinite(row.max()):  # a NaN is the largest, for numpy
+        return -1
     if batch.temperature[i] == 0:
         return int(row.argmax())
     scaled = row.astype(np.float64) / batch.temperature[i]

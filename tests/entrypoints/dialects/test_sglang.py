@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
 from fake_engine_server import one_output, replace, reply_with
+from fastdeploy.entrypoints.dialects import sglang_generate
 from fastdeploy.inter_communicator import messages as m
 
 HELLO = list(b"hey you")
 LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1"}
 COUNTS = {"running": 2, "frozen": 1, "queued": 4}
+
+
+# What slime's rollout sends with every top_p but 1.
+KEEP = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
 
 
 def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
@@ -26,7 +33,7 @@ def generate(stack, **body) -> httpx.Response:
 
 
 def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -142,10 +149,62 @@ def test_a_sampling_parameter_that_would_change_the_data_is_refused_by_name(modu
         ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
         ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
         ({"input_ids": [1], "stream": "perhaps"}, "stream"),
+        ({"input_ids": [1], "return_logprob": False, "sampling_params": KEEP}, "return_logprob"),
+        (
+            {"input_ids": [1], "return_logprob": True, "sampling_params": KEEP | {"logprobs_mode": "raw"}},
+            "logprobs_mode",
+        ),
     ],
 )
 def test_a_malformed_request_is_refused_by_the_name_of_its_field(module_stack, body, field):
     refused(generate(module_stack, **body), field)
+
+
+def int32(value: str) -> list[int]:
+    """As slime decodes an array of meta_info."""
+    return np.frombuffer(base64.b64decode(value), np.int32).tolist()
+
+
+def with_kept(rows: list[list[int]]):
+    """A script: a token per row, which was drawn from the row's ids."""
+    entries = [m.Logprob(-0.5, (), np.array(row, "<i4").tobytes()) for row in rows]
+
+    def script(add: m.AddRequest) -> list[m.Output]:
+        outputs = [replace(one_output(add, 0, [97], i), logprobs=[e]) for i, e in enumerate(entries)]
+        return [*outputs[:-1], replace(outputs[-1], finish_reason="length")]
+
+    return script
+
+
+def test_the_ids_that_top_p_kept_have_the_shape_that_slime_reads(stack):
+    rows = [[5, 97], [97], [1, 2, 97]]
+    stack.script(with_kept(rows))
+    body = {"input_ids": [1], "sampling_params": KEEP, "return_logprob": True}
+    meta = generate(stack, **body).json()["meta_info"]
+    assert int32(meta["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
+    assert int32(meta["top_p_token_offsets"]) == [0, 2, 3, 6]
+    sampling = stack.engine.expect(m.AddRequest).sampling
+    assert sampling.return_kept and sampling.logprobs_mode == "processed", "the logprobs are over these ids"
+    *early, last, done = events(generate(stack, **body, stream=True))
+    assert done == "[DONE]" and int32(last["meta_info"]["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
+    assert early and all("top_p_token_ids" not in chunk["meta_info"] for chunk in early), "only the last tells them"
+
+
+def test_where_nothing_is_cut_no_ids_are_told_and_without_tokens_they_are_empty(stack):
+    stack.script(reply_with(HELLO))
+    body = {"input_ids": [1], "sampling_params": KEEP, "return_logprob": True}
+    assert "top_p_token_ids" not in generate(stack, **body).json()["meta_info"]
+    stack.script(lambda add: [replace(one_output(add, 0, [], 0), finish_reason="abort")])
+    meta = generate(stack, **body).json()["meta_info"]
+    assert (int32(meta["top_p_token_ids"]), int32(meta["top_p_token_offsets"])) == ([], [0])
+
+
+def test_kept_ids_are_bounded_by_their_bytes(stack, monkeypatch):
+    monkeypatch.setattr(sglang_generate, "MAX_KEPT_BYTES", 8)
+    stack.script(with_kept([[5, 97], [97]]))
+    refused(generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True), "sampling_params.custom_params")
+    stack.script(with_kept([[97], [97]]))
+    assert generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True).status_code == 200
 
 
 # ---------------------------------------------------------------------- ends
@@ -274,7 +333,6 @@ def test_a_batch_answers_a_list_with_parameters_of_each_prompt(stack):
     assert [(r["text"], r["meta_info"]["id"]) for r in replies] == [("a", "x"), ("bYZ", "y")]
     adds = [stack.engine.expect(m.AddRequest) for _ in replies]
     assert [(a.request_id, a.group, a.sampling.max_tokens) for a in adds] == [("x", "", 2), ("y", "", 3)]
-    assert adds[0].sampling.seed != adds[1].sampling.seed
 
 
 def test_one_rid_of_a_batch_becomes_one_for_each_prompt_and_aborts_them_all(stack):
@@ -396,6 +454,8 @@ def test_information_names_the_weights_and_the_shape_of_the_deployment(stack):
     assert [info[size] for size in ("tp_size", "pp_size", "ep_size", "dp_size", "num_gpus")] == [1] * 5
     assert stack.server.url == f"http://{info['host']}:{info['port']}"
     assert info["served_model_name"] == "tiny" and info["sglang_pause_mode"] == "abort"
+    slime = {"enable_memory_saver": False, "enable_return_routed_experts": False, "disaggregation_mode": "null"}
+    assert slime.items() <= info.items(), "compared with slime's own settings by SGLangEngine.init"
     assert stack.http.get("/health_generate").status_code == 200
 
 

@@ -24,7 +24,7 @@ def generate(stack, token_ids=(1, 2, 3), headers=None, **body) -> httpx.Response
 
 
 def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -377,6 +377,9 @@ def test_tokenize_and_detokenize(module_stack):
     assert module_stack.post("/detokenize", tokens=[]).json() == {"prompt": ""}
     refused(module_stack.post("/tokenize"), "prompt")
     refused(module_stack.post("/detokenize", tokens=[10**6]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=["a"]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
+    assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
     assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
 
 

@@ -40,7 +40,7 @@ ERROR_CASES = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "x"}, "suffix"),
     ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
-    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 101}, "prompt_logprobs"),
     ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs"),
     ({"prompt": "a", "logprobs_mode": "cooked"}, "logprobs_mode"),
     ({"prompt": [1, 2], "resumed_tokens": 2}, "resumed_tokens"),
@@ -72,6 +72,10 @@ CHAT_ERROR_CASES = [
     ({"messages": [{"role": "evil", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"tools": ["search"], "tool_choice": "none"}, "tools.0"),
+    (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT | {"top_logprobs": 2}, "top_logprobs"),
     (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -163,6 +167,42 @@ def test_template_variables_reach_the_template(stack, tokenizer):
     assert stack.post("/v1/chat/completions", **CHAT, chat_template_kwargs={"mood": "!"}).status_code == 200
     prompt = stack.engine.expect(m.AddRequest).prompt_token_ids
     assert tokenizer.decode(prompt, skip_special_tokens=False) == "<user>a!<bot>"
+
+
+def test_tools_are_rendered_where_no_call_of_them_is_to_be_parsed(stack, tokenizer):
+    """As TRL's client sends them. Rendering and tokenising generate nothing: tools are taken whatever the choice is."""
+    stack.script(reply_with([97]))
+    search = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    body = CHAT | {"tools": [search], "tool_choice": "none", "structured_outputs": None}
+    assert stack.post("/v1/chat/completions", **body).status_code == 200
+    prompt = stack.engine.expect(m.AddRequest).prompt_token_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == "<tools:search><user>a<bot>"
+    for choice in ("none", "auto", None, {"type": "function", "function": {"name": "search"}}):
+        body["tool_choice"] = choice
+        assert stack.post("/v1/chat/completions/render", **body).json()["token_ids"] == prompt
+        assert stack.post("/tokenize", **body).json()["tokens"] == prompt
+    assert stack.post("/v1/chat/completions", **CHAT, tools=[], tool_choice="auto").status_code == 200
+
+
+def test_arguments_of_earlier_tool_calls_reach_the_template_as_objects(make_stack, tokenizer):
+    stack = make_stack(trust_request_chat_template=True)
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.q }};{% endfor %}{% endfor %}"
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": a}} for a in ('{"q": "x"}', {"q": "y"}, "no {")
+    ]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    reply = stack.post("/v1/chat/completions/render", messages=messages, chat_template=template)
+    assert tokenizer.decode(reply.json()["token_ids"]) == "x;y;;"
+
+
+def test_a_template_of_a_trusted_client_takes_the_place_of_the_models(make_stack, tokenizer):
+    stack = make_stack(trust_request_chat_template=True)
+    stack.script(reply_with([97]))
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert stack.post("/v1/chat/completions", **CHAT, chat_template=template).status_code == 200
+    assert tokenizer.decode(stack.engine.expect(m.AddRequest).prompt_token_ids) == "[a]"
+    reply = stack.post("/v1/chat/completions", **CHAT, chat_template="{% for %}")
+    assert_error(reply, 400, "invalid_field", "chat_template")
 
 
 def test_templates_run_beside_the_event_loop_and_what_fails_in_them_is_named(module_stack, tokenizer, monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy.entrypoints.openai.choice import Choice, TextOptions
-from fastdeploy.entrypoints.openai.detokenizer import IncrementalDecoder
+from fastdeploy.entrypoints.openai.detokenizer import IncrementalDecoder, StopSearch
 from fastdeploy.inter_communicator.messages import Logprob, Output, Span
 
 EOS = 261
@@ -182,3 +184,55 @@ def test_an_answer_resumed_at_any_token_has_the_text_and_the_end_of_one_that_was
     resumed = min(cut, len(ids))
     if resumed < len(whole[3]) or whole[1] == "length":  # not beyond its end
         assert told(resumed) == whole
+
+
+def naive_hit(stops: list[str], text: str, old: int) -> tuple[str, int] | None:
+    """Of the stop strings that end behind ``old``, the one that begins first; of equals the one that is named first."""
+    hits = [
+        (end - len(stop), order)
+        for end in range(old + 1, len(text) + 1)
+        for order, stop in enumerate(stops)
+        if text[:end].endswith(stop)
+    ]
+    return (stops[min(hits)[1]], min(hits)[0]) if hits else None
+
+
+def naive_held_back(stops: list[str], text: str) -> int:
+    beginnings = {stop[:size] for stop in stops for size in range(len(stop))}
+    return max(size for size in range(len(text) + 1) if text[len(text) - size :] in beginnings | {""})
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=6), max_size=6),
+    pieces=st.lists(st.text(alphabet="ab😀", max_size=5), max_size=8),
+)
+def test_the_search_finds_and_holds_back_what_the_plain_definition_does(stops, pieces):
+    search, text = StopSearch(stops), ""
+    for piece in pieces:
+        text += piece
+        assert search.push(piece) == naive_hit(stops, text, len(text) - len(piece))
+        assert search.held_back == naive_held_back(stops, text)
+
+
+def test_the_work_of_a_search_does_not_grow_with_the_number_and_length_of_stop_strings():
+    """Counts the calls of functions while 1,000 characters are pushed, which is the same on every machine."""
+
+    def calls(stops: list[str]) -> int:
+        search, counted = StopSearch(stops), 0
+
+        def count(frame, event, argument) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for _ in range(1000):
+                search.push("a")
+                search.held_back  # noqa: B018
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    few, many = calls(["ab"]), calls(["a" * 240 + chr(0x4E00 + i) * 16 for i in range(64)])
+    assert many <= 2 * few

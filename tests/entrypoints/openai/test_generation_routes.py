@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ def client(stack) -> openai.OpenAI:
 
 
 def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -105,10 +106,43 @@ def test_several_prompts_number_their_choices_as_openai_does_and_share_one_id(st
 def test_the_clients_request_id_is_never_renamed(stack):
     stack.script(reply_with([97]))
     assert stack.post("/v1/completions", prompt="a", request_id="mine").json()["id"] == "mine"
-    headers = {"X-Request-Id": "header"}
-    reply = stack.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-    assert reply.json()["id"] == "header"
-    assert list(stack.engine.requests) == ["mine", "header"]
+    assert list(stack.engine.requests) == ["mine"]
+
+
+ROUTES = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/inference/v1/generate": {"token_ids": [97], "sampling_params": {"max_tokens": 4}},
+    "/generate": {"input_ids": [97], "sampling_params": {"max_new_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_requests_that_share_an_x_request_id_are_requests_of_their_own(stack, path):
+    """A mesh gives all requests of one trace the same; the header comes back with each reply."""
+    headers = {"X-Request-Id": "trace"}
+    with ThreadPoolExecutor(3) as pool:
+        sent = [pool.submit(stack.http.post, path, json=ROUTES[path], headers=headers) for _ in range(3)]
+        ids = [stack.engine.expect(m.AddRequest).request_id for _ in range(3)]
+        assert len(set(ids)) == 3 and "trace" not in ids
+        for request_id in ids:
+            stack.engine.emit(request_id, [97], finish_reason="length", spans=[m.Span("v1", 1, 0, 1)])
+        replies = [future.result(20) for future in sent]
+    assert [(r.status_code, r.headers["x-request-id"]) for r in replies] == [(200, "trace")] * 3
+    assert "x-request-id" not in stack.http.get("/health").headers
+
+
+def test_an_error_and_a_stream_carry_the_x_request_id_too(stack):
+    stack.script(reply_with([97]))
+    headers = {"X-Request-Id": "trace"}
+    for body, status in (({"prompt": "a", "stream": True}, 200), ({"prompt": "a", "n": 0}, 400), ({"bad": 1}, 400)):
+        reply = stack.http.post("/v1/completions", json=body, headers=headers)
+        assert (reply.status_code, reply.headers.get_list("x-request-id")) == (status, ["trace"])
+
+
+def test_a_result_is_retained_under_the_request_id_of_the_body_only(stack):
+    reply = stack.http.post("/v1/completions", json={"prompt": "a", "retain_s": 5}, headers={"X-Request-Id": "trace"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
 
 
 def test_an_abort_before_any_token_has_the_full_shape(stack):
@@ -133,18 +167,23 @@ def test_sampling_parameters_reach_the_engine(stack):
     assert (add.priority, add.cache_salt) == (2, "s")
 
 
-def test_without_max_tokens_the_rest_of_the_context_is_the_limit_and_more_is_cut_to_it(stack):
+def test_without_max_tokens_a_completion_has_16_tokens_and_what_exceeds_the_context_is_cut_to_it(stack):
+    """OpenAI's and vLLM's default."""
     stack.script(reply_with([97]))
-    for max_tokens, expected in ((None, 125), (10**6, 125), (4, 4)):
-        stack.post("/v1/completions", prompt=[1, 2, 3], max_tokens=max_tokens)
+    for length, max_tokens, expected in ((3, None, 16), (120, None, 8), (3, 10**6, 125), (3, 4, 4)):
+        stack.post("/v1/completions", prompt=[1] * length, max_tokens=max_tokens)
         assert stack.engine.expect(m.AddRequest).sampling.max_tokens == expected
+    assert stack.post("/v1/completions", prompt=[1]).status_code == 200
+    assert stack.engine.expect(m.AddRequest).sampling.max_tokens == 16
 
 
-def test_requests_without_a_seed_draw_differently(stack):
+def test_without_max_tokens_a_chat_has_the_rest_of_the_context(stack):
+    """vLLM's default."""
     stack.script(reply_with([97]))
-    for _ in range(2):
-        stack.post("/v1/completions", prompt="a")
-    assert stack.engine.expect(m.AddRequest).sampling.seed != stack.engine.expect(m.AddRequest).sampling.seed
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    stack.post("/v1/chat/completions", **chat)
+    add = stack.engine.expect(m.AddRequest)
+    assert add.sampling.max_tokens == 128 - len(add.prompt_token_ids)
 
 
 def test_tokens_can_be_named_by_id_in_logprobs(stack):
@@ -178,6 +217,59 @@ def test_a_stop_string_stops_the_engine_and_cuts_everything_at_its_last_token(st
 def _fields(add: m.AddRequest, count: int) -> dict:
     output = one_output(add, 0, [0] * count, 0)
     return {"logprobs": output.logprobs, "spans": output.spans}
+
+
+def two_completions(tokens: int) -> dict:
+    return {"prompt": [[97], [97]], "n": 4, "max_tokens": tokens, "logprobs": 2}
+
+
+def one_chat(tokens: int) -> dict:
+    message = {"role": "user", "content": "a"}
+    return {"messages": [message], "n": 8, "max_tokens": tokens, "logprobs": True, "top_logprobs": 2}
+
+
+def one_of_vllm(tokens: int) -> dict:
+    return {"token_ids": [97], "sampling_params": {"n": 8, "max_tokens": tokens, "logprobs": 2}}
+
+
+def two_of_sglang(tokens: int) -> dict:
+    sampling = {"n": 4, "max_new_tokens": tokens}
+    return {"input_ids": [[97], [97]], "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling}
+
+
+def long_prompt(tokens: int) -> dict:
+    return {"prompt": [97] * 12 * tokens, "prompt_logprobs": 1, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", two_completions, "logprobs"),
+        ("/v1/chat/completions", one_chat, "logprobs"),
+        ("/inference/v1/generate", one_of_vllm, "logprobs"),
+        ("/generate", two_of_sglang, "logprobs"),
+        ("/v1/completions", long_prompt, "prompt_logprobs"),
+    ],
+)
+def test_a_reply_that_might_be_too_large_is_refused_by_name(make_stack, path, body, field):
+    """Five tokens for each choice are 120 log probabilities."""
+    stack = make_stack(max_reply_logprobs=119)
+    error = stack.post(path, **body(5)).json()["error"]
+    assert error["param"] == field and "--max-reply-logprobs" in error["message"]
+    if field == "logprobs":
+        stack.script(reply_with([97]))
+        assert stack.post(path, **body(4)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_stop_strings_beyond_their_bounds_are_refused_by_name(module_stack, path):
+    for stop in (["a"] * 65, ["a" * 257], [""], [chr(97 + i) * 256 for i in range(17)]):
+        if path == "/generate":
+            body = {"input_ids": [97], "sampling_params": {"stop": stop}}
+        else:
+            body = {"prompt": [97], "stop": stop}
+        error = module_stack.post(path, **body).json()["error"]
+        assert error["param"].endswith("stop"), error
 
 
 def test_text_held_back_for_a_stop_string_is_flushed_by_an_abort(stack):

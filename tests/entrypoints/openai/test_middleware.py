@@ -22,7 +22,7 @@ def raw(stack, request: bytes) -> tuple[bytes, dict]:
 def test_a_body_beyond_the_limit_is_a_413(make_stack):
     stack = make_stack(max_body_mb=1)
     stack.script(reply_with([97]))
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 1048577\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 1048577\r\n\r\n"
     status, body = raw(stack, head)
     assert b" 413 " in status and body["error"]["code"] == "request_too_large", "without waiting for the body"
     content = b'{"prompt": [97]' + b" " * (1 << 20)

@@ -17,7 +17,7 @@ OLD, NEW, RENAMED = ("v1", 1), ("v2", 2), ("v2b", 2)
 
 
 def chunks(reply) -> list[dict]:
-    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
 
@@ -153,6 +153,22 @@ def test_an_abort_in_the_middle_of_the_prompt_has_the_part_that_is_known(stack):
     stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", prompt_logprobs=ENTRIES[:1])])
     choice = stack.post("/v1/completions", prompt=[1, 2, 3], prompt_logprobs=1).json()["choices"][0]
     assert shape(choice["prompt_logprobs"]) == SHAPED[:2]
+
+
+def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
+    """A reply's size is: each of them takes up to 100 bytes there."""
+    stack.script(reply_with([97]))
+    fitting, too_many = [[1] * 120] * 43, [[1] * 120] * 44  # 43 x 120 x 101 is just below 2^19
+    assert stack.post("/v1/completions", prompt=fitting, prompt_logprobs=100).status_code == 200
+    assert stack.engine.expect(m.AddRequest).sampling.prompt_logprobs == 100
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+    for path, body, field in (
+        ("/v1/completions", {"prompt": too_many, "prompt_logprobs": 100}, "prompt_logprobs"),
+        ("/generate", {"input_ids": [[1] * 120] * 209, **asked}, "top_logprobs_num"),
+        ("/generate", {"input_ids": [1], **asked, "top_logprobs_num": 21}, "top_logprobs_num"),
+    ):
+        error = stack.post(path, **body).json()["error"]
+        assert error["param"] == field and ("524288" in error["message"] or "20" in error["message"])
 
 
 # ---------------------------------------------------------------------- resubmission

@@ -219,6 +219,26 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
         np.testing.assert_array_equal(sequences.run(ops, spec, [[40, 5]], cache=cache)[0], clean)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 3.4e38])
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_what_is_not_finite_spoils_the_rows_behind_it_and_none_before_it(ops, reference, dtype, rng, shape, bad, part):
+    """The KV of the rows before it may be another request's too. 3.4e38 is infinite in bfloat16."""
+    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [90])
+    clean = sequences.run(ops, spec, [[90]])[0]
+    column = shape.heads if part == "key" else shape.heads + shape.kv_heads
+    sequences.qkv[0][41, column * shape.dim + 3] = bad
+    heads = np.arange(shape.heads) < shape.heads // shape.kv_heads  # those of the first kv head
+    may_be_finite = bad == 3.4e38 and (dtype == "float32" or part == "key")  # a key is rotated, and so made smaller
+    for one in (ops, reference):
+        for cuts in ([90], [41, 1, 48], [20, 30, 40]):
+            dirty = sequences.run(one, spec, [cuts])[0].reshape(90, shape.heads, shape.dim)
+            assert np.isfinite(dirty[:41]).all() and np.isfinite(dirty[:, ~heads]).all()
+            assert may_be_finite or np.isnan(dirty[41:, heads]).all()
+            if one is ops:
+                np.testing.assert_array_equal(dirty[:41].reshape(41, -1), clean[:41])
+
+
 def test_layers_do_not_share_slots(ops, rng):
     specs, sequences = [make_spec(rng, SMALL, layer) for layer in range(3)], Sequences(rng, SMALL, [50])
     cache = sequences.new_cache(ops, layers=3)

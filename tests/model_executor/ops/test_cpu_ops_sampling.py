@@ -6,7 +6,6 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.cpu import CpuOps
 from fastdeploy.model_executor.ops.interface import SampleBatch
 
 # top_k, top_p, min_p
@@ -113,7 +112,7 @@ def test_a_row_draws_the_same_in_any_batch(ops, rng, threads):
             np.testing.assert_array_equal(all_rows[r], row[0])
 
 
-@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (151936, 20)])
+@pytest.mark.parametrize("vocab,top", [(5, 5), (1000, 0), (1000, 20), (5003, 100), (151936, 20)])
 def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
     logits = (rng.standard_normal((6, vocab)) * 4).astype(np.float32)
     logits[2] = np.round(logits[2])  # many ties
@@ -126,9 +125,40 @@ def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
     np.testing.assert_array_equal(actual[2], expected[2])
 
 
-def test_rows_without_a_finite_best_still_give_a_valid_id():
-    ops = CpuOps("float32")
-    logits = np.stack([np.full(50, np.nan), np.full(50, -np.inf)]).astype(np.float32)
-    for temperature in (0.0, 1.0):
-        drawn = ops.sample(paddle.to_tensor(logits), make_batch(2, temperature))
-        assert ((drawn >= 0) & (drawn < 50)).all()
+def spoiled(rng, vocab: int) -> tuple[np.ndarray, list[bool]]:
+    """Rows of which every other one is not finite, in every way and at every kind of place in a vector."""
+    logits = (rng.standard_normal((40, vocab)) * 3).astype(np.float32)
+    logits[0, : vocab // 2] = -np.inf  # bans are fine
+    places = [0, vocab - 1, vocab // 2, min(15, vocab - 1), min(16, vocab - 1), vocab // 3]
+    for k, row in enumerate(range(1, 40, 2)):
+        logits[row, places[k % len(places)]] = [np.nan, np.inf][k % 2]
+    logits[3], logits[5] = -np.inf, np.nan
+    logits[7, 1:] = -np.inf  # beside one NaN nothing
+    logits[7, 0] = np.nan
+    return logits, [row % 2 == 0 for row in range(40)]
+
+
+@pytest.mark.parametrize("vocab", [7, 100, 5003])
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_draws_nothing_and_the_others_draw_as_without_it(
+    ops, reference, rng, vocab, filters, temperature
+):
+    logits, finite = spoiled(rng, vocab)
+    batch = make_batch(40, temperature, *filters, rng.random(40))
+    drawn = ops.sample(paddle.to_tensor(logits), batch)
+    np.testing.assert_array_equal(drawn >= 0, finite)
+    np.testing.assert_array_equal(drawn < 0, reference.sample(paddle.to_tensor(logits), batch) < 0)
+    alone = SampleBatch(*(field[finite] for field in batch))
+    np.testing.assert_array_equal(drawn[finite], ops.sample(paddle.to_tensor(logits[finite]), alone))
+
+
+@pytest.mark.parametrize("vocab", [7, 100, 5003])
+def test_a_row_that_is_not_finite_has_a_logprob_of_nan_and_the_others_as_without_it(ops, reference, rng, vocab):
+    logits, finite = spoiled(rng, vocab)
+    ids = rng.integers(0, vocab, 40).astype(np.int32)
+    told = ops.logprobs(paddle.to_tensor(logits), ids, 5)
+    np.testing.assert_array_equal(~np.isnan(told[0]), finite)
+    np.testing.assert_array_equal(np.isnan(told[0]), np.isnan(reference.logprobs(paddle.to_tensor(logits), ids, 5)[0]))
+    for all_rows, alone in zip(told, ops.logprobs(paddle.to_tensor(logits[finite]), ids[finite], 5), strict=True):
+        np.testing.assert_array_equal(all_rows[finite], alone)

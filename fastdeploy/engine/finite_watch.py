@@ -1,0 +1,36 @@
+"""Whether new weights give finite logits: the first step that draws tokens under them tells."""
+
+from __future__ import annotations
+
+import logging
+
+from fastdeploy.metrics.metrics import EngineMetrics
+from fastdeploy.scheduler.interface import StepPlan
+
+log = logging.getLogger("fastdeploy.engine")
+
+
+class FiniteWatch:
+    """Counts rows that are not finite, and warns once of weights whose first step has one. So a trainer that has
+    diverged is seen at its commit, and not only in its rewards."""
+
+    def __init__(self, metrics: EngineMetrics):
+        self._metrics = metrics
+        self._seen_epoch = -1
+
+    def step_done(self, plan: StepPlan, num_tokens: int, num_non_finite: int) -> None:
+        """num_tokens: drawn in this step; num_non_finite: sequences that it ended for want of finite logits."""
+        if num_non_finite:
+            self._metrics.non_finite_rows.inc(num_non_finite)
+        if plan.epoch == self._seen_epoch or not num_tokens + num_non_finite:
+            return
+        self._seen_epoch = plan.epoch
+        if num_non_finite:
+            self._metrics.non_finite_commits.inc()
+            log.warning(
+                "the first step under weights %r (epoch %d) gave logits that are not finite for %d of %d sequences",
+                plan.version,
+                plan.epoch,
+                num_non_finite,
+                num_tokens + num_non_finite,
+            )

@@ -1,0 +1,16 @@
+"""The state of other processes of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEAD_OR_STOPPED = "ZXxTt"  # of the states in man 5 proc: zombie, dead, stopped by a signal, stopped by a debugger
+
+
+def process_runs(pid: int) -> bool:
+    """Whether the process ``pid`` lives and is not stopped. One that waits or computes runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in DEAD_OR_STOPPED

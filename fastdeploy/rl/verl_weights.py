@@ -1,0 +1,48 @@
+"""Weights as verl hands them over: pairs of name and tensor, from an iterator that may be asynchronous or empty.
+Imports neither verl nor Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Any
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.verl_server import CONTROL_S
+from fastdeploy.rl.weights import Publication
+
+
+async def bring(
+    client: RolloutClient,
+    weights: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]],
+    global_steps: int | None,
+    **options: Any,
+) -> Publication:
+    """Publish full tensors as ``global_steps``. None leaves the step as it is: the weights take over the label of those
+    that serve, and are told from them by their epoch. options: of RolloutClient.publish."""
+    version: str | int | None = global_steps
+    if version is None:
+        version = (await client.replicas[0].call("GET", "/v1/weights", CONTROL_S))["version"]
+    return await client.publish(weights, version, **options)
+
+
+async def peek(weights: Any) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
+    """Whether there is a first tensor, and all of them."""
+
+    async def each() -> AsyncIterator[tuple[str, Any]]:
+        if isinstance(weights, AsyncIterable):
+            async for pair in weights:
+                yield pair
+        else:
+            for pair in weights:
+                yield pair
+
+    rest = each()
+    first = await anext(rest, None)
+
+    async def whole() -> AsyncIterator[tuple[str, Any]]:
+        if first is not None:
+            yield first
+            async for pair in rest:
+                yield pair
+
+    return first is not None, whole()

@@ -1,0 +1,185 @@
+"""Opening and reading files that somebody else names or writes.
+
+Three rules hold for every file opened here. Only a regular file is opened: opening a pipe may wait for ever, and
+opening a device may do something. A file is read up to a limit that is checked before the first byte. A file lies
+beneath one of the folders that are allowed (the roots), also where a link leads elsewhere, and also if links change
+meanwhile.
+
+Everything that is wrong with a file is an OSError whose ``strerror`` says it in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+ANYWHERE = ("/",)
+MAX_PATH_BYTES = 4095  # Linux: PATH_MAX without the zero at the end
+MAX_NAME_BYTES = 255  # Linux: NAME_MAX
+
+
+def path_problem(path: str) -> str | None:
+    """Why ``path`` cannot name a file on any Linux system, or None. The file system is not looked at."""
+    try:
+        raw = path.encode()
+    except UnicodeEncodeError:
+        return "expected a path in valid Unicode"
+    if not raw or b"\0" in raw:
+        return "expected a path, got an empty string" if not raw else "expected a path, got a string with a zero byte"
+    if len(raw) > MAX_PATH_BYTES or max(map(len, raw.split(b"/"))) > MAX_NAME_BYTES:
+        return f"expected a path of at most {MAX_PATH_BYTES} bytes, each name in it at most {MAX_NAME_BYTES}"
+    return None
+
+
+class Folder:
+    """An open folder. ``roots``: the folder, and each file in it, must lie beneath one of them after all links are
+    followed. The folder stays the same one if its path is renamed or replaced.
+
+    Raises OSError."""
+
+    def __init__(self, path: str | os.PathLike[str], roots: Sequence[str] = ANYWHERE):
+        self.path = _real(os.fspath(path))
+        self._roots = [os.path.realpath(root) for root in roots]
+        self._fd = _open_beneath(self._roots, self.path, directory=True)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the folder. Files that were opened from it stay open."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def names(self) -> list[str]:
+        """Names of everything in the folder, sorted."""
+        # A descriptor of O_PATH cannot be listed itself.
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name. A link counts, wherever it leads."""
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def open(self, name: str) -> int:
+        """Descriptor of the regular file ``name``, for reading. Raises OSError."""
+        if name in ("", ".", "..") or "/" in name:
+            raise OSError(errno.EINVAL, "is not the name of a file in this folder")
+        fd = _open_path(name, self._fd)
+        if not stat.S_ISLNK(os.fstat(fd).st_mode):
+            return _reopen_regular(fd)
+        os.close(fd)
+        fd = _open_beneath(self._roots, _real(os.path.join(self.path, name)), directory=False)
+        return _reopen_regular(fd)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """All bytes of the regular file ``name``, of which there may be ``limit``. Raises OSError."""
+        fd = self.open(name)
+        try:
+            return read_whole(fd, limit)
+        finally:
+            os.close(fd)
+
+
+def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int:
+    """Descriptor of a regular file, for reading. The last part of ``path`` must not be a link. folder: descriptor of
+    the folder that a relative ``path`` starts from. Raises OSError."""
+    return _reopen_regular(_open_path(os.fspath(path), folder))
+
+
+def read_whole(fd: int, limit: int) -> bytes:
+    """All bytes of an open regular file. Raises OSError if there are more than ``limit``."""
+    size = os.fstat(fd).st_size
+    if size > limit:
+        raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
+    return os.pread(fd, size, 0)
+
+
+def make_beneath(root: str, path: str) -> int:
+    """Descriptor of the folder ``path``, which must lie beneath ``root`` by its text. Folders that are missing below
+    ``root`` are made. No part below ``root`` may be a link. Raises OSError."""
+    parts = _parts_below(os.path.normpath(root), os.path.normpath(path))
+    if parts is None:
+        raise OSError(errno.EXDEV, "is not beneath the folder that is allowed")
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=fd)
+            fd = _step_into(fd, part, directory=True)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
+def _real(path: str) -> str:
+    if (problem := path_problem(path)) is not None:
+        raise OSError(errno.EINVAL, problem)
+    return os.path.realpath(path)
+
+
+def _parts_below(root: str, path: str) -> list[str] | None:
+    """The names that lead from ``root`` to ``path``, or None where ``path`` is not beneath it. Both are absolute."""
+    if not os.path.isabs(path) or os.path.commonpath([root, path]) != root:
+        return None
+    return [part for part in os.path.relpath(path, root).split("/") if part != "."]
+
+
+def _open_beneath(roots: Sequence[str], path: str, directory: bool) -> int:
+    """O_PATH descriptor of ``path``. Neither the roots nor ``path`` have links in them: whoever puts a link there after
+    they were resolved gets an error, since no part below the root is followed if it is a link."""
+    for root in roots:
+        if (parts := _parts_below(root, path)) is not None:
+            break
+    else:
+        raise OSError(errno.EXDEV, "leads out of the folders that are allowed (--model-root)")
+    fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for i, part in enumerate(parts):
+            fd = _step_into(fd, part, directory or i + 1 < len(parts))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _step_into(fd: int, name: str, directory: bool) -> int:
+    """O_PATH descriptor of ``name`` in the folder ``fd``, which is closed then. An error leaves ``fd`` open."""
+    inner = _open_path(name, fd)
+    mode = os.fstat(inner).st_mode
+    if stat.S_ISLNK(mode) or (directory and not stat.S_ISDIR(mode)):
+        os.close(inner)
+        why = "is a link that was put there just now" if stat.S_ISLNK(mode) else os.strerror(errno.ENOTDIR)
+        raise OSError(errno.ENOTDIR, why)
+    os.close(fd)
+    return inner
+
+
+def _open_path(name: str, folder: int | None = None) -> int:
+    """O_PATH descriptor: the file is found, and neither opened nor, if it is a link, followed."""
+    if (problem := path_problem(name)) is not None:
+        raise OSError(errno.EINVAL, problem)
+    return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+
+
+def _reopen_regular(fd: int) -> int:
+    """Open the file behind an O_PATH descriptor for reading, if it is a regular one. ``fd`` is closed."""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)

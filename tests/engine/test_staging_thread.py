@@ -1,0 +1,233 @@
+"""Reads that hang: an update is given up in time, its thread does no harm when it comes back, and sleep answers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engine.weight_calls import assert_serves, begin, chunk, commit, failure, hold_ids, paused
+from fake_runner import FakeRunner, FakeStaging
+from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
+from fastdeploy.errors import UpdateInProgress
+from fastdeploy.inter_communicator import messages as m
+from harness import Harness
+
+
+class HangingStaging(FakeStaging):
+    """A chunk named "dead" hangs in its first read until ``mended`` is set."""
+
+    def add(self, source, checksums, verify_checksum=False):
+        if source.path.endswith("dead"):
+            self._runner.hang()
+        return super().add(source, checksums, verify_checksum)
+
+
+class HangingRunner(FakeRunner):
+    """hanging_checksums: so do checksums. hanging: names of the threads that hang."""
+
+    def __init__(self):
+        super().__init__()
+        self.mended = threading.Event()
+        self.hanging_checksums = False
+        self.hanging: set[int] = set()
+
+    def hang(self) -> None:
+        self.hanging.add(threading.get_ident())
+        assert self.mended.wait(60)
+
+    def begin_update(self, partial, in_place):
+        self.stagings.append(HangingStaging(self, partial, in_place))
+        return self.stagings[-1]
+
+    def checksums(self):
+        if self.hanging_checksums:
+            self.hang()
+        return super().checksums()
+
+
+class HangingHarness(Harness):
+    """A turn waits for the threads that do not hang."""
+
+    def join_staging(self) -> None:
+        runner = self.runner
+        for thread in threading.enumerate():
+            while thread.name == THREAD_NAME and thread.is_alive() and thread.ident not in runner.hanging:
+                thread.join(0.01)
+
+    def mend(self) -> None:
+        """What hangs comes back."""
+        self.runner.mended.set()
+        self.runner.hanging.clear()
+        self.join_staging()
+
+
+@pytest.fixture
+def h():
+    h = HangingHarness(HangingRunner(), stage_timeout_s=60.0)
+    yield h
+    h.mend()
+
+
+def hang(h: Harness, folders, **args) -> int:
+    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "dead")), **args))
+    h.turn()
+    return call
+
+
+def hang_in_checksums(h: Harness) -> int:
+    h.runner.hanging_checksums = True
+    call = h.call(m.WeightInfoArgs(checksums=True))
+    h.turn()
+    return call
+
+
+def test_an_update_that_hangs_is_given_up_in_time_and_the_next_one_has_a_thread_of_its_own(h, folders):
+    call = hang(h, folders)
+    assert h.engine.weights.next_deadline() == h.now + 60.0, "an idle loop wakes up for it"
+    h.now += 59.0
+    h.turn()
+    assert h.reply(call) is None
+    h.now += 2.0
+    h.turn()
+    reply = h.reply(call)
+    assert reply.failure.code == "staging_timeout" and "60 s" in reply.failure.message
+    assert (reply.result["version"], reply.result["epoch"]) == ("0", 0)
+    assert_serves(h, 0)
+    assert h.update(folders / "w1").failure is None
+    assert_serves(h, 1)
+    h.mend()
+    h.turn(2)
+    assert h.runner.stagings[0].names == [], "what comes back late adds nothing"
+    assert_serves(h, 1)
+
+
+def test_the_call_may_say_how_long_and_so_may_begin(h, folders):
+    call = hang(h, folders, timeout_s=3.0)
+    h.now += 3.5
+    h.turn()
+    assert h.reply(call).failure.code == "staging_timeout"
+    session = begin(h, timeout_s=5.0)
+    first = h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "dead"))))
+    second = h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))))
+    h.turn()
+    h.now += 5.5
+    h.turn(2)
+    assert h.reply(first).failure.code == h.reply(second).failure.code == "staging_timeout"
+    assert commit(h, session).failure.code == "staging_timeout", "later calls are told why it ended"
+    session = begin(h)
+    assert chunk(h, session, folders / "w2").failure is None and commit(h, session).failure is None
+    assert_serves(h, 2)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), 1e9])
+def test_a_time_that_makes_no_sense_names_the_field(h, folders, timeout_s):
+    update = m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")), timeout_s=timeout_s)
+    for args in (m.BeginUpdateArgs(timeout_s=timeout_s), update):
+        assert failure(h, args).detail["param"] == "timeout_s"
+
+
+@pytest.mark.parametrize("how", [m.AbortUpdateArgs(), m.ResetArgs()])
+def test_an_abort_or_a_reset_ends_what_hangs_at_once(h, folders, how):
+    call = hang(h, folders)
+    h.ask(how)
+    assert h.reply(call).failure.code == "session_not_found"
+    assert h.update(folders / "w1").failure is None
+    assert_serves(h, 1)
+
+
+def test_an_update_in_place_that_is_given_up_takes_no_weights_when_it_comes_back(h, folders):
+    h.pause(mode="keep")
+    call = hang(h, folders, in_place=True)
+    assert "in_place" in hold_ids(h)
+    h.now += 61.0
+    h.turn(3)
+    assert h.reply(call).failure.code == "staging_timeout" and "in_place" not in hold_ids(h)
+    h.resume()
+    h.add("r", [1, 2, 3], max_tokens=12)
+    h.turn(3)
+    h.mend()
+    h.run_out()
+    assert h.runner.has_weights and h.stream("r").reason == "length"
+    assert_serves(h, 0)
+
+
+def test_so_many_may_hang_and_no_more_until_one_comes_back(h, folders):
+    for _ in range(MAX_LEFT_BEHIND):
+        call = hang(h, folders, timeout_s=1.0)
+        h.now += 2.0
+        h.turn(2)
+        assert h.reply(call).failure.code == "staging_timeout"
+    update = m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")))
+    for args in (m.BeginUpdateArgs(), update, m.WeightInfoArgs(checksums=True)):
+        refused = failure(h, args)
+        assert refused.code == "update_in_progress" and "4 reads" in refused.message
+    assert h.ask(m.WeightInfoArgs()).result["session"] is None
+    assert_serves(h, 0)
+    h.mend()
+    h.turn()
+    assert h.update(folders / "w1").failure is None
+    assert_serves(h, 1)
+
+
+def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold():
+    h = paused()
+    h.engine.weights._thread.check_room = lambda: (_ for _ in ()).throw(UpdateInProgress("no room"))
+    assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "update_in_progress"
+    assert "in_place" not in hold_ids(h) and not h.runner.stagings
+
+
+# ---------------------------------------------------------------------- sleep
+
+
+@pytest.mark.parametrize("tags", [(), ("weight",), ("kv_cache",)], ids=str)
+def test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back(h, tags):
+    checksums = hang_in_checksums(h)
+    h.add("r", [1, 2, 3], max_tokens=60)
+    h.turn(3)
+    call = h.call(m.SleepArgs(tags, timeout_s=2.0))
+    h.turn(3)
+    assert h.reply(call) is None and hold_ids(h) == ["sleep"]
+    assert h.engine.sleeper.next_deadline() == h.now + 2.0, "an idle loop wakes up for it"
+    h.now += 2.5
+    h.turn()
+    reply = h.reply(call)
+    assert reply.failure.code == "pause_timeout" and reply.result["asleep"] == [] and not h.runner.asleep
+    assert not hold_ids(h) and not h.status()["rejecting_new_requests"]
+    h.run_out()
+    assert h.stream("r").reason == "length"
+    assert h.ask(m.WakeArgs()).failure.code == "wrong_order", "nothing sleeps"
+    h.now += 60.0
+    h.turn(2)
+    assert h.reply(checksums).failure.code == "staging_timeout"
+    assert h.ask(m.SleepArgs(tags), turns=3).failure is None, "what was given up is not waited for"
+    h.ask(m.WakeArgs())
+    assert_serves(h, 0)
+
+
+def test_of_two_sleeps_that_wait_one_may_give_up_and_the_hold_is_the_others(h):
+    hang_in_checksums(h)
+    short, long = (h.call(m.SleepArgs((tag,), timeout_s=s)) for tag, s in (("weight", 2.0), ("kv_cache", 30.0)))
+    h.turn(3)
+    h.now += 3.0
+    h.turn()
+    assert h.reply(short).failure.code == "pause_timeout" and h.reply(long) is None and hold_ids(h) == ["sleep"]
+    h.mend()
+    h.turn(3)
+    assert h.reply(long).result["asleep"] == ["kv_cache"] and hold_ids(h) == ["sleep"]
+    h.ask(m.WakeArgs())
+    assert not hold_ids(h)
+    assert_serves(h, 0)
+
+
+def test_a_reset_frees_a_sleep_that_waits_for_a_read_that_hangs(h, folders):
+    hanging = hang(h, folders)
+    call = h.call(m.SleepArgs(("kv_cache",), timeout_s=30.0))
+    h.turn(3)
+    assert h.reply(call) is None
+    h.ask(m.ResetArgs())
+    h.turn(3)
+    assert h.reply(hanging).failure.code == "session_not_found" and h.reply(call).result["asleep"] == ["kv_cache"]
+    h.ask(m.WakeArgs())
+    assert not hold_ids(h)
+    assert_serves(h, 0)

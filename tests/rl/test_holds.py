@@ -1,0 +1,215 @@
+"""Failure 47: a client's hold lives as long as its process renews it; one that ended early is told."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import FleetError, HoldLost
+from fastdeploy.rl.sync_client import SyncRolloutClient
+from fastdeploy.rl.trl import FastDeployWeightTransfer
+from rl.real_server import RealServer, real_server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RealServer]:
+    with real_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared) -> Iterator[RealServer]:
+    """Without a hold, before and after."""
+    yield shared
+    for hold in shared.holds():
+        shared.post("/v1/resume", hold_id=hold["id"])
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Renewals:
+    """Those that the engine makes. ``outlive`` lets time pass between them, in all three times a ttl of 60 s."""
+
+    def __init__(self, server: RealServer, monkeypatch):
+        self._server, self._made = server, threading.Semaphore(0)
+        renew = server.engine.pause.renew
+
+        def counted(args):
+            result = renew(args)
+            self._made.release()
+            return result
+
+        monkeypatch.setattr(server.engine.pause, "renew", counted)
+
+    def outlive(self) -> None:
+        for _ in range(6):
+            while self._made.acquire(blocking=False):
+                pass  # of those before: the next one is to come
+            assert self._made.acquire(timeout=30)
+            self._server.pass_time(30.0)
+
+
+def expire(server: RealServer) -> None:
+    """End all holds as their ttl would, at the engine's next turn."""
+    for hold in list(server.engine.pause.holds.values()):
+        hold.expires_at = 0.0
+    until(lambda: not server.holds())
+
+
+def test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind(server):
+    code = (
+        "import asyncio, os, sys\n"
+        "from fastdeploy.rl.client import RolloutClient\n"
+        "async def main():\n"
+        "    async with RolloutClient(sys.argv[1]) as client, client.paused():\n"
+        "        print('paused', flush=True)\n"
+        "        await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, server.url], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"paused\n"
+    assert [hold["ttl_left_s"] is not None for hold in server.holds()] == [True]
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    server.pass_time(61.0)
+    until(lambda: not server.holds())
+    assert not server.http.get("/v1/is_paused").json()["result"]["is_paused"]
+
+
+def test_a_hold_stands_while_the_trainers_event_loop_is_blocked(server, monkeypatch):
+    renewals = Renewals(server, monkeypatch)
+
+    async def go():
+        async with RolloutClient(server.url) as client, client.paused():
+            renewals.outlive()  # blocks the loop
+            assert len(server.holds()) == 1
+        assert not server.holds()
+
+    run(go())
+
+
+@pytest.mark.parametrize("how", ["ttl", "restart", "somebody"])
+def test_a_hold_that_ended_early_is_told_at_the_end_and_stops_a_publication(server, tmp_path, how):
+    (tmp_path / "w1").mkdir()
+
+    async def go():
+        async with RolloutClient(server.url) as client:
+            with pytest.raises(HoldLost, match="may have run meanwhile") as lost:
+                async with client.paused():
+                    if how == "ttl":
+                        expire(server)
+                    elif how == "restart":
+                        server.restart_engine()
+                        server.wait_ready()
+                    else:
+                        server.post("/v1/resume", hold_id=server.holds()[0]["id"])
+                    with pytest.raises(HoldLost):
+                        await client.update_weights(str(tmp_path / "w1"))
+            assert lost.value.reports[0].error.code == "hold_not_found"
+            info = await client.replicas[0].call("GET", "/v1/weights")
+            assert (info["epoch"], info["session"]) == (server.engine.epoch, None) and server.runner.weights == 0
+            await client.resume()  # it is told once
+            async with client.paused():  # and the client goes on
+                pass
+
+    run(go())
+
+
+def test_an_exception_from_inside_a_pause_is_raised_as_it_is_with_a_note_of_the_lost_hold(server):
+    async def go():
+        async with RolloutClient(server.url) as client:
+            with pytest.raises(ValueError) as failed:
+                async with client.paused():
+                    expire(server)
+                    raise ValueError("of the trainer")
+            assert "may have run meanwhile" in failed.value.__notes__[0]
+
+    run(go())
+    with SyncRolloutClient(server.url) as client:
+        with pytest.raises(KeyboardInterrupt) as interrupted, client.paused():
+            expire(server)
+            raise KeyboardInterrupt
+        assert "may have run meanwhile" in interrupted.value.__notes__[0]
+
+
+def test_a_pause_without_a_block_is_renewed_until_the_resume_or_the_end_of_the_client(server, monkeypatch):
+    renewals = Renewals(server, monkeypatch)
+
+    async def go():
+        async with RolloutClient(server.url) as client:
+            await client.pause("keep", hold_id="a", ttl_s=60.0)
+            await client.pause("wait", hold_id="b", ttl_s=None)
+            await asyncio.to_thread(renewals.outlive)
+            left = {hold["id"]: hold["ttl_left_s"] for hold in server.holds()}
+            assert left.keys() == {"a", "b"} and left["a"] <= 60.0 and left["b"] is None
+        server.pass_time(61.0)
+        await asyncio.to_thread(until, lambda: [hold["id"] for hold in server.holds()] == ["b"])
+        async with RolloutClient(server.url) as client:
+            await client.resume("b")
+        assert not server.holds()
+
+    run(go())
+    assert not [thread for thread in threading.enumerate() if thread.name == "renew-holds"]
+
+
+def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, monkeypatch):
+    """The pause is answered only at its end."""
+    renewals, drained = Renewals(server, monkeypatch), threading.Event()
+    monkeypatch.setattr(server.engine, "fence_passed", drained.is_set)
+    monkeypatch.setattr(server.engine, "give_up_on_silent_clients", lambda: None)
+
+    async def go():
+        async with RolloutClient(server.url) as client:
+            task = asyncio.create_task(client.pause("keep", timeout_s=3600.0))
+            await asyncio.to_thread(renewals.outlive)
+            assert not task.done()
+            drained.set()
+            await task
+            await client.resume()
+
+    run(go())
+
+
+def test_the_sync_client_and_trls_adapter_renew_and_tell_too(server, monkeypatch):
+    renewals = Renewals(server, monkeypatch)
+    with SyncRolloutClient(server.url) as client:
+        with client.paused():
+            renewals.outlive()
+        with pytest.raises(HoldLost), client.paused():
+            expire(server)
+    transfer = FastDeployWeightTransfer(server.url, hold_ttl_s=60.0)
+    transfer.pause()
+    renewals.outlive()
+    transfer.resume()
+    transfer.pause()
+    expire(server)
+    with pytest.raises(HoldLost):
+        transfer.resume()
+    transfer.destroy()
+
+
+def test_a_ttl_that_makes_no_sense_is_refused_and_nothing_is_held(server):
+    async def go():
+        async with RolloutClient(server.url) as client:
+            with pytest.raises(FleetError, match="ttl_s"):
+                await client.pause("keep", ttl_s=1e12)
+        assert not server.holds()
+
+    run(go())

@@ -1,0 +1,121 @@
+"""Each route gets the key that it needs, at the address where it is; a wrong key is the caller's error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fastdeploy.errors import FastDeployError, InvalidField
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import FleetError
+from fastdeploy.rl.verl_server import Limits, VerlServer
+from rl.fake_server import FakeServer
+
+PROMPT = [11, 12, 13]
+PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
+DATA = {"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"}
+LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def use_everything(client: RolloutClient) -> None:
+    await client.generate(PROMPT, PARAMS)
+    async with client.paused():
+        await client.publish({"a": np.ones(2, np.float32)}, 1, via="upload")
+    await client.abort_all()
+    await client.set_version(2)
+    await client.is_paused()
+    await client.sleep("kv_cache")
+    await client.wake()
+    await client.reset()
+    await client.health()
+
+
+async def use_verls(url: str, **access) -> None:
+    verl = VerlServer(url, LIMITS, SimpleNamespace, **access)
+    await verl.generate(PROMPT, PARAMS, "r1")
+    await verl.set_global_steps(3)
+    await verl.clear_kv_cache()
+    await verl.wait_for_requests_to_drain()
+    await verl.close()
+
+
+@pytest.mark.parametrize("given", ["arguments", "environment"])
+def test_data_routes_get_the_data_key_and_all_others_the_control_key(given, monkeypatch):
+    access = {"api_key": "d", "control_key": "c"}
+    if given == "environment":
+        monkeypatch.setenv("FASTDEPLOY_API_KEY", "d")
+        monkeypatch.setenv("FASTDEPLOY_CONTROL_KEY", "c")
+        access = {}
+
+    async def go():
+        async with FakeServer() as server:
+            async with RolloutClient(server.url, **access) as client:
+                await use_everything(client)
+            await use_verls(server.url, **access)
+            assert len({path for path, _ in server.keys}) > 12
+            assert {(path, "d" if path in DATA else "c") for path, _ in server.keys} == set(server.keys)
+
+    run(go())
+
+
+def test_the_renewals_of_a_hold_carry_the_control_key_and_the_callers_headers():
+    async def go():
+        async with FakeServer() as server:
+            client = RolloutClient(server.url, control_key="c", headers={"X-Tenant": "t"})
+            async with client, client.paused():
+                while not any(path == "/v1/renew" for path, _ in server.keys):
+                    await asyncio.sleep(0.01)
+            assert {key for path, key in server.keys if path == "/v1/renew"} == {"c"}
+            assert server.tenants == {"t"}
+
+    run(go())
+
+
+def test_one_key_alone_is_sent_everywhere_and_none_is_none(monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_API_KEY", "of the environment")
+
+    async def go(**access):
+        async with FakeServer() as server, RolloutClient(server.url, **access) as client:
+            await use_everything(client)
+            return {key for _, key in server.keys}
+
+    assert run(go(api_key="", control_key="c")) == {"c"}
+    assert run(go(api_key="d", control_key="")) == {"d"}
+    assert run(go(api_key="", control_key="")) == {""}
+
+
+def test_control_routes_are_asked_for_at_their_own_port():
+    async def go():
+        async with FakeServer() as data, FakeServer() as control:
+            control.boot_id = data.boot_id
+            async with RolloutClient(data.url, control_urls=control.url) as client:
+                await use_everything(client)
+            await use_verls(data.url, control_url=control.url)
+            assert {path for path, _ in data.keys} == DATA - {"/v1/chat/completions/render"}
+            assert control.keys and not {path for path, _ in control.keys} & DATA
+
+    run(go())
+    with pytest.raises(InvalidField, match="control_urls"):
+        RolloutClient(["http://a", "http://b"], control_urls=["http://c"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/v1/pause"])
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_wrong_key_is_raised_at_once_and_not_tried_again(path, status):
+    async def go():
+        async with FakeServer() as server, RolloutClient(server.url) as client:
+            server.refuse[path] = deque([(status, "invalid_api_key")] * 9)
+            with pytest.raises(FleetError if path == "/v1/pause" else FastDeployError, match="invalid_api_key"):
+                await (client.pause() if path == "/v1/pause" else client.generate(PROMPT, PARAMS))
+            assert [each for each, _ in server.keys].count(path) == 1
+            assert not server.holds
+
+    run(go())

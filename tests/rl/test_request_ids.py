@@ -1,0 +1,94 @@
+"""Failure 47: each attempt is a request with an id of its own, and a group's choices share none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from fake_runner import expected_tokens
+from fastdeploy.errors import InvalidField
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.resume import Partial, Request
+from rl.real_server import RealServer, real_server
+
+PROMPT = [11, 12, 13]
+PARAMS = {"max_tokens": 60, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with real_server(runner={"step_s": 0.002}, max_num_seqs=8) as server:
+        yield server
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def until_running(client: RolloutClient, count: int) -> None:
+    while (await client.replicas[0].call("GET", "/v1/is_paused"))["counts"]["running"] < count:
+        await asyncio.sleep(0.005)
+
+
+def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
+    async def go():
+        async with RolloutClient(server.url) as client:
+            task = asyncio.create_task(client.generate_group(PROMPT, PARAMS, n=4, request_id="g"))
+            for _ in range(2):
+                await until_running(client, 4)
+                await client.abort_all()
+            return await task
+
+    rollouts = run(go())
+    assert [r.token_ids for r in rollouts] == [expected_tokens(PROMPT, 60)] * 4
+    assert all(r.num_resumes >= 1 for r in rollouts), "not vacuous"
+
+
+def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_it(server, tmp_path):
+    for name in ("w1", "w2"):
+        (tmp_path / name).mkdir()
+
+    async def go():
+        async with RolloutClient(server.url) as client:
+            await client.update_weights(str(tmp_path / "w1"))
+            params = PARAMS | {"retain_s": 600.0}
+            options = {"request_id": "stale", "max_staleness": 0, "timeout_s": 30.0}
+            task = asyncio.create_task(client.generate(PROMPT, params, **options))
+            await until_running(client, 1)
+            await client.update_weights(str(tmp_path / "w2"))
+            return await task
+
+    rollout = run(go())
+    assert rollout.staleness == 0 and len(rollout.spans) == 1
+    assert rollout.token_ids == expected_tokens(PROMPT, 60, weights=2)
+
+
+def attempts(request: Request, index: int, count: int, choices: list[Partial] | None = None) -> list[str]:
+    """The ids of ``count`` attempts of a choice, or of the group ``choices``."""
+    group = choices or [Partial(request, index)]
+    ids = []
+    for _ in range(count):
+        for choice in group:
+            choice.begin("replica")
+        ids.append(request.body(group)["request_id"])
+    return ids
+
+
+def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_callers():
+    request = Request(PROMPT, PARAMS, n=3, request_id="mine")
+    ids: list[str] = []
+    for _ in range(3):
+        group = [Partial(request, k) for k in range(3)]
+        ids += attempts(request, 0, 2, group)
+        for choice in group:
+            ids += attempts(request, choice.index, 3, [choice])
+        request.start_over()
+    assert ids[0] == "mine" and len(set(ids)) == len(ids) == 33
+    assert all(name.startswith("mine~") for name in ids[1:])
+
+
+def test_an_id_that_leaves_no_room_for_those_of_later_attempts_is_refused_at_once():
+    with pytest.raises(InvalidField, match="request_id"):
+        Request(PROMPT, PARAMS, request_id="x" * 500)

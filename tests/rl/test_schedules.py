@@ -1,0 +1,199 @@
+"""Any schedule of restarts, refusals, full queues, aborts and broken connections, with what a real server says to them:
+every answer is that of an undisturbed run, no request is doubled, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fake_runner import expected_tokens
+from fastdeploy.engine import common_engine
+from fastdeploy.entrypoints.openai import errors
+from fastdeploy.errors import FastDeployError
+from fastdeploy.rl import verl_server
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import HoldLost
+from fastdeploy.rl.trl import FastDeployWeightTransfer
+from fastdeploy.rl.verl_server import Limits, VerlServer
+from rl.real_server import RealServer, Wire, real_server
+
+TOKENS = 40
+PARAMS = {"max_tokens": TOKENS, "ignore_eos": True}
+LIMITS = Limits(prompt_length=64, response_length=TOKENS, max_model_len=128, ignore_eos=True)
+PROMPTS = [[11, 12, k + 1] for k in range(4)]
+# What happens while requests run, one after the other; the pause before each in milliseconds.
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["restart", "cut", "abort", "reject", "hold", "crowd"]), st.integers(0, 30)), max_size=5
+)
+BUDGETS = st.lists(st.one_of(st.none(), st.integers(0, 4000)), max_size=8)
+SCHEDULES = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    """Two run and two wait; a fifth is one too many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_engine, "RETRY_AFTER_S", 0.02)
+        patch.setitem(errors.RETRY_AFTER, 503, 0.02)
+        patch.setattr(verl_server, "BACKOFF_S", 0.01)
+        with real_server(runner={"step_s": 0.0005}, max_num_seqs=2, max_waiting=4) as server:
+            yield server
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def disturb(server: RealServer, wire: Wire, events: list[tuple[str, int]]) -> None:
+    """Let ``events`` happen, by another client than the one under test."""
+    for kind, milliseconds in events:
+        await asyncio.sleep(milliseconds / 1000)
+        match kind:
+            case "restart":
+                await asyncio.to_thread(server.restart_engine)
+                await asyncio.to_thread(server.wait_ready)
+            case "cut":
+                wire.cut()
+            case "abort":
+                await asyncio.to_thread(server.post, "/v1/abort_requests", abort_all=True)
+            case "reject" | "hold":
+                body = {"mode": "abort", "admission": kind, "hold_id": "other"}
+                await asyncio.to_thread(lambda body=body: server.post("/v1/pause", **body))
+                await asyncio.sleep(0.03)
+                await asyncio.to_thread(server.post, "/v1/resume", hold_id="other")
+            case "crowd":  # fills the queue, and leaves without waiting
+                body = {"prompt": [5, 6], "n": 4, "max_tokens": 20, "ignore_eos": True}
+                await asyncio.to_thread(server.post, "/v1/completions", **body)
+
+
+def assert_nothing_is_left(server: RealServer) -> None:
+    server.wait_ready()
+    status = server.http.get("/v1/is_paused").json()["result"]
+    assert (status["holds"], status["is_paused"]) == ([], False)
+    reply = server.post("/v1/completions", prompt=[1, 2], max_tokens=3, ignore_eos=True, return_token_ids=True)
+    assert reply.json()["choices"][0]["token_ids"] == expected_tokens([1, 2], 3)
+
+
+@SCHEDULES
+@given(events=EVENTS, budgets=BUDGETS, n=st.integers(1, 3), named=st.booleans(), retained=st.booleans())
+def test_no_schedule_leaves_a_trace_in_what_the_client_answers(server, events, budgets, n, named, retained):
+    async def go():
+        wire = Wire(server.url)
+        wire.budgets = [None, *budgets]
+        async with wire.open() as url, RolloutClient(url, max_failures=100) as client:
+            disturbing = asyncio.create_task(disturb(server, wire, events))
+            params = PARAMS | ({"retain_s": 5.0} if named and retained else {})
+            tasks = []
+            for k, prompt in enumerate(PROMPTS):
+                options = {"request_id": f"{id(wire)}-{k}"} if named else {}
+                tasks.append(asyncio.create_task(client.generate_group(prompt, params, n=n, **options)))
+            groups = await asyncio.gather(*tasks)
+            await disturbing
+            return groups
+
+    groups = run(go())
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for rollout in group:
+            assert rollout.token_ids == expected_tokens(prompt, TOKENS)
+            assert rollout.logprobs == [-float(token) for token in rollout.token_ids]
+            assert rollout.finish_reason == "length"
+            spans = rollout.spans
+            assert [s.start for s in spans] + [TOKENS] == [0] + [s.end for s in spans]
+    assert_nothing_is_left(server)
+
+
+@SCHEDULES
+@given(events=EVENTS, budgets=BUDGETS)
+def test_no_schedule_leaves_a_trace_in_what_verls_client_joins(server, events, budgets):
+    """As verl's client does: prompt + tokens so far are sent again for as long as the answer is aborted."""
+
+    async def whole(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
+        tokens, logprobs = [], []
+        for attempt in range(1000):
+            left = {"max_tokens": TOKENS - len(tokens), "logprobs": True}
+            out = await verl.generate(prompt + tokens, left, f"{name}-{attempt}")
+            tokens, logprobs = tokens + out.token_ids, logprobs + out.log_probs
+            assert out.extra_fields["global_steps"] == 0
+            if out.stop_reason != "aborted":
+                return tokens, logprobs
+        raise AssertionError("it spins")
+
+    async def go():
+        wire = Wire(server.url)
+        wire.budgets = list(budgets)
+        async with wire.open() as url:
+            verl = VerlServer(url, LIMITS, SimpleNamespace)
+            disturbing = asyncio.create_task(disturb(server, wire, events))
+            answers = await asyncio.gather(*(whole(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS)))
+            await disturbing
+            await verl.close()
+            return answers
+
+    for prompt, (tokens, logprobs) in zip(PROMPTS, run(go()), strict=True):
+        assert tokens == expected_tokens(prompt, TOKENS) and logprobs == [-float(token) for token in tokens]
+    assert_nothing_is_left(server)
+
+
+@SCHEDULES
+@given(events=EVENTS)
+def test_whatever_happens_in_verls_pause_it_ends_and_a_lost_hold_is_told(server, events):
+    async def go():
+        wire = Wire(server.url)
+        async with wire.open() as url:
+            verl = VerlServer(url, LIMITS, SimpleNamespace)
+            running = [asyncio.create_task(verl.generate(p, {}, f"{id(wire)}-{k}")) for k, p in enumerate(PROMPTS)]
+            paused = await verl.abort_all_requests()
+            assert paused["aborted_count"] == len(paused["request_ids"])
+            assert set(paused["request_ids"]) <= {f"{id(wire)}-{k}" for k in range(len(PROMPTS))}
+            harmless = [event for event in events if event[0] != "crowd"]  # it would wait for the resume
+            await disturb(server, wire, harmless)
+            try:
+                await verl.resume_generation()
+            except HoldLost:
+                assert "restart" in {kind for kind, _ in harmless}
+            else:
+                assert "restart" not in {kind for kind, _ in harmless}
+            for out in await asyncio.gather(*running):
+                assert out.stop_reason in ("aborted", "completed")
+            await verl.close()
+
+    run(go())
+    assert_nothing_is_left(server)
+
+
+@SCHEDULES
+@given(kind=st.sampled_from(["restart", "cut", "abort", "reject", "hold"]), at=st.sampled_from(["pause", "send"]))
+def test_trls_sync_goes_through_or_raises_and_leaves_the_servers_running(server, kind, at):
+    """The tensors are none that the fake runner takes: each publication is refused, which is the harder case."""
+
+    async def go():
+        wire = Wire(server.url)
+        async with wire.open() as url:
+            transfer = FastDeployWeightTransfer(url, hold_ttl_s=60.0)
+
+            def step():
+                transfer.pause()
+                transfer.send_weights(iter([("a", np.ones(2, np.float32))]))
+
+            if at == "pause":
+                disturbing = asyncio.create_task(disturb(server, wire, [(kind, 1)]))
+                with pytest.raises(FastDeployError):
+                    await asyncio.to_thread(step)
+                await disturbing
+            else:
+                await asyncio.to_thread(transfer.pause)
+                await disturb(server, wire, [(kind, 0)])
+                with pytest.raises(FastDeployError) as failed:
+                    await asyncio.to_thread(transfer.send_weights, iter([("a", np.ones(2, np.float32))]))
+                notes = getattr(failed.value, "__notes__", [])
+                assert any("may have run" in note for note in notes) == (kind == "restart")
+            await asyncio.to_thread(transfer.destroy)
+
+    run(go())
+    assert_nothing_is_left(server)

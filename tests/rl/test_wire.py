@@ -1,0 +1,94 @@
+"""Failure 48: only a newline ends a line of a stream, whatever the text of a token is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdeploy.entrypoints.tokenizer import load_tokenizer
+from fastdeploy.errors import QueueFull
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.errors import MalformedReply, Unreachable, is_busy, may_pass
+from fastdeploy.rl.wire import LineReader, error_of, events
+from rl.real_server import real_server
+from tiny_tokenizer import save_tokenizer
+
+# All that str.splitlines takes for the end of a line, beside "\n".
+SEPARATORS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+def read(chunks: list[bytes]) -> list:
+    async def go():
+        async def each():
+            for chunk in chunks:
+                yield chunk
+
+        return [event async for event in events(each())]
+
+    return asyncio.run(go())
+
+
+@given(text=st.text(st.sampled_from("a\u00e9" + SEPARATORS)), cuts=st.lists(st.integers(0, 200)))
+def test_a_text_of_any_characters_arrives_whole_however_the_bytes_are_cut(text, cuts):
+    event = {"choices": [{"text": text}]}
+    line = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+    sent = line + b": keep-alive\n\n" + line.replace(b"\n", b"\r\n") + b"data: [DONE]\n\n"
+    ends = sorted({min(cut, len(sent)) for cut in cuts} | {len(sent)})
+    chunks = [sent[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    assert read(chunks) == [event, None, event]
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory():
+    reader = LineReader(max_bytes=100)
+    assert reader.feed(b"x" * 100) == [] and reader.feed(b"\n" + b"y" * 100) == [b"x" * 100]
+    with pytest.raises(MalformedReply, match="100 bytes"):
+        reader.feed(b"y")
+    with pytest.raises(MalformedReply):
+        LineReader(max_bytes=100).feed(b"x" * 101 + b"\n")
+
+
+def test_the_client_reads_text_with_every_separator(tmp_path):
+    """Tokens of this tokenizer are bytes; the real server writes them as they are."""
+    save_tokenizer(tmp_path)
+    script = list(SEPARATORS.encode())
+
+    async def go(url: str):
+        async with RolloutClient(url, max_failures=0) as client:
+            return await client.generate([97], {"max_tokens": len(script), "ignore_eos": True})
+
+    with real_server(tokenizer=load_tokenizer(str(tmp_path)), runner={"script": script}) as server:
+        rollout = asyncio.run(asyncio.wait_for(go(server.url), 30))
+    assert rollout.text == SEPARATORS and rollout.token_ids == script and rollout.num_resumes == 0
+
+
+@pytest.mark.parametrize(
+    "header, expected",
+    [("7", 7.0), ("0.5", 0.5), ("1e9", 60.0), ("-3", 0.0), ("inf", None), ("nan", None), ("Fri, 31 Dec", None)],
+)
+def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
+    error = error_of(503, {"retry-after": header}, b"{}")
+    assert error.detail.get("retry_after") == expected
+    body = json.dumps({"error": {"code": "queue_full", "message": "m", "retry_after": header}}).encode()
+    assert error_of(429, {}, body).detail.get("retry_after") == expected
+
+
+def test_what_health_and_ready_say_is_told_apart():
+    """Who waits for a server to be back asks again while no engine is there."""
+    told = [error_of(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
+    assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
+    assert all(may_pass(error) for error in told)
+
+
+def test_a_busy_server_may_be_asked_again_and_a_wrong_key_may_not():
+    full = error_of(429, {"retry-after": "2"}, b'{"error": {"code": "queue_full", "message": "m"}}')
+    assert isinstance(full, QueueFull) and is_busy(full) and may_pass(full)
+    proxys = error_of(429, {"retry-after": "2"}, b"<html>slow down</html>")
+    assert is_busy(proxys) and may_pass(proxys) and proxys.detail["retry_after"] == 2.0
+    assert isinstance(error_of(502, {}, b"<html>"), Unreachable)
+    for status in (401, 403, 404):
+        error = error_of(status, {"retry-after": "2"}, b'{"error": {"code": "x", "message": "m"}}')
+        assert not is_busy(error) and not may_pass(error)
