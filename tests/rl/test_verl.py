@@ -1,6 +1,6 @@
 """verl's own client, server manager, load balancer and checkpoint manager, unmodified, on our replica class and
-checkpoint engine, with two real servers. Needs an environment with verl: VERL_PYTHON, or .venv-verl, which `make
-test-slow` sets up."""
+checkpoint engine, with two real servers. Needs an environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks,
+which `make test-slow` sets up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from e2e.test_weight_update import perturbed
 from fastdeploy.embedded import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHON = os.environ.get("VERL_PYTHON") or str(ROOT / ".venv-verl" / "bin" / "python")
+PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / "bin" / "python")
 
 pytestmark = pytest.mark.slow
 
