@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -139,12 +138,6 @@ def make_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
 @pytest.fixture
 def stack(make_stack) -> Stack:
     return make_stack()
-
-
-@pytest.fixture(scope="module")
-def module_stacks(model_dir, tokenizer) -> Callable[[], contextlib.AbstractContextManager[Callable[..., Stack]]]:
-    """:func:`stacks` for fixtures of a module that set a stack up in their own way."""
-    return functools.partial(stacks, model_dir, tokenizer)
 
 
 @pytest.fixture(scope="module")
