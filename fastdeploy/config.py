@@ -21,14 +21,32 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of the one engine process.
 
-    max_model_len None = the checkpoint's own. num_gpu_blocks_override: KV blocks of ``block_size`` tokens; None = from
-    ``kv_cache_gb`` (GiB), and if that is None too, from the memory that is free. max_waiting: requests that may wait
-    (429 beyond). max_step_ms: a step with prefill in it should not take longer. model_roots: folders that weights may
-    be loaded from; ("/",) is any path, () is none. upload_dir: see ServeConfig. spill_dir: where sleeping weights are
-    written ("" = the temporary folder). max_retained: requests with retain_s whose results are kept.
-    max_retained_mb: MiB that the results of all requests with retain_s may take. lost_commit: an earlier engine of this
-    server had newer weights. stage_timeout_s: seconds that reading and checking new weights (one chunk of them) may
-    take, where the call does not say; after that it is given up.
+    Model
+        served_model_name: the model's name in requests and replies.
+        max_model_len: tokens of prompt and output together; None = the checkpoint's own.
+
+    Steps
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        max_step_ms: time that a step with prefill should not pass.
+        heartbeat_s: time between two heartbeats to the API servers.
+
+    KV cache
+        block_size: tokens of one KV block.
+        num_gpu_blocks_override: KV blocks; None = from kv_cache_gb.
+        kv_cache_gb: GiB of KV cache; None = from the memory that is free.
+
+    Requests
+        max_waiting: requests that may wait (429 beyond).
+        max_retained: requests with retain_s whose results are kept.
+        max_retained_mb: MiB that the results of all requests with retain_s may take.
+
+    Weights
+        model_roots: folders that weights may be loaded from; ("/",) is any path, () is none.
+        upload_dir: see ServeConfig.
+        spill_dir: folder for sleeping weights; "" = the temporary folder.
+        stage_timeout_s: seconds to read and check new weights, or one chunk of them, where the call names none.
+        lost_commit: an earlier engine of this server had newer weights.
     """
 
     model: str

@@ -6,7 +6,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastdeploy import __version__
 from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
@@ -15,19 +16,29 @@ from fastdeploy.entrypoints.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, 
 from fastdeploy.errors import InvalidField
 from fastdeploy.logger import setup_logging
 
+AddArgument = Callable[..., Any]  # of argparse: one flag of a group
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. The defaults of its flags are those of the configs."""
     parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     serve.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
     engine, http = EngineConfig(model=""), ServeConfig(model="")
-    http_flags = serve.add_argument_group("HTTP")
-    add = http_flags.add_argument
+    _add_http_flags(serve.add_argument_group("HTTP").add_argument, http)
+    _add_limit_flags(serve.add_argument_group("connections, request bodies and uploads").add_argument, http)
+    _add_request_flags(serve.add_argument_group("requests").add_argument, http)
+    _add_access_flags(serve.add_argument_group("who may do what").add_argument)
+    _add_engine_flags(serve.add_argument_group("engine").add_argument, engine)
+    _add_weight_flags(serve.add_argument_group("weights").add_argument, engine, http)
+    return parser
+
+
+def _add_http_flags(add: AddArgument, http: ServeConfig) -> None:
     add("--host", default=http.host, help="address to listen on (%(default)s)")
     add("--port", type=int, default=http.port, help="port to listen on, 0 = any free one (%(default)s)")
     add("--workers", type=int, default=http.workers, help="API server processes (%(default)s)")
@@ -35,37 +46,33 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
     add("--shutdown-s", type=float, default=http.shutdown_s, help="time in which everything ends (%(default)g)")
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
-    add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
-    add("--max-upload-mb", type=int, default=http.max_upload_mb, help="MiB a weight upload may have (%(default)s)")
-    add("--max-bodies-mb", type=int, default=http.max_bodies_mb, help="MiB of all bodies being received (%(default)s)")
-    add("--max-uploads", type=int, default=http.max_uploads, help="weight uploads at once (%(default)s)")
+
+
+def _add_limit_flags(add: AddArgument, http: ServeConfig) -> None:
     add("--max-connections", type=int, default=http.max_connections, help="open connections (%(default)s)")
     add("--max-header-kb", type=int, default=http.max_header_kb, help="KiB of a request's headers (%(default)s)")
     add("--header-s", type=float, default=http.header_s, help="time for a request's headers (%(default)g)")
+    add("--max-body-mb", type=int, default=http.max_body_mb, help="MiB a request body may have (%(default)s)")
+    add("--max-bodies-mb", type=int, default=http.max_bodies_mb, help="MiB of all bodies being received (%(default)s)")
     add("--body-idle-s", type=float, default=http.body_idle_s, help="time for each MiB of a body (%(default)g)")
-    add(
-        "--max-reply-logprobs",
-        type=int,
-        default=http.max_reply_logprobs,
-        help="log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)",
-    )
-    add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
-    add(
-        "--logprobs-mode",
-        choices=LOGPROBS_MODES,
-        default=http.logprobs_mode,
-        help="of requests that name none; routes of SGLang: temperature (%(default)s)",
-    )
+    add("--max-upload-mb", type=int, default=http.max_upload_mb, help="MiB a weight upload may have (%(default)s)")
+    add("--max-uploads", type=int, default=http.max_uploads, help="weight uploads at once (%(default)s)")
+
+
+def _add_request_flags(add: AddArgument, http: ServeConfig) -> None:
+    what = "log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)"
+    add("--max-reply-logprobs", type=int, default=http.max_reply_logprobs, help=what)
+    what = "of requests that name none; routes of SGLang: temperature (%(default)s)"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, default=http.logprobs_mode, help=what)
     add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
-    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
-    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")
         what = f"of a pause by {dialect}'s routes that names none (%(default)s)"
         add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
-    _add_access_flags(serve)
-    add = serve.add_argument_group("engine").add_argument
+
+
+def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
     add("--model", help="Hugging Face folder; without it the embedded model is served")
     add("--dtype", choices=DTYPES, default=engine.dtype, help="of weights and KV cache (%(default)s: the checkpoint's)")
     add("--max-model-len", type=int, help="context in tokens, prompt and output together (the checkpoint's)")
@@ -76,28 +83,28 @@ def make_parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, default=engine.block_size, help="tokens per KV block (%(default)s)")
     add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
     add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
-    add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
-    add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
-    what = "seconds that reading new weights may take; then it is given up (%(default)g)"
-    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
-    add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
-    add(
-        "--model-root",
-        action="append",
-        metavar="PATH",
-        help="folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)",
-    )
-    return parser
+    add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
+    add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
 
 
-def _add_access_flags(serve: argparse.ArgumentParser) -> None:
-    add = serve.add_argument_group("who may do what").add_argument
+def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig) -> None:
+    what = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
+    add("--model-root", action="append", metavar="PATH", help=what)
+    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
+    add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
+    what = "seconds that reading new weights may take; then it is given up (%(default)g)"
+    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
+    add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
+
+
+def _add_access_flags(add: AddArgument) -> None:
     keys = "file of keys, one on each line, any of which opens"
     add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
     add("--control-key", metavar="FILE", help=f"{keys} every route (or {CONTROL_KEY}, likewise)")
@@ -158,7 +165,7 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
     if not is_exposed(config, keys):
         return
     if config.insecure_control:
-        logger.warning("--insecure-control: whoever reaches %s can pause this server and change weights", config.host)
+        logger.warning("--insecure-control: anyone who reaches %s can pause it and change weights", config.host)
     else:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 

@@ -114,7 +114,7 @@ def test_keys_are_on_no_command_line_in_no_log_and_not_with_the_engine(guarded):
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(["--insecure-control"], "--insecure-control: whoever reaches 0.0.0.0"), ([], "control routes are refused")],
+    [(["--insecure-control"], "--insecure-control: anyone who reaches 0.0.0.0"), ([], "control routes are refused")],
 )
 def test_an_exposed_server_warns_once_at_start(tmp_path, flags, said):
     served = Served(tmp_path, "--host", "0.0.0.0", *flags)
