@@ -15,7 +15,7 @@ import msgspec
 
 from fastdeploy.engine.request import Group, RequestTable
 from fastdeploy.errors import DuplicateRequest, InvalidField, QueueFull
-from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Output, Span
+from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Output, Span, merge_spans
 
 DETACHED = ""  # the client of a request that nobody is attached to
 MAX_RETAIN_S = 86400.0
@@ -43,17 +43,9 @@ class ChoiceRecord:
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
         self.cached_tokens = self.cached_tokens or output.cached_tokens
-        for span in output.spans:
-            self._add_span(span)
+        merge_spans(self.spans, output.spans)
         if output.finish_reason is not None:
             self.final = output
-
-    def _add_span(self, span: Span) -> None:
-        last = self.spans[-1] if self.spans else None
-        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
-            self.spans[-1] = msgspec.structs.replace(last, end=span.end)
-        else:
-            self.spans.append(span)
 
     def replay(self, request_id: str, choice: int) -> list[Output]:
         """One output with everything. An end that came by itself stays one of its own: only then is the last token

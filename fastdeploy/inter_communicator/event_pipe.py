@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from fastdeploy.errors import shortened
+
 REFUSED = 2  # exit status of a process whose model or setting cannot be served: a restart would not help
 MAX_WHY = 500  # characters
 
@@ -24,9 +26,8 @@ class EventPipe:
             os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
 
     def refuse(self, error: Exception) -> int:
-        """Tell why nothing can be served, in one short line, and return the exit status that says so."""
-        why = " ".join(str(error).split())[:MAX_WHY]
-        self.send("refused", why=why.encode(errors="backslashreplace").decode())
+        """Report in one short line why nothing can be served. Return the exit status of a refusal."""
+        self.send("refused", why=shortened(" ".join(str(error).split()), MAX_WHY))
         return REFUSED
 
 

@@ -6,6 +6,7 @@ Both directions are FIFO per client, which is what makes ``Fence`` a proof of de
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,16 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     end: int
     recomputed: bool = False
+
+
+def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
+    """Append ``more`` to ``spans``, joining neighbours of the same weights."""
+    for span in more:
+        last = spans[-1] if spans else None
+        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
+            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
+        else:
+            spans.append(span)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

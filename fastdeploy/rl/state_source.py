@@ -104,7 +104,7 @@ async def _gathered(pairs: Pairs, chunk_bytes: int) -> AsyncIterator[dict[str, H
     """Tensors that come one by one, in groups of about ``chunk_bytes``. They are copied: the next may take the place of
     the last, as where shards are gathered into one buffer."""
     part: dict[str, HostTensor] = {}
-    async for name, value in _each(pairs):
+    async for name, value in each_pair(pairs):
         tensor = publish.host_tensors({name: value})[name]
         part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
         if sum(t.data.nbytes for t in part.values()) >= chunk_bytes:
@@ -114,7 +114,8 @@ async def _gathered(pairs: Pairs, chunk_bytes: int) -> AsyncIterator[dict[str, H
         yield part
 
 
-async def _each(pairs: Pairs) -> AsyncIterator[tuple[str, Any]]:
+async def each_pair(pairs: Pairs) -> AsyncIterator[tuple[str, Any]]:
+    """All pairs, one by one, whether their iterator is asynchronous or not."""
     if isinstance(pairs, AsyncIterable):
         async for pair in pairs:
             yield pair

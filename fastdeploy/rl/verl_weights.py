@@ -3,17 +3,18 @@ Imports neither verl nor Ray."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.state_source import Pairs, each_pair
 from fastdeploy.rl.verl_server import CONTROL_S
 from fastdeploy.rl.weights import Publication
 
 
 async def bring(
     client: RolloutClient,
-    weights: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]],
+    weights: Pairs,
     global_steps: int | None,
     **options: Any,
 ) -> Publication:
@@ -25,18 +26,10 @@ async def bring(
     return await client.publish(weights, version, **options)
 
 
-async def peek(weights: Any) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
+async def peek(weights: Pairs) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
     """Whether there is a first tensor, and all of them."""
 
-    async def each() -> AsyncIterator[tuple[str, Any]]:
-        if isinstance(weights, AsyncIterable):
-            async for pair in weights:
-                yield pair
-        else:
-            for pair in weights:
-                yield pair
-
-    rest = each()
+    rest = each_pair(weights)
     first = await anext(rest, None)
 
     async def whole() -> AsyncIterator[tuple[str, Any]]:

@@ -34,6 +34,4 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
     yield start
     for server in made:
-        server.kill_everything()
-        shutil.rmtree(server.ipc_root, ignore_errors=True)
-        server.log_path.unlink(missing_ok=True)
+        server.remove()

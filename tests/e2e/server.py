@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -150,6 +151,12 @@ class Server:
             except ProcessLookupError:
                 continue
         self.process.wait(10)
+
+    def remove(self) -> None:
+        """Kill everything that a test left, and delete the server's files."""
+        self.kill_everything()
+        shutil.rmtree(self.ipc_root, ignore_errors=True)
+        self.log_path.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- HTTP
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +22,7 @@ def live() -> Iterator[Server]:
     """A server of the module's own, with the embedded model. The clients of the module change its weights."""
     server = Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
-    server.kill_everything()
-    shutil.rmtree(server.ipc_root, ignore_errors=True)
-    server.log_path.unlink(missing_ok=True)
+    server.remove()
 
 
 def run_child(name: str, *arguments: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +16,7 @@ pytestmark = pytest.mark.slow
 def trusting() -> Iterator[Server]:
     server = Server("--trust-request-chat-template", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
-    server.kill_everything()
-    shutil.rmtree(server.ipc_root, ignore_errors=True)
-    server.log_path.unlink(missing_ok=True)
+    server.remove()
 
 
 @pytest.fixture(scope="module")

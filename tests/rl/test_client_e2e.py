@@ -31,9 +31,7 @@ def servers() -> Iterator[list[Server]]:
         yield [server.wait_ready() for server in made]
     finally:
         for server in made:
-            server.kill_everything()
-            shutil.rmtree(server.ipc_root, ignore_errors=True)
-            server.log_path.unlink(missing_ok=True)
+            server.remove()
 
 
 def run(coroutine):

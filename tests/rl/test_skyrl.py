@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -18,9 +17,7 @@ def server() -> Iterator[Server]:
     server = Server("--dtype", "float32", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
     server.stop()
-    server.kill_everything()
-    shutil.rmtree(server.ipc_root, ignore_errors=True)
-    server.log_path.unlink(missing_ok=True)
+    server.remove()
 
 
 class Source:

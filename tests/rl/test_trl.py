@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,9 +25,7 @@ def server() -> Iterator[Server]:
     server = Server("--dtype", "float32", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
     server.stop()
-    server.kill_everything()
-    shutil.rmtree(server.ipc_root, ignore_errors=True)
-    server.log_path.unlink(missing_ok=True)
+    server.remove()
 
 
 def weights(scale: float) -> list[tuple[str, np.ndarray]]:

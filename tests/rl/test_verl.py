@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,9 +38,7 @@ def told(tmp_path_factory) -> dict[str, Any]:
         )
     finally:
         for server in servers:
-            server.kill_everything()
-            shutil.rmtree(server.ipc_root, ignore_errors=True)
-            server.log_path.unlink(missing_ok=True)
+            server.remove()
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(lines[0].removeprefix("RESULT "))

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 
 from fastdeploy import __version__
+from fastdeploy.entrypoints.dialects.common import PAUSE_TIMEOUT_S, LaxBody, place_pause, resume
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import parse_body, parse_json
@@ -19,17 +19,10 @@ from fastdeploy.entrypoints.openapi import takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator import messages as m
 
-PAUSE_TIMEOUT_S = 60.0
 # SGLang's names of a pause, and what they are here: (mode, clear_cache).
 MODES = {"abort": ("abort", True), "retract": ("keep", True), "in_place": ("keep", False)}
 # Memory that SGLang names and that is ours under another name, or that does not exist here.
 TAGS = {"weights": "weight", "kv_cache": "kv_cache", "cuda_graph": None}
-
-
-class LaxBody(BaseModel):
-    """SGLang drops fields that it does not know."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class PauseGenerationBody(LaxBody):
@@ -65,21 +58,13 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
         """Answers when quiesced. Requests that come while it stands are held, whatever the mode."""
         body = await read_lax(request, PauseGenerationBody)
         mode, clear_cache = MODES[body.mode] if body.mode else (config.sglang_pause_mode, None)
-        args = m.PauseArgs(
-            mode=mode,
-            clear_cache=clear_cache,
-            admission="hold",
-            timeout_s=PAUSE_TIMEOUT_S,
-            on_timeout="keep",
-            placed_by="sglang",
-        )
-        report = await client.call(args)
+        report = await place_pause(context, mode, clear_cache, placed_by="sglang")
         return json_response({"status": "ok", "message": "Generation paused successfully.", "report": report})
 
     @router.post("/continue_generation")
     async def continue_generation(request: Request) -> Response:
         await read_lax(request, LaxBody)
-        report = await client.call(m.ResumeArgs())
+        report = await resume(context)
         return json_response({"status": "ok", "message": "Generation continued successfully.", "report": report})
 
     @router.post("/abort_request", openapi_extra=takes(AbortRequestBody))

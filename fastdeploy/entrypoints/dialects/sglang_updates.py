@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, NamedTuple
 
-from fastdeploy.entrypoints.dialects.sglang_control import PAUSE_TIMEOUT_S
+from fastdeploy.entrypoints.dialects.common import PAUSE_TIMEOUT_S
 from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.errors import FastDeployError
 from fastdeploy.inter_communicator import messages as m

@@ -12,7 +12,8 @@ from fastapi import APIRouter, Request
 from pydantic import field_validator
 from starlette.responses import Response
 
-from fastdeploy.entrypoints.dialects.sglang_control import LaxBody, read_lax
+from fastdeploy.entrypoints.dialects.common import LaxBody
+from fastdeploy.entrypoints.dialects.sglang_control import read_lax
 from fastdeploy.entrypoints.dialects.sglang_pull import Pulls
 from fastdeploy.entrypoints.dialects.sglang_tensors import (
     TensorBody,

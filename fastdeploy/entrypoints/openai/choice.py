@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fastdeploy.entrypoints.openai.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.entrypoints.tokenizer import Tokenizer
-from fastdeploy.inter_communicator.messages import Logprob, Output, Span
+from fastdeploy.inter_communicator.messages import Logprob, Output, Span, merge_spans
 
 
 class TextOptions(NamedTuple):
@@ -160,13 +160,3 @@ def joined(deltas: list[Delta]) -> Delta | None:
 def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:
     """The spans below output token ``end``."""
     return [s if s.end <= end else Span(s.version, s.epoch, s.start, end, s.recomputed) for s in spans if s.start < end]
-
-
-def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
-    """Append ``more`` to ``spans``, joining neighbours of the same weights."""
-    for span in more:
-        last = spans[-1] if spans else None
-        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
-            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
-        else:
-            spans.append(span)
