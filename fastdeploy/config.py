@@ -204,7 +204,7 @@ def upload_folders(upload_dir: str) -> tuple[str, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, can be reached from this machine only."""
+    """Return whether ``host``, a name or an address, can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

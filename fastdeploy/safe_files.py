@@ -1,7 +1,7 @@
-"""Opening and reading files that somebody else names or writes.
+"""Opening and reading files that another program names or writes.
 
 Three rules hold for every file opened here. Only a regular file is opened: opening a pipe may wait for ever, and
-opening a device may do something. A file is read up to a limit that is checked before the first byte. A file lies
+opening a device may have effects. A file is read up to a limit that is checked before the first byte. A file lies
 beneath one of the folders that are allowed (the roots), also where a link leads elsewhere, and also if links change
 meanwhile.
 
@@ -22,7 +22,7 @@ MAX_NAME_BYTES = 255  # Linux: NAME_MAX
 
 
 def path_problem(path: str) -> str | None:
-    """Why ``path`` cannot name a file on any Linux system, or None. The file system is not looked at."""
+    """The reason why ``path`` cannot name a file on any Linux system, or None. The file system is not read."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
@@ -67,7 +67,7 @@ class Folder:
             os.close(fd)
 
     def has(self, name: str) -> bool:
-        """Whether there is something of this name. A link counts, wherever it leads."""
+        """Return whether the folder has an entry of this name. A link counts, even if its target is missing."""
         try:
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -139,8 +139,8 @@ def _parts_below(root: str, path: str) -> list[str] | None:
 
 
 def _open_beneath(roots: Sequence[str], path: str, directory: bool) -> int:
-    """O_PATH descriptor of ``path``. Neither the roots nor ``path`` have links in them: whoever puts a link there after
-    they were resolved gets an error, since no part below the root is followed if it is a link."""
+    """O_PATH descriptor of ``path``. The roots and ``path`` must have been resolved: no part below a root may be a
+    link. So a link that is put there later is an error."""
     for root in roots:
         if (parts := _parts_below(root, path)) is not None:
             break

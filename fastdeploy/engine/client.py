@@ -122,12 +122,12 @@ class EngineClient:
         return errors.EngineDead("the engine process died")
 
     async def _watch(self) -> errors.EngineError:
-        """Kill the engine, and return, once it has been silent for stall_s. The engine beats about once a second
-        whatever it does, so that silence means that its loop hangs or that its process was stopped.
+        """Kill the engine, and return, once it has been silent for stall_s. The engine sends a heartbeat about once a
+        second, also in the middle of a step. So silence means that its loop hangs or that its process was stopped.
 
-        Silence is counted in slices in which this process was awake to listen. A slice that took twice its time does
-        not count: this process was stopped itself then, or its event loop was blocked, and heartbeats may wait unread.
-        Before the Welcome the engine is loading, and is not watched."""
+        Silence is counted in slices in which this process was awake to listen. A slice that took twice its time is not
+        counted: this process itself was stopped, or its event loop was blocked, and heartbeats may wait unread. Before
+        the Welcome the engine is loading, and is not watched."""
         now = asyncio.get_running_loop().time
         slice_s, silent_slices = self._stall_s / STALL_SLICES, 0
         while silent_slices < STALL_SLICES:

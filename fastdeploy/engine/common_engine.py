@@ -203,13 +203,13 @@ class CommonEngine:
         self._inbox.look_for_pause()
 
     def beat(self) -> None:
-        """Tell every client that the loop gets on, at most once in heartbeat_s. A client that hears nothing for stall_s
-        kills this process as stuck.
+        """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
+        this process as stuck.
 
         The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
-        hangs. So whatever keeps the loop longer than a moment calls this between its pieces: every turn, every layer of
-        a step, every slice of prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes
-        milliseconds, or a second or so on a slow machine. Nothing here changes the state of a request.
+        hangs. So long work calls this function between its pieces: every turn, every layer of a step, every slice of
+        prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes milliseconds, or a
+        second or so on a slow machine. Nothing here changes the state of a request.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
@@ -286,7 +286,7 @@ class CommonEngine:
     # ------------------------------------------------------------------ weights
 
     def swap(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
-        """Between two steps: weights, epoch, label and KV namespace change in one motion. Returns the report."""
+        """Change weights, epoch, label and KV namespace at once, between two steps. Returns the report."""
         before = self.weights_label()
         in_flight = [r for r in self.lifecycle.requests if r.num_computed]
         recompute = kv == "recompute"
@@ -307,13 +307,13 @@ class CommonEngine:
         }
 
     def _set_version(self, version: str) -> dict[str, Any]:
-        """Only the label of tokens to come changes: no past span, no KV, no request."""
+        """Change the label of tokens to come. No past span, no KV and no request changes."""
         check_label("version", version)
         self.version = version
         return self.weights_label()
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
-        """A trainer starts over."""
+        """Reset the engine for a trainer that starts over."""
         check_label("version", args.version)
         aborted = self.lifecycle.abort_all("the trainer starts over (reset)")
         self.lifecycle.hand_over([])  # the final outputs go before the reply
@@ -331,7 +331,8 @@ class CommonEngine:
         }
 
     def _reset_cache(self, args: m.ResetCacheArgs) -> dict[str, Any]:
-        """In every state, frozen requests or not; they keep their tokens, and their KV unless it is asked for too."""
+        """Drop the prefix cache, in every state. Requests keep their tokens. They keep their KV, unless ``running`` is
+        set."""
         computed = [r for r in self.lifecycle.requests if r.live and r.num_computed]
         if args.running:
             self.scheduler.drop_kv()

@@ -1,4 +1,4 @@
-"""Whether new weights give finite logits: the first step that draws tokens under them tells."""
+"""Check whether new weights give finite logits, in the first step that draws tokens under them."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Hold:
 
 
 def expiry(ttl_s: float | None, now: float) -> float | None:
-    """When a hold with this ttl ends, on the clock of ``now``; None = not by itself."""
+    """Time at which a hold with this ttl ends, on the clock of ``now``. None: the hold does not end by itself."""
     if ttl_s is not None and not 0.0 < ttl_s <= 31 * 86400.0:
         raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {ttl_s!r}")
     return None if ttl_s is None else now + ttl_s

@@ -186,7 +186,7 @@ class RequestLifecycle:
         return self.delivery.fence_overtaken
 
     def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients:
-        """Drop the clients that have not acknowledged the fence. spare_running: not those whose process runs."""
+        """Drop the clients that have not acknowledged the fence. spare_running: keep those whose process runs."""
         silent = SilentClients([], [])
         for client in self.delivery.silent_clients:
             pid = self.delivery.clients[client]

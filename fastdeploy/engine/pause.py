@@ -218,7 +218,7 @@ class PauseState:
 
     def renew(self, args: RenewArgs) -> dict[str, Any]:
         """Set when a standing hold ends by itself, and change nothing else. Raises HoldNotFound if no caller's hold of
-        that name stands, so that whoever believes to hold learns otherwise."""
+        that name stands: the engine may run."""
         hold = self.holds.get(args.hold_id)
         if hold is None or hold.placed_by == SYSTEM:
             why = "it was released, its ttl ended, or the engine restarted"

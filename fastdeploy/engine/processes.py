@@ -8,7 +8,7 @@ DEAD_OR_STOPPED = "ZXxTt"  # of the states in man 5 proc: zombie, dead, stopped 
 
 
 def process_runs(pid: int) -> bool:
-    """Whether the process ``pid`` lives and is not stopped. One that waits or computes runs."""
+    """Return whether the process ``pid`` lives and is not stopped. A process that waits or computes runs."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

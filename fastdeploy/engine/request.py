@@ -50,7 +50,7 @@ class Request:
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
 
     token_ids: prompt and output. While the request waits and has no output, this is the list of its group's prompt
-    itself, which nobody may change: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
+    itself, which must not be changed: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
     key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
     for in.
     num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
@@ -147,8 +147,9 @@ class Request:
 
 class Group:
     """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
-    drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, whatever became of it.
-    ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always has a seed."""
+    drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, even if it has ended or
+    was preempted since. ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always
+    has a seed."""
 
     __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "started")
 

@@ -70,7 +70,7 @@ class ChoiceRecord:
 
 
 class Record:
-    """What came of one request so far."""
+    """All outputs of one request so far."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -89,7 +89,7 @@ class Record:
         return self._num_ended == self.group.add.n
 
     def replay(self) -> list[Output]:
-        """Everything from the first token, for whoever attaches."""
+        """Everything from the first token, for a client that attaches."""
         request_id = self.group.add.request_id
         return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 
@@ -143,7 +143,7 @@ class Retention:
         return record
 
     def observe(self, output: Output, now: float) -> None:
-        """Every output of a retained request, whether it is sent to somebody or not."""
+        """Record an output of a retained request, whether a client gets it or not."""
         record = self._records[output.request_id]
         before = record.nbytes
         record.add(output)

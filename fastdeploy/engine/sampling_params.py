@@ -18,14 +18,14 @@ LOGPROBS_MODES = ("raw", "temperature", "processed")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Validated by :meth:`check`, at the API server and once more at the engine's door.
+    """Settings of sampling, validated by :meth:`check`, at the API server and once more at the engine's door.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. min_p: 0 is off, relative to the best token.
     logprobs: None = none; 0 = only the sampled token's; k = the k best beside it. prompt_logprobs: the same of the
     prompt's tokens, always raw.
     logprobs_mode: raw = log softmax of the logits; temperature = of the logits / temperature (greedy: raw);
     processed = of the distribution that was drawn from, after penalties, bans, temperature, top_k, top_p and min_p
-    (greedy: after penalties and bans); fewer than k are told where fewer can be drawn.
+    (greedy: after penalties and bans); fewer than k are returned where fewer can be drawn.
     return_kept: give each token the ids that it was drawn from (Logprob.kept); needs logprobs in mode processed, whose
     normalisation is over these ids.
     seed: keys the random number of each token, together with the number of the choice and the absolute position. So a

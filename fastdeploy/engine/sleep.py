@@ -101,7 +101,7 @@ class Sleeper:
                 call.answer({**self._state(), "freed_bytes": freed, "pause": call.report}, None)
 
     def next_deadline(self) -> float | None:
-        """When ``settle`` must be called even if nothing happens."""
+        """Time at which ``settle`` must be called even if no message comes."""
         return min((call.deadline for call in self._quiesced), default=None)
 
     def _time_out(self) -> None:

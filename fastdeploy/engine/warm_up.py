@@ -1,4 +1,4 @@
-"""What the first request would pay for, paid before anyone is served."""
+"""Work that the first request would wait for, done before the server is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where new weights may come from, as far as a call's text tells.
+"""Checks of a weight source by the text of the call alone.
 
 The loop's thread looks at no file: a dead mount would stop it. That a folder lies beneath a root after all links are
 followed is checked where the folder is opened (``safe_files``), on the staging thread.

@@ -178,7 +178,7 @@ class WeightSessions:
             self._end(session, SessionExpired(f"{why}; the old weights serve on"))
 
     def next_deadline(self) -> float | None:
-        """When ``poll`` must be called even if nothing happens."""
+        """Time at which ``poll`` must be called even if no message comes."""
         session = self.session
         if session is not None and self._lease_runs(session):
             return session.expires_at
@@ -356,8 +356,9 @@ class WeightSessions:
         self._answer_commit(session, report, None)
 
     def _end(self, session: Session, why: FastDeployError) -> None:
-        """The session is no more, and the old weights serve on; in place, a good update must come before anything runs
-        again, unless nothing had been touched yet. A job of the session that runs is given up: it may hang."""
+        """End a session without a commit: the old weights serve on. An update in place that has touched the weights
+        needs a good update before any step runs. A job of the session that still runs is given up, since it may
+        hang."""
         session.advance(Event.END)
         self.session = None
         self.num_failed += 1

@@ -2,7 +2,7 @@
 
 Every route has a class in ROUTES; a path that is not there counts as control. The rules, in this order:
 
-1. OPEN routes answer everybody.
+1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
 3. A server that other machines can reach and that has no control key refuses CONTROL routes. With --insecure-control it
    answers them, but takes new weights from folders under --model-root only: an upload needs the control key.
@@ -202,7 +202,7 @@ def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey 
 
 
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
-    """Compare with every key, so that the time taken does not tell which one is near."""
+    """Compare with every key, so that the time taken does not show which key is similar."""
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
@@ -216,7 +216,7 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
-    """Whether the body may be tensors. aiohttp calls an absent body octets too."""
+    """Return whether the body may be tensors. aiohttp sends the same content type for an absent body."""
     octets = any(name == b"content-type" and b"octet-stream" in value.lower() for name, value in headers)
     return path in JSON_UPLOAD_PATHS or (octets and (b"content-length", b"0") not in headers)
 

@@ -1,4 +1,4 @@
-"""A web page must not use this server with the rights of whoever looks at the page.
+"""Rules that keep web pages from using this server with the rights of the person who views the page.
 
 A page in a browser on this machine can send requests to loopback, where a server often has no keys. Three rules hold on
 every route. A program that is no browser meets the first and the third only:

@@ -18,11 +18,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Child:
     """A running ``python -m module args --event-fd N``: ``pidfd`` is readable once it has ended, ``events.fd`` when it
-    has something to tell. ready_since: time.monotonic() when it told that it is ready.
+    has sent an event. ready_since: time.monotonic() when it reported that it is ready.
 
-    It is in a session of its own, so that Ctrl-C reaches the supervisor only, which then decides what ends when; and
-    it gets ``death_signal`` when the supervisor dies, however that happens (None: it watches the supervisor itself).
-    environment: the environment variables of the process.
+    The child is in a session of its own, so that Ctrl-C reaches the supervisor only, which then ends its children in
+    order. The child gets ``death_signal`` when the supervisor dies for any reason (None: the child watches the
+    supervisor itself). environment: the environment variables of the process.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def take_keys(environment: MutableMapping[str, str]) -> Keys:
 
 
 def is_exposed(config: ServeConfig, keys: Keys) -> bool:
-    """Whether other machines can reach control routes that no control key guards."""
+    """Return whether other machines can reach control routes that no control key guards."""
     return not is_loopback(config.host) and not keys.control
 
 

@@ -40,11 +40,12 @@ ENGINE = "engine"
 
 
 class BackOff:
-    """How long to wait before a child process that ended is started again.
+    """Delays before a child process that ended is started again.
 
     The first restart is immediate. Each further one waits twice as long as the one before, from ``first_delay_s`` up to
-    MAX_DELAY_S. A child that was ready for HEALTHY_S starts the count anew. A client that knows how to kill a child
-    cannot use up the restarts: only MAX_FAILED_STARTS children in a row that ended before they were ready are the end.
+    MAX_DELAY_S. A child that was ready for HEALTHY_S starts the count anew. The supervisor gives up only after
+    MAX_FAILED_STARTS children in a row that ended before they were ready. So a client that knows how to kill a child
+    cannot use up the restarts.
     """
 
     def __init__(self, first_delay_s: float):

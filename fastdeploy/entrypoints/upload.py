@@ -35,7 +35,8 @@ def is_upload(request: Request) -> bool:
 
 
 def upload_folder(config: ServeConfig, nbytes: int) -> Path:
-    """Where a body of ``nbytes`` is spooled: as configured, or shared memory if it has room, or the temporary one."""
+    """The folder for a body of ``nbytes``: the configured one, else shared memory if it has room, else the temporary
+    folder."""
     first, *others = upload_folders(config.upload_dir)
     roomy = not others or (os.path.isdir(first) and shutil.disk_usage(first).free > nbytes)
     return Path(first if roomy else others[0])

@@ -1,5 +1,5 @@
-"""From a message of the engine to bytes. Text that a client sent comes back in error messages, so that every text of a
-message must be taken for one that UTF-8 cannot hold."""
+"""Encodes a message of the engine as bytes. Text that a client sent comes back in error messages, so any text of a
+message may be one that UTF-8 cannot hold."""
 
 from __future__ import annotations
 

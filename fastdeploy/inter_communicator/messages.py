@@ -193,7 +193,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
     otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
     timeout_s: seconds that each chunk, and the check of the commit, may take; after that the session has ended.
-    placed_by: told by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
+    placed_by: shown by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
     """
 
     version: str | None = None
@@ -322,8 +322,8 @@ class FenceAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Malformed(NamedTuple):
-    """Not on the wire: what a transport makes of a message that does not fit its type. ``call_id`` or ``request_id`` is
-    set where somebody waits for an answer."""
+    """A message that does not fit its type, as the transport reports it; never on the wire. ``call_id`` or
+    ``request_id`` is set if the sender waits for an answer."""
 
     why: str
     call_id: int | None = None
@@ -350,7 +350,7 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     first output token. stop_reason: the stop token id that ended it, "deadline", "queue_timeout", or with an error that
     is this choice's own "non_finite_logits"; else None.
     prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
-    cached_tokens: prompt tokens served from the prefix cache, told with the first output.
+    cached_tokens: prompt tokens served from the prefix cache, sent with the first output.
     message: why, for abort and error. An abort before the first token starts with "Abort before prefill".
     """
 

@@ -86,7 +86,7 @@ class ZmqRouterTransport:
 
 
 def _malformed(frame: bytes, why: str) -> Malformed | None:
-    """Whom to tell about a message that does not fit its type; None where nobody waits for an answer."""
+    """The report of a message that does not fit its type. None if its sender waits for no answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError):

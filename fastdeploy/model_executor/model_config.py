@@ -68,7 +68,7 @@ def load_config(path: str | Path) -> ModelConfig:
 
 
 def read_config(folder: Folder) -> ModelConfig:
-    """As :func:`load_config`, of a folder that is open."""
+    """Read the config of an open folder; see :func:`load_config`."""
     raw = _read_json(folder, CONFIG)
     return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
 

@@ -1,7 +1,7 @@
 """Tensors in safetensors layout, from a checkpoint folder, one file, or POSIX shared memory, behind one reader.
 
 Every byte is read once, with plain ``pread`` into memory of our own, and what is checked is that copy: nothing is
-mapped, so whoever writes the source may overwrite, cut or delete it at any time. Pickles (.bin, .pt) are never opened.
+mapped, so the source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
 
 Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data.
 Everything that can be wrong is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are
@@ -71,8 +71,9 @@ def refuse_tensor(name: str, why: str) -> WeightUpdateRefused:
 
 
 def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsReader:
-    """Open whatever the source names and check its headers. To be used as a context manager. roots: a folder and its
-    files must lie beneath one of these. An upload and a segment of shared memory are no links."""
+    """Open the folder, file or segment that the source names, and check its headers. To be used as a context manager.
+    roots: a folder and its files must lie beneath one of these. An upload and a segment of shared memory are no
+    links."""
     reader = SafetensorsReader()
     try:
         match source:

@@ -192,8 +192,9 @@ class RolloutClient:
     async def paused(
         self, mode: Literal["abort", "wait", "keep"] = "keep", *, timeout_s: float = 60.0, **options: Any
     ) -> AsyncIterator[list[Report]]:
-        """All replicas are paused inside, and run again afterwards whatever happens, a cancellation included. Raises
-        HoldLost at the end if one ran before; an exception from inside is raised as it is, with a note of that."""
+        """Pause all replicas inside the block, and resume them at its end, also after an exception or a cancellation.
+        Raises HoldLost at the end if one ran before; an exception from inside is raised as it is, with a note of
+        that."""
         hold_id = new_hold_id()
         reports = await self.pause(mode, hold_id=hold_id, timeout_s=timeout_s, **options)
         try:
@@ -230,8 +231,8 @@ class RolloutClient:
         **options: Any,
     ) -> Publication:
         """Bring a state dict of Paddle, torch or numpy tensors, under the checkpoint's names, to all replicas: the
-        tensors everywhere first, then the commits. If staging fails on one, nobody has committed (FleetError); nor if
-        a hold of this client has ended meanwhile (HoldLost).
+        tensors everywhere first, then the commits. If staging fails on one, no replica has committed (FleetError). The
+        same holds if a hold of this client has ended meanwhile (HoldLost).
 
         state: may also be an (async) iterable of (name, tensor), which is never held whole.
         partial: the tensors that ``state`` lacks keep their value. changed_only: send only those that differ from what

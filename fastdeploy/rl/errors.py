@@ -1,4 +1,4 @@
-"""What the trainer's side adds to the error tree of fastdeploy.errors.
+"""Errors of the trainer's side, added to the tree of fastdeploy.errors.
 
 FastDeployError
 └── RolloutError
@@ -80,12 +80,14 @@ class HoldLost(FleetError):
 
 
 def is_busy(error: FastDeployError) -> bool:
-    """Whether the replica is well, but takes no requests just now. ``detail["retry_after"]`` says when, in seconds."""
+    """Return whether the replica works, but takes no requests at the moment. ``detail["retry_after"]`` says when, in
+    seconds."""
     return error.code in BUSY or error.detail.get("status") == 429
 
 
 def may_pass(error: FastDeployError) -> bool:
-    """Whether another attempt may succeed: the replica was at fault, or busy, and not the request or its key."""
+    """Return whether another attempt may succeed: the replica was at fault or busy, and the request and its key were
+    not."""
     if isinstance(error, RolloutError):
         return isinstance(error, Unreachable)
     return is_busy(error) or error.detail.get("status", error.status) >= 500

@@ -127,7 +127,8 @@ class Holds:
 
 @contextmanager
 def beside(error: BaseException) -> Iterator[None]:
-    """``error`` is on its way to the caller: what fails while it is cleaned up after is told as a note of it."""
+    """Run the clean-up after ``error``, which the caller will get. A failure of the clean-up becomes a note of
+    ``error``."""
     try:
         yield
     except FleetError as other:

@@ -18,10 +18,10 @@ PERIOD = 0.25
 
 
 class Renewer:
-    """Works in a thread of its own, so that a hold stands while the caller's event loop is blocked by training.
+    """Renews holds in a thread of its own, so that a hold stands while the caller's event loop is blocked by training.
 
-    A renewal never places a hold: one that comes late changes nothing. That a hold has ended is found by whoever
-    needs it (see Holds); here it is logged.
+    A renewal never places a hold: a late renewal changes nothing. A hold that has ended is only logged here; Holds
+    finds it when the hold is needed.
     """
 
     def __init__(self, replicas: Sequence[Replica]):

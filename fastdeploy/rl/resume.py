@@ -26,7 +26,7 @@ MAX_ID_CHARS = 448  # of the server's 512: the ids of later attempts are longer
 
 
 class Request:
-    """What the caller asked for. The caller's ``params`` are copied, never changed.
+    """A request of the caller. The caller's ``params`` are copied, never changed.
 
     seed is chosen here if absent, so that every attempt draws the same numbers. eos_ids: where the client knows them, a
     cut-off choice that ends in one of them is complete. max_tokens absent: what is left of the context.

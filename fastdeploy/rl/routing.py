@@ -73,8 +73,9 @@ class Router:
             return
 
     async def _probe(self, replica: Replica) -> bool:
-        """Ask a replica that failed, or was never used, who it is and whether it takes requests. One asks for all.
-        Raises what it answers where no later question helps: that the key is wrong, or that it is another service."""
+        """Ask a replica that failed, or was never used, for its identity and whether it takes requests. One probe
+        serves all callers. Raises the replica's answer if no later probe can succeed: the key is wrong, or the service
+        is another one."""
         async with replica.probing:
             if not replica.doubtful:
                 return replica.stale is None

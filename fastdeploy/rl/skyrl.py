@@ -60,8 +60,8 @@ class FastDeployWeightSender:
         self.publications: list[Publication] = []
 
     def skyrl_set_reset_prefix_cache(self, reset: bool) -> None:
-        """Say whether the KV of requests in flight is computed anew under the next weights. Prefix KV of older weights
-        is never matched by new requests, whatever is said here."""
+        """Say whether the KV of requests in flight is computed anew under the next weights. New requests never match
+        prefix KV of older weights, with either setting."""
         self._kv = "recompute" if reset else "keep"
 
     def send_weights(self) -> None:

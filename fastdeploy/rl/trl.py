@@ -76,8 +76,8 @@ class FastDeployWeightTransfer:
             raise
 
     def resume(self) -> None:
-        """Release the hold of :meth:`pause`, and nobody else's. Once is enough, twice is fine. Raises HoldLost if a
-        server ran before."""
+        """Release the hold of :meth:`pause` and no other. A second call does nothing. Raises HoldLost if a server ran
+        before."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._connected().resume(hold)

@@ -73,7 +73,7 @@ class FastDeployCheckpointEngine(CheckpointEngine):
 
 
 async def _access() -> dict[str, Any]:
-    """Arguments of a RolloutClient for all replicas whose actors this job knows by name."""
+    """Arguments of a RolloutClient for all replicas whose actors this job can look up by name."""
     prefix = actor_name(0).removesuffix("0_0")
     names = sorted(name for name in ray.util.list_named_actors() if name.startswith(prefix))
     if not names:

@@ -35,9 +35,9 @@ STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 
 @dataclass(frozen=True)
 class Limits:
-    """Of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the same of
-    release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a random one
-    each. logprobs_mode: as our server spells it."""
+    """Limits of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the
+    same of release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a
+    random one each. logprobs_mode: as our server spells it."""
 
     prompt_length: int
     response_length: int
@@ -143,7 +143,7 @@ class VerlServer:
                     raise
 
     async def _stream(self, choice: Partial) -> Mapping[str, Any]:
-        """Take what the server sends; the usage that it tells at the end."""
+        """Take in the stream of the server; return the usage that comes at its end."""
         usage: Mapping[str, Any] = {}
         body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
         async with self._server.stream("/v1/completions", body, SILENCE_S) as events:

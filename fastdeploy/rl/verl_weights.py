@@ -18,8 +18,8 @@ async def bring(
     global_steps: int | None,
     **options: Any,
 ) -> Publication:
-    """Publish full tensors as ``global_steps``. None leaves the step as it is: the weights take over the label of those
-    that serve, and are told from them by their epoch. options: of RolloutClient.publish."""
+    """Publish full tensors as ``global_steps``. None keeps the step: the new weights get the label of those that serve,
+    and another epoch. options: of RolloutClient.publish."""
     version: str | int | None = global_steps
     if version is None:
         version = (await client.replicas[0].call("GET", "/v1/weights", CONTROL_S))["version"]
@@ -27,7 +27,7 @@ async def bring(
 
 
 async def peek(weights: Pairs) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
-    """Whether there is a first tensor, and all of them."""
+    """Return whether there is a first tensor, and an iterator of all tensors."""
 
     rest = each_pair(weights)
     first = await anext(rest, None)

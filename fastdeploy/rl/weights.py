@@ -51,9 +51,10 @@ class Publisher:
         return all(r.ok and self.held.get(r.replica) == (r.result["boot_id"], r.result["epoch"]) for r in reports)
 
     async def publish(self, options: dict[str, Any], chunks: Callable[[], Chunks], deadline_s: float) -> Publication:
-        """options: the body of /v1/weights/begin. Raises FleetError with a report per replica: while staging, nobody
-        has committed; at the commit, those that failed are left out until they are published to again. Raises HoldLost,
-        and nobody has committed, if the client believes the replicas paused and they are not."""
+        """Stage chunks on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with a
+        report per replica: while staging, no replica has committed; at the commit, those that failed are left out until
+        they are published to again. Raises HoldLost, and no replica has committed, if the client believes the replicas
+        paused and they are not."""
         sessions: dict[str, dict[str, Any]] = {}
         tensors = nbytes = 0
         try:

@@ -63,7 +63,7 @@ def decode(content: bytes) -> dict[str, Any]:
 
 
 def error_from(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
-    """The exception of an error body; its ``detail`` has "status", and "retry_after" in seconds where told."""
+    """The exception of an error body; its ``detail`` has "status", and "retry_after" in seconds if the reply has it."""
     error = body.get("error")
     if not isinstance(error, dict):  # /health and /ready have no more than a status
         message = str(body.get("status", f"status {status}"))

@@ -75,7 +75,7 @@ class Sampled(msgspec.Struct, frozen=True):
 
 class NonFinite(msgspec.Struct, frozen=True):
     """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
-    token can be drawn there, or no logprob told."""
+    token can be drawn there, or no logprob returned."""
 
     position: int
 

@@ -55,9 +55,9 @@ class Sampler:
         self._rows = _Rows([], [])
 
     def sample(self, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled | NonFinite]:
-        """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs
-        are in the mode that the row asks for. NonFinite for a row that no token can be drawn from, or whose logprob is
-        not a number."""
+        """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs are
+        in the mode that the row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its
+        logprob is not a number."""
         rows = self._rows_of(chunks)
         touched = sorted(rows.penalised.union(i for i, chunk in enumerate(chunks) if chunk.banned))
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
@@ -150,8 +150,8 @@ def _logprobs(
     chunks: list[ScheduledChunk],
     rows: list[int],
 ) -> list[Logprob | None]:
-    """Of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after penalties and bans. None
-    for a row that is not finite: a ban may have hidden that from the draw."""
+    """Logprobs of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after penalties and
+    bans. None for a row that is not finite: a ban may have hidden that from the draw."""
     logits, params = processed if mode == PROCESSED else raw, [chunks[i].sampling for i in rows]
     if len(rows) < len(chunks):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
@@ -188,7 +188,7 @@ def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tenso
 
 
 def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
-    """By row, bool [V]: the tokens that top_k, top_p and min_p leave. Rows that use none of the three are absent."""
+    """The tokens that top_k, top_p and min_p leave, as bool [V] by row. Rows that use none of the three are absent."""
     kept = {}
     for i, p in enumerate(params):
         if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):

@@ -1,4 +1,4 @@
-"""What the dialects share: reading a control call wherever its fields were put, and the pause of a foreign client."""
+"""Code that the dialects share: reading the fields of a control call, and the pause of a foreign client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTS = frozenset({"tags", "request_ids"})
 
 
 class LaxBody(BaseModel):
-    """Fields that it does not know are dropped, as the engines do whose clients these are."""
+    """A body whose unknown fields are dropped, as the engines of these dialects do."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -45,8 +45,8 @@ async def read_control(request: Request, kind: type[Kind]) -> Kind:
 
 
 async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
-    """Pause as every dialect does: what comes while it stands is held, never refused; what does not end in time is
-    frozen, never aborted. Returns the report when quiesced."""
+    """Pause as every dialect does. Requests that come during the pause are held, never refused. Requests that do not
+    end in time are frozen, never aborted. Returns the report when quiesced."""
     args = m.PauseArgs(
         mode=mode,
         clear_cache=clear_cache,
@@ -59,10 +59,10 @@ async def place_pause(context: ServingContext, mode: str, clear_cache: bool | No
 
 
 async def resume(context: ServingContext) -> dict[str, Any]:
-    """Release every anonymous hold; named and system holds stay, and the report tells of them."""
+    """Release every anonymous hold. Named and system holds stay, and the report lists them."""
     return await context.client.call(m.ResumeArgs())
 
 
 def adapters_off() -> HTTPException:
-    """The route exists elsewhere; here it is a feature that is off, which clients read from the 404."""
+    """The 404 of routes about adapters, which clients read as a feature that is off."""
     return HTTPException(404, "this server serves no adapters: publish merged weights instead")

@@ -80,8 +80,8 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
-        """Of a paused engine the frozen requests give their KV back too: whoever flushes then is about to change the
-        weights. Of a running one only what no request uses is dropped. Neither is ever refused."""
+        """Drop the prefix cache; never refused. In a paused engine the frozen requests give their KV back too, since a
+        trainer that flushes then is about to change the weights."""
         paused = (await client.call(m.PauseStatusArgs()))["is_paused"]
         result = await client.call(m.ResetCacheArgs(running=paused))
         return json_response({"message": "Cache flushed.", **result, "success": True})
@@ -179,8 +179,8 @@ def model_fields(context: ServingContext) -> dict[str, Any]:
 
 
 async def server_arguments(context: ServingContext, request: Request) -> dict[str, Any]:
-    """What SGLang's /server_info says and its clients look at: the shape of the deployment and the server's arguments.
-    One replica on one device is tp, pp, ep and dp of 1."""
+    """Content of SGLang's /server_info: the shape of the deployment and the server's arguments. One replica on one
+    device is tp, pp, ep and dp of 1."""
     client, config = context.client, context.config
     host, port = request.scope.get("server") or (config.host, config.port)
     info = await client.call(m.WeightInfoArgs())

@@ -87,7 +87,7 @@ class LabelledGeneration(Generation):
 
 
 class ToldChoice:
-    """What the chunks of one choice said so far: each chunk says all of it again. num_tokens: how many tokens."""
+    """Content of the chunks of one choice so far: each chunk repeats all of it. num_tokens: how many tokens."""
 
     def __init__(self, pace: Pace):
         self.text = ""
@@ -148,7 +148,7 @@ class GenerateView:
         return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
 
     async def _tell(self, index: int, kept: int) -> None:
-        """Append the tokens of a choice, up to its first ``kept``, that are not told yet."""
+        """Append the tokens of a choice, up to its first ``kept``, that were not sent yet."""
         prompt = self._prompts.prompts[index // self._prompts.n]
         choice, told = self.generation.choices[index], self._told[index]
         ids, entries = choice.token_ids[told.num_tokens : kept], choice.logprobs[told.num_tokens : kept]

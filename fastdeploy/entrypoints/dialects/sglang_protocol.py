@@ -59,7 +59,7 @@ GREEDY_BELOW = 1e-6
 
 
 class CustomParams(Body):
-    """return_top_p_token_ids: tell the ids that each token was drawn from. slime sends it with every top_p but 1, to
+    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends it with every top_p but 1, to
     renormalise over the same ids in training. Needs return_logprob."""
 
     return_top_p_token_ids: bool = False
@@ -88,8 +88,8 @@ class SamplingBody(Body):
 
 
 class GenerateBody(BaseModel):
-    """What is read of the body; other fields are dropped, as SGLang does. Fields of type Any may be lists, one entry
-    per prompt. ``model`` is no field of SGLang's, but routers add it."""
+    """Fields of the body that are read. Other fields are dropped, as SGLang does. Fields of type Any may be lists, one
+    entry per prompt. ``model`` is no field of SGLang's, but routers add it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -111,7 +111,7 @@ class GenerateBody(BaseModel):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token to tell the logprob of, or -1; top: how many others beside each token; kept: the
+    """start: the first prompt token whose logprob is returned, or -1; top: how many others beside each token; kept: the
     ids that each token was drawn from."""
 
     wanted: bool = False

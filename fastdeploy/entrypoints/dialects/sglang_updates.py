@@ -26,7 +26,8 @@ class Update(NamedTuple):
 
 
 class SGLangWeights:
-    """Its calls name no session, and come by any API server: which one is open, the engine says."""
+    """Weight updates by SGLang's calls, which name no session and may reach any API server. The engine knows which
+    session is open."""
 
     def __init__(self, context: ServingContext):
         self._context = context
@@ -76,7 +77,8 @@ class SGLangWeights:
         return await self.call(m.CommitUpdateArgs(session_id))
 
     async def _commit_alone(self, session_id: str) -> dict[str, Any]:
-        """Commit with nothing in flight. The hold is this call's own: whoever paused the engine finds it paused."""
+        """Commit with nothing in flight. This call has a hold of its own, so that an engine that was paused before
+        stays paused."""
         hold_id = f"update-{session_id}"
         pause = m.PauseArgs(
             mode="abort",

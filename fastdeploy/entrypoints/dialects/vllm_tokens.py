@@ -91,5 +91,5 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
-    """The ids of a conversation. Nothing is generated, so that tools are rendered whatever tool_choice says."""
+    """Token ids of a conversation. Tools are rendered for every tool_choice, since no call is generated."""
     return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]

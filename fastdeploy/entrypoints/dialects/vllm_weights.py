@@ -100,7 +100,8 @@ class Chunk(NamedTuple):
 
 
 class VllmWeights:
-    """Its calls name no session, and come by any API server: which one is open, the engine says."""
+    """Weight updates by vLLM's calls, which name no session and may reach any API server. The engine knows which
+    session is open."""
 
     def __init__(self, context: ServingContext):
         self._context = context

@@ -1,4 +1,4 @@
-"""How large a request body may be, and how much memory all bodies have that are being received."""
+"""Limits of request bodies: the size of one body, and the memory of all bodies that are being received."""
 
 from __future__ import annotations
 

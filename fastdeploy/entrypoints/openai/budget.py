@@ -11,8 +11,8 @@ from fastdeploy.errors import ServerBusy
 
 
 class Budget:
-    """``total`` units for all requests of one event loop. Whoever finds too few left waits in line for up to ``wait_s``
-    seconds; ``what`` names the units in the error then."""
+    """``total`` units for all requests of one event loop. A caller that finds too few left waits in line for up to
+    ``wait_s`` seconds. ``what`` names the units in the error."""
 
     def __init__(self, total: int, wait_s: float, what: str):
         self._total = self._free = total

@@ -221,6 +221,6 @@ class LingeringTransport(asyncio.Transport):
 
 
 def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether the body is longer than what is read ahead, or of unknown length."""
+    """Return whether the body is longer than what is read ahead, or of unknown length."""
     given = dict(headers)
     return b"transfer-encoding" in given or int(given.get(b"content-length", b"0")) > HIGH_WATER_LIMIT

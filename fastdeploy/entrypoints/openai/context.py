@@ -54,7 +54,7 @@ class ServingContext:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
-        """For one reply."""
+        """A new Pace, for one reply."""
         return Pace(self.turn)
 
     @property

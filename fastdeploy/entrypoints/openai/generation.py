@@ -47,7 +47,8 @@ class GenerationRequest(NamedTuple):
 
 
 class Generation:
-    """Use as ``async with``: leaving it cancels whatever still runs. pace: of all work for this request.
+    """The running requests of one HTTP request. Use as ``async with``: leaving it cancels those that still run. pace:
+    of all work for this request.
 
     Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them.
     """

@@ -47,7 +47,7 @@ class LastResort:
 
 
 class TraceId:
-    """Sends an X-Request-Id back as it came, so that a mesh can tell which reply belongs to which trace."""
+    """Sends an X-Request-Id back as it came, so that a service mesh can match replies with traces."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

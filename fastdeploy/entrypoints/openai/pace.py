@@ -17,8 +17,8 @@ _encoder = msgspec.json.Encoder()
 class Pace:
     """Counts the work of one reply, and lets the event loop run after each slice of it.
 
-    turn: shared by all replies of one event loop. Whoever has used up a slice waits in line for it, so that between
-    two rounds of the event loop one reply at most goes on with a further slice, however many are being made.
+    turn: shared by all replies of one event loop. A reply that has used up its slice waits in line for the turn. So at
+    most one reply begins a further slice in each round of the event loop.
     """
 
     def __init__(self, turn: asyncio.Lock):

@@ -137,7 +137,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chat have in common. None is "absent" everywhere, as clients send explicit nulls.
+    """Fields that completions and chat have in common. None is "absent" everywhere, as clients send explicit nulls.
 
     resumed_tokens: the last so many prompt ids are output of an earlier attempt. Penalties and stop strings count them
     as such, and ``text`` begins with theirs; max_tokens and min_tokens are those of what is still to come.

@@ -171,7 +171,7 @@ class ReplyView:
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
         """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the
-        prompt's own token first. The rank of that one is told where it is among the best."""
+        prompt's own token first. The rank of the prompt's own token is given if it is among the best."""
         entries = self.generation.choices[index].prompt_logprobs
         pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
         told = (self._prompt_entry(token, entry) for token, entry in pairs)

@@ -4,10 +4,10 @@ All activations are contiguous float32 Paddle tensors on the ops' place. ``dtype
 of the weights and of the KV cache. With bfloat16 the C++ ops round the left operand of a linear to bfloat16 and
 accumulate in float32; the reference computes in float32 on weights rounded to bfloat16.
 
-For finite inputs every op gives a row the same bits whatever else is in the batch and however a prompt is cut into
-chunks: sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite
-spoils the rows behind it in its own sequence and no others: neither those before it, whose KV may be shared, nor those
-of other sequences. Its own bits are not promised.
+For finite inputs every op gives a row the same bits, for every batch around it and every cut of a prompt into chunks:
+sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite spoils the
+rows behind it in its own sequence and no others: neither those before it, whose KV may be shared, nor those of other
+sequences. Its own bits are not promised.
 """
 
 from __future__ import annotations
