@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from fastdeploy.embedded import MODEL_DIR, arithmetic, default_model, tokenizer
 from fastdeploy.embedded.checkpoint import load, save
 from fastdeploy.embedded.evaluate import generate
 from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
+from torch_generation import logits, solve
+from torch_process import TorchProcess
 
 
 def test_the_checkpoint_is_whole_and_a_few_megabytes():
@@ -29,21 +30,21 @@ def test_the_checkpoint_is_whole_and_a_few_megabytes():
     assert config["max_position_embeddings"] == 4096
 
 
-def test_transformers_computes_the_same_logits(transformers: Callable[..., Any], tmp_path: Path):
+def test_transformers_computes_the_same_logits(torch_process: TorchProcess):
     problem = arithmetic.make_problem("mul", 4, (1234, 567))
     ids = tokenizer.prompt_ids(problem, chat=True) + tokenizer.encode(problem.solution)
-    reply = transformers("logits", ids=ids, path=str(tmp_path / "logits.npy"))
-    assert reply == {"dtype": "torch.bfloat16", "class": "Qwen3ForCausalLM"}
+    name, dtype, wanted = torch_process.run(logits, MODEL_DIR, ids)
+    assert (name, dtype) == ("Qwen3ForCausalLM", "torch.bfloat16")
     with paddle.no_grad():
         ours = load(MODEL_DIR).logits(paddle.to_tensor([ids]))[0].numpy()
-    np.testing.assert_allclose(ours, np.load(tmp_path / "logits.npy"), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(ours, wanted, atol=1e-3, rtol=0)
 
 
 @pytest.fixture(scope="module")
-def solved(transformers: Callable[..., Any]) -> dict[str, Any]:
+def solved(torch_process: TorchProcess) -> dict[str, Any]:
     """200 held-out problems, greedy, as chat messages."""
     problems = sorted(arithmetic.problems(0, 200), key=lambda p: len(p.solution))
-    reply = transformers("solve", prompts=[p.prompt for p in problems], chat=True, max_tokens=400)
+    reply = torch_process.run(solve, MODEL_DIR, [p.prompt for p in problems], chat=True, max_tokens=400)
     hits = [arithmetic.is_correct(p, text) for p, text in zip(problems, reply["completions"], strict=True)]
     return {"problems": problems, "hits": hits, **reply}
 
