@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-VERL := .venv-verl
+FRAMEWORKS := .venv-frameworks
 
 .PHONY: demo serve test test-slow ops lint clean
 
@@ -18,7 +18,7 @@ serve: $(VENV)/.runtime ops
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.slow $(VERL)/.ready ops
+test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 lint: $(VENV)/.test
@@ -51,12 +51,14 @@ $(VENV)/.slow: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
 	@touch $@
 
-# verl pins versions that are not ours, so it gets an environment of its own; our server stays in $(VENV).
-$(VERL)/.ready: tests/rl/verl_requirements.txt | $(BIN)/python
-	$(BIN)/python -m venv $(VERL)
-	$(VERL)/bin/python -m pip install -q --no-deps verl==0.9.1
-	$(VERL)/bin/python -m pip install -q -r tests/rl/verl_requirements.txt
+# The frameworks pin versions that are not ours, so they get an environment of their own; our server stays in $(VENV).
+# SkyRL asks for Python 3.12; its client runs on 3.11 too (see tests/frameworks/skyrl_child.py).
+$(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install -q --no-deps verl==0.9.1 areal==1.0.4 sglang-router==0.3.2 trl==1.16.0
+	$(FRAMEWORKS)/bin/python -m pip install -q --no-deps --ignore-requires-python skyrl==0.4.0
+	$(FRAMEWORKS)/bin/python -m pip install -q -r tests/frameworks/requirements.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VERL) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) build *.egg-info fastdeploy/model_executor/ops/*.so

@@ -41,7 +41,7 @@ def main() -> int:
     if config.served_model_name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     script = None if config.served_model_name == "silent" else reply_with([104, 105])
-    engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex)
+    engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex, pid=os.getpid())
     engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}
 
     def commit(call: m.Call) -> m.Reply:

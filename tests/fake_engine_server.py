@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
+NO_PROCESS = 1 << 30  # above every process id: a client that takes the engine for stuck kills nobody
 STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None, "phase": "running"}
 
 
@@ -41,7 +41,7 @@ class FakeEngine:
         self.taken: Callable[[], bool] = lambda: True
         self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the output before
         self._next_fence = 1 << 32  # those of tests are small
-        self._welcome = m.Welcome(boot_id=boot_id, pid=pid or os.getpid(), max_model_len=max_model_len)
+        self._welcome = m.Welcome(boot_id=boot_id, pid=pid or NO_PROCESS, max_model_len=max_model_len)
         self._vocab_size = vocab_size
         self._transport = ZmqRouterTransport(endpoint)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -70,6 +70,7 @@ class FakeEngine:
         """Close the socket, as the kernel does for a process that dies."""
         self.do(None)
         self._thread.join()
+        self._transport.close()  # not by the thread: it may be awake already, and end before do() has woken it
 
     def do(self, action: Callable[[], None] | None) -> None:
         """Run ``action`` on the engine's thread between two batches of messages; None ends it."""
@@ -84,7 +85,7 @@ class FakeEngine:
                 self._handle(client, message)
             while not self._todo.empty():
                 if (action := self._todo.get()) is None:
-                    return self._transport.close()
+                    return
                 action()
             if self.beating:
                 for client in self.clients:

@@ -192,8 +192,8 @@ class EngineClient:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.welcome = welcome
-        try:
-            self._pidfd = os.pidfd_open(welcome.pid)
+        try:  # an engine in this very process cannot be killed alone
+            self._pidfd = None if welcome.pid == os.getpid() else os.pidfd_open(welcome.pid)
         except OSError as error:  # it has just died, or this process has no file descriptor left
             logger.warning("the engine's process %d cannot be watched: %s", welcome.pid, error)
             self._pidfd = None

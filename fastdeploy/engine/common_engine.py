@@ -41,6 +41,7 @@ from fastdeploy.errors import (
     FastDeployError,
     InvalidField,
     QueueFull,
+    RequestError,
     RequestsRejected,
 )
 from fastdeploy.inter_communicator import messages as m
@@ -110,6 +111,7 @@ class CommonEngine:
             m.AddRequest: self._add_request,
             m.CancelRequest: self._cancel_request,
             m.Call: self._call,
+            m.Malformed: self._malformed,
             m.FenceAck: lambda client, ack: self.delivery.acknowledge(client, ack.fence_id),
         }
         self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
@@ -253,6 +255,14 @@ class CommonEngine:
             log.exception("a %s of client %s could not be handled", type(message).__name__, client)
             self.metrics.internal_errors.inc()
             self.check_integrity()
+
+    def _malformed(self, client: str, message: m.Malformed) -> None:
+        """Answer whoever waits for it."""
+        failure = _failure(RequestError(f"the engine cannot read this message: {message.why}"))
+        if message.call_id is not None:
+            self.delivery.send(client, m.Reply(message.call_id, {}, failure))
+        if message.request_id is not None:
+            self.delivery.send(client, m.Rejected(message.request_id, failure))
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.delivery.clients[client] = hello.pid

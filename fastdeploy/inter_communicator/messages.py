@@ -6,7 +6,7 @@ Both directions are FIFO per client, which is what makes ``Fence`` a proof of de
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -308,6 +308,15 @@ Args = (
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):
     fence_id: int
+
+
+class Malformed(NamedTuple):
+    """Not on the wire: what a transport makes of a message that does not fit its type. ``call_id`` or ``request_id`` is
+    set where somebody waits for an answer."""
+
+    why: str
+    call_id: int | None = None
+    request_id: str | None = None
 
 
 ToEngine = Hello | AddRequest | CancelRequest | Call | FenceAck

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+from fastdeploy.inter_communicator.messages import Malformed, ToClient, ToEngine
 
 
 class Transport(Protocol):
@@ -13,7 +13,7 @@ class Transport(Protocol):
     Only :meth:`wake` may be called from another thread than the loop's.
     """
 
-    def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine]]:
+    def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine | Malformed]]:
         """Wait at most ``timeout_s`` seconds (None: for ever, 0: not at all) and return all (client id, message) that
         are there, in order; empty after a timeout or a wake."""
         ...

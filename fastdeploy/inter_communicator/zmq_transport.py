@@ -18,7 +18,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from fastdeploy.inter_communicator.encoding import encode
-from fastdeploy.inter_communicator.messages import ToClient, ToEngine
+from fastdeploy.inter_communicator.messages import AddRequest, Call, Malformed, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 LINGER_MS = 200
@@ -26,7 +26,7 @@ MAX_BATCH = 4096
 
 
 class ZmqRouterTransport:
-    """The engine's end (see transport.Transport). A malformed message is dropped with a log line."""
+    """The engine's end (see transport.Transport). Bytes that are no message are dropped with a log line."""
 
     def __init__(self, endpoint: str):
         self._context = zmq.Context()
@@ -42,7 +42,7 @@ class ZmqRouterTransport:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
 
-    def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine]]:
+    def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine | Malformed]]:
         messages = self._drain()
         if messages or timeout_s == 0:
             return messages
@@ -53,15 +53,17 @@ class ZmqRouterTransport:
                 os.eventfd_read(self._wake_fd)
         return self._drain()
 
-    def _drain(self) -> list[tuple[str, ToEngine]]:
-        messages: list[tuple[str, ToEngine]] = []
+    def _drain(self) -> list[tuple[str, ToEngine | Malformed]]:
+        messages: list[tuple[str, ToEngine | Malformed]] = []
         while len(messages) < MAX_BATCH and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             client = frames[0].decode("latin-1")
             try:
                 messages.append((client, self._decoder.decode(frames[-1])))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                logger.error("dropped a malformed message of client %r: %s", client, error)
+                logger.error("a malformed message of client %r: %s", client, error)
+                if (malformed := _malformed(frames[-1], str(error))) is not None:
+                    messages.append((client, malformed))
         return messages
 
     def send(self, client: str, message: ToClient) -> bool:
@@ -81,6 +83,21 @@ class ZmqRouterTransport:
         self._socket.close()
         self._context.term()
         os.close(self._wake_fd)
+
+
+def _malformed(frame: bytes, why: str) -> Malformed | None:
+    """Whom to tell about a message that does not fit its type; None where nobody waits for an answer."""
+    try:
+        fields = msgspec.msgpack.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    kind, fields = (fields.get("type"), fields) if isinstance(fields, dict) else (None, {})
+    call_id, request_id = fields.get("call_id"), fields.get("request_id")
+    if kind == Call.__name__ and isinstance(call_id, int):
+        return Malformed(why, call_id=call_id)
+    if kind == AddRequest.__name__ and isinstance(request_id, str):
+        return Malformed(why, request_id=request_id)
+    return None
 
 
 class ZmqConnection:

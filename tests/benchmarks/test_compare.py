@@ -61,7 +61,7 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: 
     assert "no such model" in capsys.readouterr().err
 
 
-# Peers that fail: at start, never ready, in the middle of a load.
+# Peers that fail: at start, by never being ready, in the middle of a load.
 EXITS = "import sys; print('no float32 KV here'); sys.exit(3)"
 NEVER_READY = "import time; print('still loading', flush=True); time.sleep(600)"
 DIES_LATER = """
@@ -83,7 +83,6 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
     [
         (EXITS, ["ended with status 3", "no float32 KV here"]),
         ("raise SystemExit", ["ended with status 0", "its log is empty"]),
-        (NEVER_READY, ["did not become ready within 15 s", "still loading"]),
         (DIES_LATER, ["ended with status 9", "out of memory"]),
     ],
 )
@@ -91,7 +90,7 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_are_compar
     tmp_path: Path, capsys: pytest.CaptureFixture[str], program: str, why: list[str]
 ):
     file = tmp_path / "out.json"
-    args = compare.parse(["--model-path", str(MODEL), "--repeats", "1", "--ready-s", "15", "--json", str(file)])
+    args = compare.parse(["--model-path", str(MODEL), "--repeats", "1", "--json", str(file)])
     peer = Engine("peer", "1", (sys.executable, "-c", program), "/ready")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "WATCH_S", 0.1)
@@ -100,6 +99,16 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_are_compar
     assert "without peer: " in told.err and all(words in told.err for words in why)
     content = json.loads(file.read_text())
     assert list(content["engines"]) == list(content["loads"][0]["engines"]) == ["ours", "twin"]
+
+
+def test_a_peer_that_is_never_ready_is_left_out_after_the_limit():
+    said: list[str] = []
+    field = compare.Field(said.append)
+    engines = [Engine(name, "1", (sys.executable, "-c", code), "/ready")
+               for name, code in (("first", DIES_LATER), ("peer", NEVER_READY))]  # fmt: skip
+    with field.started(engines, ready_s=8):
+        assert [contender.engine.name for contender in field.contenders] == ["first"]
+    assert "without peer: the server did not become ready within 8 s" in said[-1] and "still loading" in said[-1]
 
 
 def test_a_peer_that_is_not_installed_is_left_out_by_name(

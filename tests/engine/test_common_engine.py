@@ -464,6 +464,15 @@ def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
     assert h.reply(call).failure.code == "internal_error"
 
 
+def test_a_message_that_cannot_be_read_is_answered_to_whoever_waits():
+    h = Harness()
+    h.send(m.Malformed("timeout_s: expected a number", call_id=99))
+    h.send(m.Malformed("prompt_token_ids: expected integers", request_id="r"))
+    h.turn()
+    assert "timeout_s" in h.reply(99).failure.message and "prompt_token_ids" in h.rejected("r").message
+    assert h.rejected("r").code == "invalid_request_error"
+
+
 def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
     h = Harness()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -142,13 +141,12 @@ def stack(make_stack) -> Stack:
 
 
 @pytest.fixture(scope="module")
-def module_stacks(model_dir, tokenizer) -> Callable[[], contextlib.AbstractContextManager[Callable[..., Stack]]]:
-    """:func:`stacks` for fixtures of a module that set a stack up in their own way."""
-    return functools.partial(stacks, model_dir, tokenizer)
+def make_module_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
+    with stacks(model_dir, tokenizer) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
-def module_stack(model_dir, tokenizer) -> Iterator[Stack]:
+def module_stack(make_module_stack) -> Stack:
     """For tests that leave the engine as they found it."""
-    with stacks(model_dir, tokenizer) as make:
-        yield make()
+    return make_module_stack()

@@ -136,13 +136,12 @@ def test_the_key_is_the_bearer_of_the_one_authorization_header(values, key):
 
 
 @pytest.fixture(scope="module")
-def guarded(module_stacks):
+def guarded(make_module_stack):
     """A stack with keys of both kinds and a control port, whose engine counts its pauses."""
-    with module_stacks() as make:
-        stack = make(keys=BOTH, control_port=0)
-        stack.script(reply_with([97]))
-        stack.engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"paused": True})
-        yield stack
+    stack = make_module_stack(keys=BOTH, control_port=0)
+    stack.script(reply_with([97]))
+    stack.engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"paused": True})
+    return stack
 
 
 def test_missing_and_wrong_keys_are_a_401_as_openais(guarded):

@@ -136,13 +136,12 @@ def test_an_ipv6_server_answers_its_address():
 
 
 @pytest.fixture(scope="module")
-def served(module_stacks):
-    with module_stacks() as make:
-        stack = make()
-        stack.script(reply_with([97]))
-        for kind in (m.PauseArgs, m.ResetCacheArgs):
-            stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"done": True})
-        yield stack
+def served(make_module_stack):
+    stack = make_module_stack()
+    stack.script(reply_with([97]))
+    for kind in (m.PauseArgs, m.ResetCacheArgs):
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"done": True})
+    return stack
 
 
 def controls_seen(stack) -> list:

@@ -37,6 +37,7 @@ EXAMPLES = {
     "messages": [{"role": "user", "content": "a"}],
     "token_ids": [1],
     "session_id": "s",
+    "hold_id": "h",
     "request_ids": [],
 }
 

@@ -9,10 +9,12 @@ import stat
 import threading
 import time
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
+from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnection, ZmqRouterTransport
@@ -79,6 +81,19 @@ def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, ro
         socket.send(b"\x82\xa4type\xa5Hello\xa3pid\x07")
         assert recv_all(router, 1) == [("stranger", m.Hello(pid=7))]
     assert caplog.text.count("'stranger'") == 3
+    socket.close()
+
+
+def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_its_answer(endpoint, router):
+    socket = dealer(endpoint, b"a")
+    encode = msgspec.msgpack.encode
+    socket.send(encode(m.Call(4, m.PauseArgs(timeout_s="soon"))))
+    socket.send(encode(m.AddRequest("r", ["no token"], SamplingParams())))
+    socket.send(encode(m.CancelRequest("r", "all")))  # nobody waits for an answer
+    socket.send(encode(m.Hello(pid=7)))
+    call, add, hello = [message for _, message in recv_all(router, 3)]
+    assert (call.call_id, call.request_id, add.call_id, add.request_id) == (4, None, None, "r")
+    assert "timeout_s" in call.why and "prompt_token_ids" in add.why and hello == m.Hello(pid=7)
     socket.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fastdeploy.engine.pause import SilentClients
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.sync_client import SyncRolloutClient
@@ -173,7 +174,7 @@ def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, mon
     """The pause is answered only at its end."""
     renewals, drained = Renewals(server, monkeypatch), threading.Event()
     monkeypatch.setattr(server.engine, "fence_passed", drained.is_set)
-    monkeypatch.setattr(server.engine, "give_up_on_silent_clients", lambda: None)
+    monkeypatch.setattr(server.engine, "give_up_on_silent_clients", lambda spare_running: SilentClients([], []))
 
     async def go():
         async with RolloutClient(server.url) as client:

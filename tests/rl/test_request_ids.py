@@ -27,8 +27,8 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
-async def until_running(client: RolloutClient, count: int) -> None:
-    while (await client.replicas[0].call("GET", "/v1/is_paused"))["counts"]["running"] < count:
+async def until_running(client: RolloutClient, count: int, task: asyncio.Task) -> None:
+    while not task.done() and (await client.replicas[0].call("GET", "/v1/is_paused"))["counts"]["running"] < count:
         await asyncio.sleep(0.005)
 
 
@@ -37,7 +37,7 @@ def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
         async with RolloutClient(server.url) as client:
             task = asyncio.create_task(client.generate_group(PROMPT, PARAMS, n=4, request_id="g"))
             for _ in range(2):
-                await until_running(client, 4)
+                await until_running(client, 4, task)
                 await client.abort_all()
             return await task
 
@@ -56,7 +56,7 @@ def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_
             params = PARAMS | {"retain_s": 600.0}
             options = {"request_id": "stale", "max_staleness": 0, "timeout_s": 30.0}
             task = asyncio.create_task(client.generate(PROMPT, params, **options))
-            await until_running(client, 1)
+            await until_running(client, 1, task)
             await client.update_weights(str(tmp_path / "w2"))
             return await task
 

@@ -52,7 +52,8 @@ def test_each_sync_is_a_version_and_only_rank_0_sends(server):
 
 def test_a_sync_that_a_server_refuses_raises_and_leaves_no_rank_waiting(server):
     before = state(server)
-    source = Source([(name, array[:1]) for name, array in weights(1.0)])
+    (name, array), *rest = weights(1.0)
+    source = Source([(name, array[:1]), *rest])  # refused with the first chunk, before the rest is taken
     sender = FastDeployWeightSender([server.url], source, chunk_mb=1)
     with pytest.raises(FleetError):
         sender.send_weights()

@@ -1,6 +1,6 @@
 """verl's own client, server manager, load balancer and checkpoint manager, unmodified, on our replica class and
-checkpoint engine, with two real servers. Needs an environment with verl: VERL_PYTHON, or .venv-verl, which `make
-test-slow` sets up."""
+checkpoint engine, with two real servers. Needs an environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks,
+which `make test-slow` sets up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from e2e.test_weight_update import perturbed
 from fastdeploy.embedded import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHON = os.environ.get("VERL_PYTHON") or str(ROOT / ".venv-verl" / "bin" / "python")
+PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / "bin" / "python")
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,7 @@ def test_verls_client_gets_whole_answers(told):
 def test_an_abort_of_everything_leaves_no_trace_in_what_verls_client_joins(told):
     """known failure 31."""
     assert told["resumed_after_abort"] > 0, "not vacuous: something was aborted"
+    assert len(set(told["aborted_ids"])) == told["resumed_after_abort"], "and each is named"
     for alone, resumed in zip(told["alone"], told["resumed"], strict=True):
         assert resumed["ids"] == alone["ids"] and resumed["logprobs"] == alone["logprobs"]
         assert resumed["steps"] == [0, 0]
@@ -68,6 +69,11 @@ def test_a_weight_sync_in_the_midst_is_seen_in_the_steps_of_the_tokens(told):
         assert answer["steps"] == [0, 7] and len(answer["ids"]) == len(answer["logprobs"])
     for answer, alone in zip(told["after"], told["alone"], strict=True):
         assert answer["steps"] == [7, 7] and answer["ids"] != alone["ids"]
+
+
+def test_a_sync_without_a_step_leaves_the_step_of_the_results_as_it_is(told):
+    for answer, labelled in zip(told["unlabelled"], told["after"], strict=True):
+        assert answer["steps"] == [7, 7] and answer["ids"] == labelled["ids"]
 
 
 def test_the_sync_told_the_trainer_what_it_cost(told):

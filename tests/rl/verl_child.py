@@ -111,6 +111,8 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     metrics = await asyncio.to_thread(sync.update_weights, 7)
     straddling = await running
     after = await all_of(plain)
+    await asyncio.to_thread(sync.update_weights)  # without a step
+    unlabelled = await all_of(plain)
     (first, *_) = manager.get_replicas()
     asleep = []
     for change in (first.release_kv_cache, first.resume_kv_cache):
@@ -121,8 +123,10 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
         "alone": [dump(o) for o in alone],
         "resumed": [dump(o) for o in resumed],
         "resumed_after_abort": sum(report["aborted_count"] for report in aborted),
+        "aborted_ids": [name for report in aborted for name in report["request_ids"]],
         "straddling": [dump(o) for o in straddling if o.extra_fields["min_global_steps"] == 0],
         "after": [dump(o) for o in after],
+        "unlabelled": [dump(o) for o in unlabelled],
         "metrics": sorted(metrics),
         "asleep": asleep,
     }

@@ -154,7 +154,7 @@ def _tensor_in_two_shards(folder: Path) -> str:
 
 
 def _no_folder(folder: Path) -> str:
-    return f"{folder}: cannot be opened as a folder"
+    return f"{str(folder)!r} cannot be opened as a folder"
 
 
 def _no_config(folder: Path) -> str:

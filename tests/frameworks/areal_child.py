@@ -1,0 +1,96 @@
+"""AReaL's own remote inference engine, unmodified, with both of its backends, on a server of ours. Run by
+test_clients.py in the environment of the frameworks; prints one line of JSON.
+
+usage: areal_child.py URL FOLDER...      (FOLDER: other weights of the model that the server serves, one per backend)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import torch
+from areal.api import ModelRequest, WeightUpdateMeta
+from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig, NameResolveConfig
+from areal.engine.sglang_remote import SGLangBackend
+from areal.engine.vllm_remote import VLLMBackend
+from areal.infra import RemoteInfEngine
+from areal.utils import name_resolve, names
+
+TOKENS = 600
+PROMPT = list(range(40, 60))
+
+
+async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[str, Any]:
+    config = InferenceEngineConfig(
+        experiment_name="e", trial_name=name, max_concurrent_rollouts=4, pause_grace_period=0.0, setup_timeout=60
+    )
+    engine = RemoteInfEngine(config, backend)
+    engine.initialize(engine_id=name, addr=urlsplit(url).netloc, train_data_parallel_size=1)
+
+    async def generate() -> dict[str, Any]:
+        settings = GenerationHyperparameters(max_new_tokens=TOKENS, greedy=True, ignore_eos=True, max_tokens=4000)
+        reply = await engine.agenerate(ModelRequest(input_ids=PROMPT, gconfig=settings))
+        return {"ids": reply.output_tokens, "logprobs": reply.output_logprobs, "stop": reply.stop_reason,
+                "versions": sorted(set(reply.output_versions))}  # fmt: skip
+
+    told: dict[str, Any] = {"tokens": TOKENS, "alone": await generate()}
+
+    running = asyncio.create_task(generate())
+    await some_tokens(url)
+    await asyncio.to_thread(engine.pause_generation)
+    await asyncio.to_thread(engine.continue_generation)
+    told["resumed"] = await running
+
+    running = asyncio.create_task(generate())
+    await some_tokens(url)
+    await asyncio.to_thread(engine.pause_generation)
+    meta = WeightUpdateMeta(type="disk", path=folder, version=1, clear_checkpoint_after_load=False)
+    saved = names.update_weights_from_disk("e", name, engine.get_version())
+    name_resolve.add(saved, str(datetime.now().timestamp()), keepalive_ttl=120)
+    await asyncio.to_thread(engine.update_weights_from_disk(meta).result)
+    engine.set_version(1)
+    await asyncio.to_thread(engine.continue_generation)
+    told["straddling"] = await running
+    told["after"] = await generate()
+    if name == "sglang":
+        mask = torch.tensor([[0] * 10 + [1] * 10])
+        (scores,) = engine.compute_logp([{"input_ids": torch.tensor([PROMPT]), "loss_mask": mask}])
+        told["scored"] = int((scores < 0).sum())
+    engine.destroy()
+    return told
+
+
+async def some_tokens(url: str) -> None:
+    """Return when the server has made tokens since this was called."""
+    async with httpx.AsyncClient() as client:
+
+        async def made() -> float:
+            lines = (await client.get(f"{url}/metrics")).text.splitlines()
+            return next(
+                float(line.split()[1]) for line in lines if line.startswith("fastdeploy:generation_tokens_total")
+            )
+
+        before = await made()
+        while await made() < before + 5:
+            await asyncio.sleep(0.02)
+
+
+async def main(url: str, folders: list[str]) -> dict[str, Any]:
+    # Where AReaL's trainer tells its rollout side that a checkpoint has been saved.
+    with tempfile.TemporaryDirectory() as records:
+        name_resolve.reconfigure(NameResolveConfig(nfs_record_root=records))
+        return {
+            "sglang": await with_backend("sglang", SGLangBackend(), url, folders[0]),
+            "vllm": await with_backend("vllm", VLLMBackend(), url, folders[1]),
+        }
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(asyncio.run(main(sys.argv[1], sys.argv[2:]))), flush=True)

@@ -1,0 +1,129 @@
+"""SkyRL's own client and its weight-sync client, unmodified, on a server of ours. Run by test_clients.py in the
+environment of the frameworks; prints one line of JSON.
+
+usage: skyrl_child.py URL FOLDER      (FOLDER: other weights of the model that the server serves)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import typing
+from typing import Any
+
+import typing_extensions
+
+if sys.version_info < (3, 12):
+    # SkyRL 0.4 asks for Python 3.12, where pydantic takes typing's own TypedDict. Nothing else of it needs that.
+    typing.TypedDict = typing_extensions.TypedDict
+
+import aiohttp
+import httpx
+from safetensors.torch import load_file
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
+
+from fastdeploy.rl.skyrl import FastDeployWeightSender
+
+TOKENS = 400
+PROMPTS = [[40 + i for i in range(20)] + [100 + k] for k in range(4)]
+SAMPLING = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+
+
+async def main(url: str, folder: str) -> dict[str, Any]:
+    # data_parallel_size has no default; the model is named "default" unless told.
+    client = RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1)
+    sync = SkyrlWeightSyncClient([url])
+    told: dict[str, Any] = {"tokens": TOKENS, "world": await client.get_world_size()}
+
+    async def generate() -> dict[str, Any]:
+        batch = {"prompt_token_ids": PROMPTS, "sampling_params": SAMPLING, "session_ids": [f"s{k}" for k in range(4)]}
+        out = await client.generate(batch)
+        return {"ids": out["response_ids"], "logprobs": out["response_logprobs"], "stops": out["stop_reasons"],
+                "texts": out["responses"]}  # fmt: skip
+
+    told["alone"] = await generate()
+
+    running = asyncio.create_task(generate())
+    await under_way(url)
+    await client.pause_generation()
+    told["frozen"] = [await running_requests(url), not running.done()]
+    await client.resume_generation()
+    told["kept"] = await running
+
+    running = asyncio.create_task(generate())
+    await under_way(url)
+    await client.pause_generation()
+    await client.sleep_for_weight_sync(offload_kv=True)
+    told["asleep"] = [await asleep(url)]
+    await client.wake_for_weight_sync(tags=["weights"])
+    await asyncio.to_thread(sync.init_weight_transfer_engine, {"backend": "checkpoint"})
+    await asyncio.to_thread(sync.start_weight_update)
+    await asyncio.to_thread(sync.update_weights, {"model_path": folder})
+    await asyncio.to_thread(sync.finish_weight_update, "step-1")
+    await client.wake_for_weight_sync(tags=["kv_cache"])
+    told["asleep"].append(await asleep(url))
+    await client.resume_generation()
+    told["straddling"] = await running
+    told["version"] = await version(url)
+    told["after"] = await generate()
+
+    sender = FastDeployWeightSender(client.server_urls, load_file(f"{folder}/model.safetensors").items())
+    sender.skyrl_set_reset_prefix_cache(True)
+    await client.pause_generation()
+    await asyncio.to_thread(sender.send_weights)
+    await client.resume_generation()
+    told["sent_version"] = await version(url)
+    told["again"] = await generate()
+
+    body = {"prompt": {"chunks": [{"tokens": PROMPTS[0]}]}, "num_samples": 2, "include_prompt_logprobs": True,
+            "sampling_params": {"max_tokens": 5, "temperature": 1.0, "seed": 3}}  # fmt: skip
+    sample = await client.sample({"json": body})
+    told["sample"] = [[len(s["tokens"]), len(s["logprobs"])] for s in sample["sequences"]]
+    told["prompt_logprobs"] = len(sample["prompt_logprobs"])
+    told["tokenized"] = await client.detokenize(await client.tokenize(["hello there"]))
+    told["refused"] = []
+    for refused in (
+        client.load_lora_adapter("mine", "/nowhere"),
+        asyncio.to_thread(sync.init_weight_transfer_engine, {"local_checkpoint_dir": "/x", "base_model_path": "/y"}),
+        asyncio.to_thread(sync.fetch_weights, 1, "/sync"),
+    ):
+        try:
+            await refused
+        except (aiohttp.ClientResponseError, RuntimeError) as error:
+            told["refused"].append(str(error))
+    await client.finish_session("s0")
+    await client.sleep(level=1)
+    told["sleeping"] = [await client.is_sleeping()]
+    await client.wake_up()
+    told["sleeping"].append(await client.is_sleeping())
+    await client.aclose()
+    sync.close()
+    return told
+
+
+async def get(url: str) -> Any:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(url)).json()
+
+
+async def running_requests(url: str) -> int:
+    return (await get(f"{url}/v1/loads"))["loads"][0]["num_running_reqs"]
+
+
+async def asleep(url: str) -> list[str]:
+    return (await get(f"{url}/v1/weights"))["result"]["asleep"]
+
+
+async def version(url: str) -> str:
+    return (await get(f"{url}/v1/weights"))["result"]["version"]
+
+
+async def under_way(url: str) -> None:
+    while await running_requests(url) < len(PROMPTS):
+        await asyncio.sleep(0.02)
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(asyncio.run(main(*sys.argv[1:]))), flush=True)

@@ -1,0 +1,81 @@
+"""A real sglang-router (from PyPI) before a server of ours: what slime sends goes through it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.server import free_port, until
+from frameworks.conftest import PYTHON
+
+pytestmark = pytest.mark.slow
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def router(live) -> Iterator[str]:
+    """The address of a router that was started without workers. Ours joins as slime registers an engine."""
+    port, metrics = free_port(), free_port()
+    command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
+               "--prometheus-port", str(metrics)]  # fmt: skip
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            until(lambda: answered(f"{url}/workers"), 60, "the router answers")
+            call(f"{url}/workers", {"url": live.url, "worker_type": "regular"})
+            until(lambda: registered(url) == [live.url], 60, "our server is a healthy worker")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def call(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.loads(reply.read())
+
+
+def answered(url: str) -> bool:
+    try:
+        return bool(call(url))
+    except OSError:
+        return False
+
+
+def registered(url: str) -> list[str]:
+    return [worker["url"] for worker in call(f"{url}/workers")["workers"] if worker["is_healthy"]]
+
+
+def generate(url: str, tokens: int) -> Any:
+    """Without custom_params: this router drops it. slime has a build of its own, which passes it on."""
+    sampling = {"max_new_tokens": tokens, "temperature": 1.0, "top_p": 0.9, "sampling_seed": 5, "ignore_eos": True}
+    return call(f"{url}/generate", {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True})
+
+
+def test_a_generation_through_the_router_is_that_of_the_server(router, live):
+    through, direct = generate(router, 20), generate(live.url, 20)
+    assert through["output_ids"] == direct["output_ids"]
+    for field in ("output_token_logprobs", "finish_reason", "weight_version"):
+        assert through["meta_info"][field] == direct["meta_info"][field]
+
+
+def test_a_paused_server_stays_in_the_router_and_holds_what_comes(router, live):
+    replies: list[Any] = []
+    assert live.post("/pause_generation").status == 200
+    waiting = threading.Thread(target=lambda: replies.append(generate(router, 5)), daemon=True)
+    waiting.start()
+    until(lambda: live.get("/v1/loads").json["loads"][0]["num_waiting_reqs"] == 1, 30, "held")
+    assert registered(router) == [live.url] and not replies
+    assert live.post("/continue_generation").status == 200
+    waiting.join(30)
+    assert replies[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 5}

@@ -1,0 +1,46 @@
+"""TRL's synchronous VLLMClient on a real server: see trl_child.py. Its AsyncGRPOTrainer is in tests/rl/test_trl.py."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.server import Server
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trusting() -> Iterator[Server]:
+    server = Server("--trust-request-chat-template", "--num-gpu-blocks-override", "2048").wait_ready()
+    yield server
+    server.kill_everything()
+    shutil.rmtree(server.ipc_root, ignore_errors=True)
+    server.log_path.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def told(trusting, child) -> dict[str, Any]:
+    return child("trl_child.py", trusting.url)
+
+
+@pytest.mark.parametrize("way", ["plain", "tools", "template", "null"])
+def test_every_completion_of_a_chat_has_a_logprob_for_each_token(told, way):
+    rows = told["chats"][way]
+    assert len(rows) == 4 and all(0 < tokens == logprobs <= 6 for tokens, logprobs in rows)
+
+
+def test_tools_are_rendered_by_the_template_that_is_in_force(told):
+    """The embedded model's own template knows no tools."""
+    prompts = told["prompts"]
+    assert prompts["tools"] == prompts["plain"] == prompts["null"]
+    assert not any("[add]" in prompt for prompt in prompts["plain"])
+    assert all(prompt.startswith("[add]") for prompt in prompts["template"])
+
+
+def test_completions_of_token_ids(told):
+    assert told["completed"] == [[5, 5]] * 4 and told["echoed"]
+    assert told["world"] == 1
