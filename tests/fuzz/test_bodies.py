@@ -47,7 +47,7 @@ def odd_bodies(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("path", "names"), POSTS, ids=[path for path, _ in POSTS])
 def test_odd_values_under_the_right_names(victim: Victim, path: str, names: list[str]):
-    @effort(few=6)
+    @effort(few=2)
     @given(odd_bodies(names))
     def send(body: dict[str, Any]) -> None:
         victim.send("POST", path, content=json.dumps(body).encode(), headers={"content-type": JSON})

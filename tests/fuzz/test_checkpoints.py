@@ -78,7 +78,7 @@ def by_folder(victim: Victim, content: bytes) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", [by_upload, by_folder], ids=["upload", "folder"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(victim: Victim, way: Callable[[Victim, bytes], Any]):
-    @effort(few=12, share=2)
+    @effort(few=25, share=2)
     @given(damaged())
     def update(content: bytes) -> None:
         reply = way(victim, content)
@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(victim: Victim, way
 
 
 @pytest.mark.timeout(600)
-@effort(few=10, share=2)
+@effort(few=20, share=2)
 @given(
     name=st.sampled_from(["config.json", "model.safetensors.index.json", "generation_config.json", "checksums.json"]),
     content=st.binary(max_size=100) | st.sampled_from([b"{}", b"[]", b"null", b"[" * 100_000, b'{"weight_map": {"a": "/etc/passwd"}}']),
@@ -116,7 +116,7 @@ def test_other_files_of_a_folder_may_be_anything(victim: Victim, name: str, cont
 
 
 @pytest.mark.timeout(600)
-@effort(few=6)
+@effort(few=12)
 @given(damaged())
 def test_damaged_shared_memory_is_refused(victim: Victim, content: bytes):
     segment = shared_memory.SharedMemory(create=True, size=max(len(content), 1))

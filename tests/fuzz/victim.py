@@ -13,8 +13,8 @@ from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = [5, 6, 7, 8]
 MAX_ERROR_BYTES = 8192
-# An answer of 5xx that is right: rejected by a pause, out of space, a drain or an upload that ran out of time.
-RIGHT_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "server_busy"}
+# Answers of 5xx that are right: a pause rejects, there is no room, or the time that the call gave is over.
+RIGHT_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "staging_timeout"}
 PATIENCE_S = 3.0  # a client that goes after this time; a request that is held or long is cancelled by that
 
 
