@@ -15,8 +15,9 @@ from fuzz.victim import Victim
 
 JSON = "application/json"
 ODD = [
-    None, True, 0, -1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, -0.0, float("nan"), float("inf"), "", "\0", "\ud800", "../..", "x" * 5000,
-    "\u2028", [], {}, [[]], [None], {"": None}, [0] * 5000, "/dev/zero", "/proc/self/mem", "0", "-1", "NaN",
+    None, True, 0, -1, 2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, -0.0, float("nan"), float("inf"),
+    "", "\0", "\ud800", "\u2028", "../..", "/dev/zero", "/proc/self/mem", "0", "-1", "NaN", "x" * 5000,
+    [], {}, [[]], [None], {"": None}, [0] * 5000,
 ]  # fmt: skip
 VALUES = st.recursive(
     st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=20) | st.booleans(),

@@ -27,6 +27,8 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**63 - 1, 2**70, 0.5, "1
 ODD = st.sampled_from([None, "", "\ud800", "x" * 300, 2**70, -1, [], {}, [1], [2**63] * 3000, 1.5])
 NEW_NAMES = st.sampled_from(["", "\ud800", "\0", "../x", "__metadata__", "x" * 5000]) | st.text(max_size=10)
 
+CONTENTS = [b"{}", b"[]", b"null", b"[" * 100_000, b'{"weight_map": {"a": "/etc/passwd"}}']
+
 
 def header_of(edit: Callable[[dict[str, Any]], None]) -> bytes:
     header = json.loads(json.dumps(HEADER))
@@ -92,7 +94,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(victim: Victim, way
 @effort(few=20, share=2)
 @given(
     name=st.sampled_from(["config.json", "model.safetensors.index.json", "generation_config.json", "checksums.json"]),
-    content=st.binary(max_size=100) | st.sampled_from([b"{}", b"[]", b"null", b"[" * 100_000, b'{"weight_map": {"a": "/etc/passwd"}}']),
+    content=st.binary(max_size=100) | st.sampled_from(CONTENTS),
     kind=st.sampled_from(["file", "fifo", "folder", "link"]),
 )  # fmt: skip
 def test_other_files_of_a_folder_may_be_anything(victim: Victim, name: str, content: bytes, kind: str):
