@@ -136,7 +136,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
     clock.watch_method("sampling", runner._sampler, "sample")
     clock.watch_method("apply", engine.scheduler, "apply")
     clock.watch_method("metrics", engine.metrics, "observe_tokens")
-    clock.watch_method("outputs", engine.delivery, "send_outputs")
+    clock.watch_method("outputs", engine.lifecycle.delivery, "send_outputs")
     clock.watch_method("encode and send", engine._transport, "send")
     clock.watch_method("the rest of the loop", engine, "turn")
     return clock
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
         other.start()
         connected.wait()
         try:
-            while not engine.delivery.clients:
+            while not engine.lifecycle.delivery.clients:
                 engine.turn(block=True)
             submit(engine, args, args.running + waiting)
             running = engine.scheduler.running

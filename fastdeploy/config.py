@@ -67,27 +67,49 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the HTTP side.
+    """Settings of the HTTP side. Limits of connections and bodies are those of one API server process.
 
-    port 0 = any free one. keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
-    shutdown_s: everything has ended by then, or is killed. stall_s: silence of the engine after which an overdue
-    control call counts it as stuck. update_s: time in which a weight update is not looked at for that. max_body_mb: a
-    request body of more MiB is refused (413); max_upload_mb: the same of a weight upload. upload_dir: where uploads
-    are spooled ("" = shared memory if it has room, else the temporary folder). logprobs_mode: where a request
-    names none.
-    max_bodies_mb: memory for request bodies that are being received, all together; further ones wait for up to
-    body_idle_s (429). max_uploads: weight uploads at once; further ones wait likewise. max_connections: open at once
-    (429). max_header_kb: KiB of one request's headers (431). header_s: a request's headers must be there by then (408).
-    body_idle_s: in each period of so long a request body must bring 1 MiB, or its end (408). The five are per API
-    server. max_reply_logprobs: log probabilities that one request may ask for.
-    vllm_pause_mode, sglang_pause_mode, areal_pause_mode: of a pause by a route of that dialect that names no mode.
-    model_roots, stage_timeout_s: as of EngineConfig, for the route that copies checkpoints. pull_root: the folder below
-    which that route may write ("" = nowhere).
-    trust_request_chat_template: a chat request may bring its own template, a program that runs in the API server.
-    control_port: the only port that answers control routes; None = port. insecure_control: control routes are answered
-    without a key although other machines can reach them. allowed_hosts: names that the Host header may have besides
-    the names of loopback; "*" = any. allowed_origins: origins of web pages that may use this server; "*" = any.
-    Keys are no settings: settings are shown by /server_info (see entrypoints/keys.py).
+    Address
+        host, port: address to listen on; port 0 = any free one.
+        workers: API server processes.
+        control_port: the only port that answers control routes; None = port.
+
+    Life
+        keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
+        http_keepalive_s: an idle connection is closed after so long.
+        shutdown_s: everything has ended by then, or is killed.
+        stall_s: an engine that is silent for so long is stuck, and is killed.
+
+    Connections and request bodies
+        max_connections: open connections at once (429).
+        max_header_kb: KiB of the headers of one request (431).
+        header_s: time in which the headers of a request must arrive (408).
+        max_body_mb: MiB of one request body (413).
+        max_bodies_mb: MiB of all request bodies that are being received; others wait up to body_idle_s (429).
+        body_idle_s: time in which each MiB of a request body must arrive (408).
+
+    Weight uploads
+        max_upload_mb: MiB of one weight upload (413).
+        max_uploads: weight uploads at once; others wait up to body_idle_s (429).
+        upload_dir: folder for uploads; "" = shared memory if it has room, else the temporary folder.
+
+    Weights
+        model_roots, stage_timeout_s: as in EngineConfig, for the route that copies checkpoints.
+        pull_root: folder below which that route may write; "" = nowhere.
+
+    Requests and replies
+        served_model_name: the model's name in requests and replies.
+        logprobs_mode: for a request that names none.
+        max_reply_logprobs: log probabilities that one request may ask for.
+        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: for a pause by that dialect that names no mode.
+
+    Access
+        trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
+        insecure_control: control routes need no key, although other machines can reach them.
+        allowed_hosts: names that the Host header may have, besides the names of loopback; "*" = any.
+        allowed_origins: origins of web pages that may use this server; "*" = any.
+
+    Keys are no settings: /server_info shows settings (see entrypoints/keys.py).
     """
 
     model: str
@@ -98,7 +120,6 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     keepalive_s: float = 10.0
     shutdown_s: float = 10.0
     stall_s: float = 10.0
-    update_s: float = 300.0
     http_keepalive_s: int = 75
     max_body_mb: int = 32
     max_upload_mb: int = 4096
@@ -138,7 +159,6 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             "keepalive_s",
             "shutdown_s",
             "stall_s",
-            "update_s",
             "http_keepalive_s",
             "max_body_mb",
             "max_upload_mb",

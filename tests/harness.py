@@ -131,7 +131,7 @@ class Harness:
             with self._staging_held_up():
                 self.engine.turn(block=False)
             self.join_staging()
-            self.engine.check_integrity()
+            self.engine.lifecycle.check_integrity()
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Harness:
         """Turn until nothing is left in the engine."""
         for _ in range(limit):
             self.turn()
-            if not len(self.engine.requests):
+            if not len(self.engine.lifecycle.requests):
                 return
         raise AssertionError("the engine does not run dry")
 

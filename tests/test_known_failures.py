@@ -128,7 +128,7 @@ def test_an_aborted_request_returns_every_token_that_was_computed():
         for i in range(3):
             h.add(f"r{i}", [i + 1] * 3, max_tokens=50)
         h.turn(turns)
-        counts = {f"r{i}": h.engine.requests.get(f"r{i}")[0].num_output_tokens for i in range(3)}
+        counts = {f"r{i}": h.engine.lifecycle.requests.get(f"r{i}")[0].num_output_tokens for i in range(3)}
         reply = h.ask(m.AbortArgs(abort_all=True)).result
         assert {x["request_id"]: x["output_token_count"] for x in reply["aborted"]} == counts
         for name, count in counts.items():
@@ -236,7 +236,7 @@ def with_a_preempted_request() -> tuple[Harness, str]:
         h.add(f"r{i}", [i + 1] * 8, max_tokens=30)
     for _ in range(100):
         h.turn()
-        for request in h.engine.requests:
+        for request in h.engine.lifecycle.requests:
             if request in h.engine.scheduler.waiting and request.num_output_tokens:
                 return h, request.key[0]
     raise AssertionError("nothing was preempted")

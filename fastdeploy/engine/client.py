@@ -249,7 +249,7 @@ class EngineClient:
                 break
             # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
             # so that its id can be used again without mixing the tokens of the two.
-            await self.call(m.PauseStatusArgs(), self._stall_s)
+            await self.call(m.PauseStatusArgs())
             if self._cancelled.get(name) == cancelled:  # else it was cancelled once more after the question
                 del self._cancelled[name]
         stream = RequestStream(name, request.n, self._cancel, self._forget, event, fingerprint)
@@ -283,7 +283,7 @@ class EngineClient:
         if to_abort and self.connected.is_set():
             try:
                 async with asyncio.timeout(bound_s):
-                    await self.call(m.AbortArgs(request_ids=to_abort), bound_s)
+                    await self.call(m.AbortArgs(request_ids=to_abort))
             except (TimeoutError, errors.FastDeployError) as error:
                 logger.warning("could not abort the open requests: %r", error)
         for stream in list(self._streams.values()):
@@ -299,18 +299,16 @@ class EngineClient:
         self._calls[self._next_call] = future
         return self._next_call, future
 
-    async def call(self, args: m.Args, deadline_s: float) -> dict[str, Any]:
-        """Make a control call and return its result. Raises what the engine answered (``detail["report"]`` is the
-        result that came with a failure), or, the moment the engine is lost, EngineDead or EngineStalled.
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        """Make a control call and return its result. A call ends when the engine answers, dies, or stalls; the engine
+        owns the timeouts.
 
-        An engine that beats is waited for, since it owns the timeouts; after ``deadline_s`` a warning says so once.
+        Raises the error that the engine answered (``detail["report"]`` is the result that came with a failure), or, the
+        moment the engine is lost, EngineDead or EngineStalled.
         """
         await self.require_engine()
         call_id, future = self._post(args)
         try:
-            _, waiting = await asyncio.wait([future], timeout=deadline_s)
-            if waiting:
-                logger.warning("no answer to %s after %g s; the engine beats", type(args).__name__, deadline_s)
             reply = await future
         finally:
             self._calls.pop(call_id, None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 from fastdeploy.engine.request import Request
-from fastdeploy.inter_communicator.messages import Fence, Heartbeat, Output, Outputs, ToClient
+from fastdeploy.errors import FastDeployError
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
@@ -33,15 +36,28 @@ class Delivery:
         self._fence_mark = 0
         self._unacknowledged: set[str] = set()
 
-    def send(self, client: str, message: ToClient) -> None:
+    def send(self, client: str, message: m.ToClient) -> None:
         if client in self.clients and not self._transport.send(client, message):
             self.drop(client)
+
+    def reply(self, client: str, call_id: int, result: dict[str, Any], error: Exception | None = None) -> None:
+        """Answer a control call."""
+        self.send(client, m.Reply(call_id, result, None if error is None else _failure(error)))
+
+    def reject(self, client: str, request_id: str, error: Exception) -> None:
+        """Say why a request gets no outputs, or no further ones."""
+        self.send(client, m.Rejected(request_id, _failure(error)))
+
+    def dismiss(self, client: str) -> None:
+        """Count a client as gone. If its process runs after all, it must connect again."""
+        self._transport.send(client, m.Goodbye())
+        self.drop(client)
 
     def beat(self) -> None:
         """Send a heartbeat to every client. Nothing else changes, so that this may be called in the middle of a step: a
         client that cannot be reached is dropped by the next ``drop_unreachable``."""
         for client in self.clients:
-            if not self._transport.send(client, Heartbeat()):
+            if not self._transport.send(client, m.Heartbeat()):
                 self._unreachable.add(client)
 
     def drop_unreachable(self) -> None:
@@ -49,7 +65,7 @@ class Delivery:
         while self._unreachable:
             self.drop(self._unreachable.pop())
 
-    def broadcast(self, message: ToClient) -> None:
+    def broadcast(self, message: m.ToClient) -> None:
         for client in list(self.clients):
             self.send(client, message)
 
@@ -89,7 +105,7 @@ class Delivery:
 
     def send_now(self, client: str, outputs: list[Output]) -> None:
         self._outputs_sent += 1
-        self.send(client, Outputs(outputs))
+        self.send(client, m.Outputs(outputs))
 
     # ------------------------------------------------------------------ fence
 
@@ -97,7 +113,7 @@ class Delivery:
         self._fence_id += 1
         self._fence_mark = self._outputs_sent
         self._unacknowledged = set(self.clients)
-        self.broadcast(Fence(self._fence_id))
+        self.broadcast(m.Fence(self._fence_id))
 
     def acknowledge(self, client: str, fence_id: int) -> None:
         if fence_id == self._fence_id:
@@ -133,3 +149,10 @@ def _output(request: Request, token: NewToken | None) -> Output:
         num_preempted=request.num_preempted if request.finish_reason else 0,
         message=request.message,
     )
+
+
+def _failure(error: Exception) -> m.Failure:
+    """The failure that a client reads. An exception from outside our tree is an internal error."""
+    if not isinstance(error, FastDeployError):
+        return m.Failure(FastDeployError.code, f"internal error in the engine: {type(error).__name__}: {error}")
+    return m.Failure(error.code, error.message, error.detail)

@@ -98,14 +98,20 @@ class PauseEffects(Protocol):
     def fence_passed(self) -> bool: ...
     def fence_overtaken(self) -> bool: ...
     def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients: ...
-    def weights_label(self) -> dict[str, Any]: ...
 
 
 class PauseState:
     """All pause state of an engine. ``settle`` is called between any two steps, after the messages that came."""
 
-    def __init__(self, effects: PauseEffects, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        effects: PauseEffects,
+        weights_label: Callable[[], dict[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """weights_label: version, epoch and boot id of the weights that serve, for reports."""
         self._effects = effects
+        self._weights_label = weights_label
         self._clock = clock
         self.phase = Phase.RUNNING
         self.holds: dict[str, Hold] = {}
@@ -207,7 +213,7 @@ class PauseState:
             "released": released,
             "unknown": [args.hold_id] if args.hold_id is not None and not released else [],
             "still_held_by": list(self.holds),
-            **self._effects.weights_label(),
+            **self._weights_label(),
         }
 
     def renew(self, args: RenewArgs) -> dict[str, Any]:
@@ -237,7 +243,7 @@ class PauseState:
             "admission": self.admission.name.lower() if self.admission else None,
             "holds": [h.describe(now) for h in self.holds.values()],
             "counts": {"running": counts.started - frozen, "frozen": frozen, "queued": counts.queued},
-            **self._effects.weights_label(),
+            **self._weights_label(),
         }
 
     def fail(self, error: FastDeployError) -> None:
@@ -393,7 +399,7 @@ class PauseState:
             "admission": admission.name.lower(),
             "is_paused": self.is_paused,
             "rejecting_new_requests": self.rejecting_new_requests,
-            **self._effects.weights_label(),
+            **self._weights_label(),
             "counts": {
                 "aborted": counts.aborted - before.aborted,
                 "drained": counts.finished - before.finished,

@@ -45,7 +45,7 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
     """Enter before the body of an upload is received. Raises what the engine already knows against it, and ServerBusy
     where --max-uploads others have not ended in time."""
-    await context.client.call(check, context.config.update_s)
+    await context.client.call(check)
     async with context.uploads.hold():
         yield
 

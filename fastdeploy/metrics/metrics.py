@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -15,27 +14,6 @@ from fastdeploy.engine.request import FinishReason, Request
 from fastdeploy.scheduler.scheduler import NewToken
 
 _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0])
-
-
-class Gauges(NamedTuple):
-    """What is in the engine at the moment of a scrape."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-    total_blocks: int
-    prefix_hit_tokens: int
-    prefix_queried_tokens: int
-    preemptions: int
-    rejecting: bool
-    paused: bool
-    epoch: int
-    updates_failed: int
-    session_open: bool
-    last_commit_s: float
-    asleep: Collection[str]
-    retained_bytes: int
-    retained_dropped: int
 
 
 class Durations:
@@ -69,24 +47,6 @@ class EngineMetrics:
         def make(kind, name, text, **more):
             return kind(f"fastdeploy:{name}", text, registry=self.registry, **more)
 
-        self.running = make(Gauge, "num_requests_running", "Sequences in the batch")
-        self.waiting = make(Gauge, "num_requests_waiting", "Sequences that wait for a place in the batch")
-        self.free_blocks = make(Gauge, "available_gpu_block_num", "KV blocks that no request holds")
-        self.total_blocks = make(Gauge, "total_gpu_block_num", "KV blocks in all")
-        self.hit_tokens = make(Gauge, "prefix_cache_hit_tokens", "Tokens served from the prefix cache since start")
-        self.queried_tokens = make(Gauge, "prefix_cache_queried_tokens", "Tokens looked up in the prefix cache")
-        self.preemptions = make(Gauge, "num_preemptions", "Sequences whose KV was given up for others, since start")
-        self.rejecting = make(Gauge, "rejecting_new_requests", "1 while a pause hold stands")
-        self.paused = make(Gauge, "is_paused", "1 while quiesced")
-        self.epoch = make(Gauge, "weight_epoch", "Commits of weights since start")
-        self.updates_failed = make(Gauge, "weight_updates_failed", "Weight sessions without a commit, since start")
-        self.session_open = make(Gauge, "weight_session_open", "1 while a weight session is open")
-        self.last_commit = make(Gauge, "weight_commit_seconds", "What the last commit took, between two steps")
-        self.asleep = make(Gauge, "asleep", "1 while its memory is given back", labelnames=("tag",))
-        self.retained_bytes = make(Gauge, "retained_bytes", "Memory of results kept for retain_s, about")
-        self.retained_dropped = make(
-            Gauge, "retained_results_dropped", "Results dropped before their retain_s was over"
-        )
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         self.finished = make(
@@ -115,23 +75,16 @@ class EngineMetrics:
             self._by_reason[reason].inc(count)
         self.e2e.observe([now - request.arrival for request in requests])
 
-    def render(self, gauges: Gauges) -> str:
-        """The text exposition of everything, with the gauges as given."""
-        self.running.set(gauges.running)
-        self.waiting.set(gauges.waiting)
-        self.free_blocks.set(gauges.free_blocks)
-        self.total_blocks.set(gauges.total_blocks)
-        self.hit_tokens.set(gauges.prefix_hit_tokens)
-        self.queried_tokens.set(gauges.prefix_queried_tokens)
-        self.preemptions.set(gauges.preemptions)
-        self.rejecting.set(gauges.rejecting)
-        self.paused.set(gauges.paused)
-        self.epoch.set(gauges.epoch)
-        self.updates_failed.set(gauges.updates_failed)
-        self.session_open.set(gauges.session_open)
-        self.last_commit.set(gauges.last_commit_s)
-        self.retained_bytes.set(gauges.retained_bytes)
-        self.retained_dropped.set(gauges.retained_dropped)
-        for tag in ("weight", "kv_cache"):
-            self.asleep.labels(tag).set(tag in gauges.asleep)
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A figure that ``read`` gives at the moment of each scrape."""
+        Gauge(f"fastdeploy:{name}", text, registry=self.registry).set_function(read)
+
+    def add_flags(self, name: str, text: str, label: str, read: dict[str, Callable[[], bool]]) -> None:
+        """Several 0 or 1 figures of one name, told apart by the value of ``label``."""
+        gauge = Gauge(f"fastdeploy:{name}", text, registry=self.registry, labelnames=(label,))
+        for value, function in read.items():
+            gauge.labels(value).set_function(function)
+
+    def render(self) -> str:
+        """The text exposition of everything."""
         return generate_latest(self.registry).decode()

@@ -93,7 +93,7 @@ def test_what_the_wire_cannot_carry_is_raised_and_leaves_nothing_alive(endpoint)
             with pytest.raises(OverflowError):
                 await client.submit(too_big)
             with pytest.raises(OverflowError):
-                await client.call(m.PauseArgs(timeout_s=2**70), 1.0)
+                await client.call(m.PauseArgs(timeout_s=2**70))
             assert not client._calls
             with await client.submit(request()) as stream:
                 assert [o.token_ids for o in await collect(stream)] == [[5]]
@@ -108,7 +108,7 @@ def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoin
         engine.replies[m.PauseArgs] = lambda call: None
         async with connected(endpoint, engine) as client:
             stream = await client.submit(request())
-            call = asyncio.create_task(client.call(m.PauseArgs(), 1000.0))
+            call = asyncio.create_task(client.call(m.PauseArgs()))
             await expect(engine, m.PauseArgs)
             engine.emit("r", [9])
             engine.die()
@@ -120,7 +120,7 @@ def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoin
             with pytest.raises(errors.EngineDead):
                 await client.submit(request("s"))
             with pytest.raises(errors.EngineDead):
-                await client.call(m.ResumeArgs(), 1.0)
+                await client.call(m.ResumeArgs())
 
     run(go())
 
@@ -334,24 +334,8 @@ def test_a_failed_call_raises_its_typed_error_with_the_report(endpoint):
         engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"state": "running"}, failure)
         async with connected(endpoint, engine) as client:
             with pytest.raises(errors.PauseInterrupted) as info:
-                await client.call(m.PauseArgs(), 10.0)
+                await client.call(m.PauseArgs())
             assert info.value.detail == {"x": 1, "report": {"state": "running"}}
-        engine.die()
-
-    run(go())
-
-
-def test_an_overdue_call_waits_for_an_engine_that_still_beats(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        engine.replies[m.PauseArgs] = lambda call: None
-        async with connected(endpoint, engine, stall_s=0.3) as client:
-            call = asyncio.create_task(client.call(m.PauseArgs(), 0.1))
-            sent = await expect(engine, m.PauseArgs)
-            await asyncio.sleep(0.6)
-            assert not call.done()
-            engine.send(m.Reply(sent.call_id, {"ok": 1}))
-            assert await call == {"ok": 1}
         engine.die()
 
     run(go())
@@ -389,19 +373,19 @@ def test_a_call_that_a_silent_engine_does_not_answer_is_stalled(endpoint, proces
         async with connected(endpoint, engine, stall_s=0.2) as client:
             engine.beating = False
             with pytest.raises(errors.EngineStalled):
-                await client.call(args, 0.1)
+                await client.call(args)
         engine.die()
 
     run(go())
 
 
-@pytest.mark.parametrize("args", [m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs()])
+@pytest.mark.parametrize("args", [m.PauseArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs()])
 def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, process, args):
     async def go():
         engine = FakeEngine(endpoint, pid=process.pid)
         engine.replies[type(args)] = lambda call: None
         async with connected(endpoint, engine, stall_s=0.3) as client:
-            call = asyncio.create_task(client.call(args, 0.1))
+            call = asyncio.create_task(client.call(args))
             sent = await expect(engine, type(args))
             await asyncio.sleep(0.9)
             assert process.poll() is None and not call.done()
@@ -419,7 +403,7 @@ def test_an_api_server_whose_event_loop_was_blocked_does_not_accuse_the_engine(e
             for _ in range(12):
                 time.sleep(0.1)  # four slices each, and no heartbeat is read in them
                 await asyncio.sleep(0)
-            await client.call(m.PauseStatusArgs(), 1.0)
+            await client.call(m.PauseStatusArgs())
             assert process.poll() is None
         engine.die()
 
@@ -490,7 +474,7 @@ def test_the_reply_to_a_call_is_not_kept_behind_the_readers_of_all_requests_that
 
             async def abort_all() -> int:
                 """How many readers had been served when the call returned."""
-                await client.call(m.AbortArgs(abort_all=True), 10.0)
+                await client.call(m.AbortArgs(abort_all=True))
                 return len(served)
 
             async def read(stream) -> None:

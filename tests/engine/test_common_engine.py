@@ -302,10 +302,10 @@ def test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped():
     h.pause(mode="keep")
     h.transport.gone.add("b")
     h.turn(3)
-    assert h.engine.requests.get("r")
+    assert h.engine.lifecycle.requests.get("r")
     h.now += 1.1
     h.turn(2)
-    assert not h.engine.requests.get("r") and h.engine.kv.num_free == h.runner.info.num_blocks
+    assert not h.engine.lifecycle.requests.get("r") and h.engine.kv.num_free == h.runner.info.num_blocks
 
 
 def test_metrics_are_at_zero_when_everything_has_ended():
@@ -360,7 +360,7 @@ def go_idle(h: Harness) -> None:
     """Run one request to its end with the engine's own turns, up to the one that finds nothing left to do."""
     h.add("r", [1, 2, 3], max_tokens=3)
     h.engine.turn(block=False)
-    while len(h.engine.requests):
+    while len(h.engine.lifecycle.requests):
         h.engine.turn(block=True)
     h.engine.turn(block=True)
 
@@ -385,7 +385,7 @@ def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
 
 def prompts_in_memory(h: Harness) -> int:
     """Lists of tokens that the requests of the engine hold."""
-    return len({id(request.token_ids) for request in h.engine.requests})
+    return len({id(request.token_ids) for request in h.engine.lifecycle.requests})
 
 
 def test_the_choices_that_wait_share_one_copy_of_their_prompt():
@@ -395,9 +395,9 @@ def test_the_choices_that_wait_share_one_copy_of_their_prompt():
     expected = expected_tokens(prompt, 8)
     while True:
         h.turn()
-        if not len(h.engine.requests):
+        if not len(h.engine.lifecycle.requests):
             break
-        started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.requests)
+        started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.lifecycle.requests)
         assert prompts_in_memory(h) <= 1 + h.engine.scheduler.max_num_seqs + started
     assert all(h.stream("r", choice).tokens == expected for choice in range(200))
 
@@ -425,7 +425,7 @@ def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_g
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
     h.turn(3)
-    monkeypatch.setattr(h.engine.requests, "known_as", broken)
+    monkeypatch.setattr(h.engine.lifecycle.requests, "known_as", broken)
     failure = h.ask(m.AbortArgs(["r"])).failure
     assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
     monkeypatch.undo()
@@ -438,9 +438,9 @@ def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left
     h = Harness()
     h.add("other", [9], max_tokens=4)
     h.add("r", [1, 2, 3], n=3, max_tokens=4)
-    monkeypatch.setattr("fastdeploy.engine.common_engine.check_retainable", broken)
+    monkeypatch.setattr("fastdeploy.engine.admission.check_retainable", broken)
     h.turn()
-    assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.requests)
+    assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.lifecycle.requests)
     monkeypatch.undo()
     h.add("r", [1, 2, 3], max_tokens=4)
     h.run_out()
@@ -458,7 +458,7 @@ def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(mo
 
 def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
     h = Harness()
-    monkeypatch.setattr(h.engine, "abort_all", broken)
+    monkeypatch.setattr(h.engine.lifecycle, "abort_all", broken)
     call = h.call(m.PauseArgs(mode="abort"))  # its hold stands by the time it fails
     h.turn(5)
     assert h.reply(call).failure.code == "internal_error"
@@ -480,7 +480,7 @@ def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
         h.engine.kv.pool.allocate(1)
         raise RuntimeError("half-done")
 
-    monkeypatch.setattr(h.engine.requests, "known_as", lose_a_block)
+    monkeypatch.setattr(h.engine.lifecycle.requests, "known_as", lose_a_block)
     call = h.call(m.AbortArgs(["r"]))
     with pytest.raises(EngineError):
         h.engine.run()
@@ -522,13 +522,13 @@ def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_s
         h.transport.gone.add("b")
         h.now += 1.1
         layers()
-        seen.extend(r.state for r in h.engine.requests)
+        seen.extend(r.state for r in h.engine.lifecycle.requests)
 
     h.runner.in_step = in_step
     h.turn()
     assert seen == ["running"] * 2, "requests must not change within a step"
     h.turn()
-    assert not h.engine.requests.get("b1") and h.engine.requests.get("a1")
+    assert not h.engine.lifecycle.requests.get("b1") and h.engine.lifecycle.requests.get("a1")
 
 
 @pytest.mark.parametrize("args", [m.SleepArgs(), m.WakeArgs()])

@@ -35,7 +35,7 @@ def test_a_deadline_ends_it_with_what_it_has_whatever_state_the_engine_is_in(pau
     (final,) = h.stream("r").finals
     assert (final.finish_reason, final.stop_reason) == ("abort", "deadline") and "deadline" in final.message
     assert h.stream("r").tokens == expected_tokens([1, 2, 3], seen + (not paused))
-    assert not len(h.engine.requests) and h.engine.kv.num_free == h.runner.info.num_blocks
+    assert not len(h.engine.lifecycle.requests) and h.engine.kv.num_free == h.runner.info.num_blocks
 
 
 def test_who_waits_too_long_for_its_first_step_ends_without_a_token():
@@ -110,7 +110,7 @@ def test_one_that_ended_long_before_its_deadline_is_forgotten():
         add(h, f"r{i}", tokens=1, deadline=time.time() + 1e6)
         h.engine.turn(block=False)
     h.run_out()
-    assert len(h.engine.deadlines._heap) <= 10
+    assert len(h.engine.lifecycle.deadlines._heap) <= 10
 
 
 @pytest.mark.parametrize("name, value, field", [

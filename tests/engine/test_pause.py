@@ -513,7 +513,7 @@ def test_a_client_may_abort_and_cancel_while_paused():
     assert reply["not_found"] == ["nobody"] and h.stream("r0").reason == "abort"
     h.send(m.CancelRequest("r1"))
     h.turn()
-    assert h.stream("r1").reason is None and not h.engine.requests.get("r1")
+    assert h.stream("r1").reason is None and not h.engine.lifecycle.requests.get("r1")
     assert h.status()["is_paused"]
 
 
@@ -556,7 +556,7 @@ def test_a_client_that_never_acknowledges_is_given_up_after_the_bound():
     h.now += 0.2
     h.turn()
     assert h.reply(call).failure is None
-    assert isinstance(h.transport.sent["b"][-1], m.Goodbye) and not h.engine.requests.get("of_b")
+    assert isinstance(h.transport.sent["b"][-1], m.Goodbye) and not h.engine.lifecycle.requests.get("of_b")
     h.add("again", [7], client="b")
     h.turn()
     assert isinstance(h.transport.sent["b"][-1], m.Goodbye), "it must say Hello again"
@@ -585,7 +585,7 @@ def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
     h.now += 0.2
     h.transport.mute.add("a")  # its acknowledgement of the next fence is still on its way
     h.turn(2)
-    assert "a" in h.engine.delivery.clients and h.reply(call) is None
+    assert "a" in h.engine.lifecycle.delivery.clients and h.reply(call) is None
     fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)][-1]
     h.send(m.FenceAck(fence.fence_id))
     h.turn()
@@ -675,7 +675,7 @@ def test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it(slow
     for _ in range(8):
         slow.now += p.FENCE_TIMEOUT_S
         slow.turn()
-        assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+        assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
     fence = [x for x in slow.transport.sent["b"] if isinstance(x, m.Fence)][-1]
     slow.send(m.FenceAck(fence.fence_id), "b")
     slow.turn()
@@ -712,7 +712,7 @@ def test_a_slow_client_has_the_time_of_a_fence_though_the_timeout_is_shorter(slo
     call = ask_later(slow, mode="keep", timeout_s=0.5)
     slow.now += p.FENCE_TIMEOUT_S - 0.1
     slow.turn()
-    assert slow.reply(call) is None and "b" in slow.engine.delivery.clients
+    assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
     slow.now += 0.2
     slow.turn(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
@@ -769,7 +769,7 @@ def test_a_paused_engine_goes_on_beating(mode):
 @pytest.mark.parametrize("phase", list(p.Phase))
 @pytest.mark.parametrize("event", list(p.Event))
 def test_an_event_that_is_not_in_the_table_raises(phase, event):
-    state = p.PauseState(effects=None, clock=lambda: 0.0)
+    state = p.PauseState(effects=None, weights_label=dict, clock=lambda: 0.0)
     state.phase = phase
     if (phase, event) in p.TRANSITIONS:
         state._advance(event)

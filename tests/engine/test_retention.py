@@ -67,7 +67,7 @@ def test_without_retain_s_a_hang_up_cancels():
     h.turn(4)
     hang_up(h)
     h.turn()
-    assert not len(h.engine.requests) and h.runner.computed_tokens < len(PROMPT) + 8
+    assert not len(h.engine.lifecycle.requests) and h.runner.computed_tokens < len(PROMPT) + 8
 
 
 def test_a_later_request_takes_over_and_the_earlier_is_told():
@@ -318,7 +318,7 @@ def test_results_of_live_requests_count_and_push_ended_ones_out_but_are_never_dr
     with_room_for(h, ONE_RESULT // 2)
     ask(h, request_id="large", tokens=40)
     h.turn(20)
-    assert h.engine.requests.get("large") and len(h.engine.retention) == 1
+    assert h.engine.lifecycle.requests.get("large") and len(h.engine.retention) == 1
     replay(h, "a")
     ask(h, request_id="large", tokens=40)
     h.run_out()

@@ -446,7 +446,8 @@ class EngineMachine(RuleBasedStateMachine):
         if seconds > self.engine.config.heartbeat_s:
             self.step()
             self.step()
-            assert not any(r.group.client in self.witness.dropped for r in self.engine.requests), "nobody wants it"
+            requests = self.engine.lifecycle.requests
+            assert not any(r.group.client in self.witness.dropped for r in requests), "nobody wants it"
 
     @precondition(lambda self: self.engine.scheduler.has_work(self.pause.gate))
     @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
@@ -547,7 +548,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert pause.unanswered == 0 or pause.holds
         may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
         assert may_run or not self.engine.scheduler.has_work(pause.gate)
-        self.engine.check_integrity()
+        self.engine.lifecycle.check_integrity()
         self.what_runs_is_whole()
 
     def what_runs_is_whole(self) -> None:
@@ -586,7 +587,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.pause.phase is Phase.RUNNING
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert not len(self.engine.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
+        assert not len(self.engine.lifecycle.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
         event(f"preempted: {self.engine.scheduler.num_preemptions > 0}")
         event(f"copied on write: {any(p.copies for p in self.h.runner.plans)}")
 
@@ -597,7 +598,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.call(m.ResumeArgs(hold_id), client)
         for _ in range(500):
             self.step()
-            if not len(self.engine.requests):
+            if not len(self.engine.lifecycle.requests):
                 break
         self.step()
         self.step()

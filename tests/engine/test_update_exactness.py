@@ -164,7 +164,7 @@ def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process,
     h.turn(5)
     h.add("half", long, max_tokens=20, temperature=0.0, logprobs=0)
     h.turn(2)
-    (half,) = h.engine.requests.known_as("half")
+    (half,) = h.engine.lifecycle.requests.known_as("half")
     computed = []
     h.runner.before_commit = lambda: computed.append(half.num_computed)
     update(h, new, kv, paused)

@@ -36,4 +36,4 @@ def test_it_leaves_nothing_that_a_request_could_meet():
     harness.add("r", list(range(20)), max_tokens=5)
     harness.run_out()
     assert harness.stream("r").tokens == expected_tokens(list(range(20)), 5)
-    harness.engine.check_integrity()
+    harness.engine.lifecycle.check_integrity()

@@ -173,8 +173,9 @@ def test_a_pause_without_a_block_is_renewed_until_the_resume_or_the_end_of_the_c
 def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, monkeypatch):
     """The pause is answered only at its end."""
     renewals, drained = Renewals(server, monkeypatch), threading.Event()
-    monkeypatch.setattr(server.engine, "fence_passed", drained.is_set)
-    monkeypatch.setattr(server.engine, "give_up_on_silent_clients", lambda spare_running: SilentClients([], []))
+    effects = server.engine.lifecycle
+    monkeypatch.setattr(effects, "fence_passed", drained.is_set)
+    monkeypatch.setattr(effects, "give_up_on_silent_clients", lambda spare_running: SilentClients([], []))
 
     async def go():
         async with RolloutClient(server.url) as client:

@@ -68,7 +68,7 @@ def test_they_are_told_once_though_the_request_is_preempted_before_and_after_its
     h.add("first", [7] * 8, max_tokens=50)
     h.add("asks", PROMPT, prompt_logprobs=1, max_tokens=30)
     h.turn(3)
-    request = h.engine.requests.get("asks")[0]
+    request = h.engine.lifecycle.requests.get("asks")[0]
     assert 0 < request.num_computed < len(PROMPT)
     h.engine.scheduler.retract(request)
     h.run_out()

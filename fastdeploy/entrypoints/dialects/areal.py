@@ -64,7 +64,7 @@ def areal_router(context: ServingContext) -> APIRouter:
         body = await read_control(request, UpdateBody)
         source = m.FolderSource(body.model_path)
         args = m.UpdateWeightsArgs(source, version=body.version, kv="recompute")
-        return success("TP rank: 0 success\n", report=await client.call(args, config.update_s))
+        return success("TP rank: 0 success\n", report=await client.call(args))
 
     for path, why in ABSENT.items():
         _add_refusal(router, path, why)

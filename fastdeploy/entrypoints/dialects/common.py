@@ -8,7 +8,6 @@ from fastapi import HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.control import PAUSE_PATIENCE_S
 from fastdeploy.entrypoints.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.inter_communicator import messages as m
 
@@ -56,12 +55,12 @@ async def place_pause(context: ServingContext, mode: str, clear_cache: bool | No
         on_timeout="keep",
         placed_by=placed_by,
     )
-    return await context.client.call(args, PAUSE_PATIENCE_S + context.config.stall_s)
+    return await context.client.call(args)
 
 
 async def resume(context: ServingContext) -> dict[str, Any]:
     """Release every anonymous hold; named and system holds stay, and the report tells of them."""
-    return await context.client.call(m.ResumeArgs(), context.config.stall_s)
+    return await context.client.call(m.ResumeArgs())
 
 
 def adapters_off() -> HTTPException:

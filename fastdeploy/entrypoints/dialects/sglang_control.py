@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from fastdeploy import __version__
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.control import PAUSE_PATIENCE_S
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import parse_body, parse_json
 from fastdeploy.entrypoints.openapi import takes
@@ -74,13 +73,13 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
             on_timeout="keep",
             placed_by="sglang",
         )
-        report = await client.call(args, PAUSE_PATIENCE_S + config.stall_s)
+        report = await client.call(args)
         return json_response({"status": "ok", "message": "Generation paused successfully.", "report": report})
 
     @router.post("/continue_generation")
     async def continue_generation(request: Request) -> Response:
         await read_lax(request, LaxBody)
-        report = await client.call(m.ResumeArgs(), config.stall_s)
+        report = await client.call(m.ResumeArgs())
         return json_response({"status": "ok", "message": "Generation continued successfully.", "report": report})
 
     @router.post("/abort_request", openapi_extra=takes(AbortRequestBody))
@@ -90,7 +89,7 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
         if not body.abort_all and not all(rids or [""]):
             raise InvalidField("rid", "expected the rid of a request, or abort_all: true")
         args = m.AbortArgs(abort_all=True) if body.abort_all else m.AbortArgs(request_ids=rids)
-        result = await client.call(args, config.stall_s)
+        result = await client.call(args)
         return json_response({"success": True, **result})
 
     @router.get("/flush_cache")
@@ -98,13 +97,13 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
     async def flush_cache() -> Response:
         """Of a paused engine the frozen requests give their KV back too: whoever flushes then is about to change the
         weights. Of a running one only what no request uses is dropped. Neither is ever refused."""
-        paused = (await client.call(m.PauseStatusArgs(), config.stall_s))["is_paused"]
-        result = await client.call(m.ResetCacheArgs(running=paused), config.stall_s)
+        paused = (await client.call(m.PauseStatusArgs()))["is_paused"]
+        result = await client.call(m.ResetCacheArgs(running=paused))
         return json_response({"message": "Cache flushed.", **result, "success": True})
 
 
 def _add_memory(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+    client = context.client
 
     @router.post("/release_memory_occupation", openapi_extra=takes(MemoryBody))
     async def release_memory_occupation(request: Request) -> Response:
@@ -112,14 +111,14 @@ def _add_memory(router: APIRouter, context: ServingContext) -> None:
         if tags is None:
             return json_response({"success": True, "asleep": []})
         args = m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S)
-        return json_response({"success": True, **await client.call(args, config.update_s)})
+        return json_response({"success": True, **await client.call(args)})
 
     @router.post("/resume_memory_occupation", openapi_extra=takes(MemoryBody))
     async def resume_memory_occupation(request: Request) -> Response:
         tags = memory_tags((await read_lax(request, MemoryBody)).tags)
         if tags is None:
             return json_response({"success": True, "asleep": []})
-        return json_response({"success": True, **await client.call(m.WakeArgs(tags=tags), config.update_s)})
+        return json_response({"success": True, **await client.call(m.WakeArgs(tags=tags))})
 
 
 def memory_tags(tags: list[str] | None) -> tuple[str, ...] | None:
@@ -133,10 +132,10 @@ def memory_tags(tags: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _add_information(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+    client = context.client
 
     async def load() -> dict[str, int]:
-        counts = (await client.call(m.PauseStatusArgs(), config.stall_s))["counts"]
+        counts = (await client.call(m.PauseStatusArgs()))["counts"]
         running, waiting = counts["running"] + counts["frozen"], counts["queued"]
         return {
             "dp_rank": 0,
@@ -158,7 +157,7 @@ def _add_information(router: APIRouter, context: ServingContext) -> None:
 
     @router.get("/get_weight_version")
     async def get_weight_version() -> Response:
-        info = await client.call(m.WeightInfoArgs(), config.stall_s)
+        info = await client.call(m.WeightInfoArgs())
         return json_response({"weight_version": info["version"], "epoch": info["epoch"], "boot_id": info["boot_id"]})
 
     @router.get("/health_generate")
@@ -169,7 +168,7 @@ def _add_information(router: APIRouter, context: ServingContext) -> None:
 
     @router.get("/model_info")
     async def model_info() -> Response:
-        info = await client.call(m.WeightInfoArgs(), config.stall_s)
+        info = await client.call(m.WeightInfoArgs())
         return json_response({**model_fields(context), "weight_version": info["version"]})
 
     @router.get("/get_model_info")
@@ -199,7 +198,7 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
     One replica on one device is tp, pp, ep and dp of 1."""
     client, config = context.client, context.config
     host, port = request.scope.get("server") or (config.host, config.port)
-    info = await client.call(m.WeightInfoArgs(), config.stall_s)
+    info = await client.call(m.WeightInfoArgs())
     return {
         **msgspec.to_builtins(config),
         **client.model_info,

@@ -80,7 +80,7 @@ class LabelledGeneration(Generation):
             raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
         if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
             try:
-                self.label = (await self._client.call(m.PauseStatusArgs(), 1.0)).get("version")
+                self.label = (await self._client.call(m.PauseStatusArgs())).get("version")
             except FastDeployError:  # the engine has died since: the request has ended all the same
                 self.label = ""
         return deltas

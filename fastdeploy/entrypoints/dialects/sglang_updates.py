@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from fastdeploy.entrypoints.dialects.sglang_control import PAUSE_TIMEOUT_S
 from fastdeploy.entrypoints.openai.context import ServingContext
-from fastdeploy.entrypoints.openai.control import PAUSE_PATIENCE_S
 from fastdeploy.errors import FastDeployError
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "sglang"
+COMMIT_HOLD_TTL_S = 300.0  # of the hold around one commit, if this API server dies before it releases the hold
 
 
 class Update(NamedTuple):
@@ -32,11 +32,11 @@ class SGLangWeights:
         self._context = context
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        return await self._context.client.call(args, self._context.config.update_s)
+        return await self._context.client.call(args)
 
     async def flush(self) -> None:
         """Blocks of older weights are never matched again; this gives them back at once. No request is disturbed."""
-        await self._context.client.call(m.ResetCacheArgs(), self._context.config.stall_s)
+        await self._context.client.call(m.ResetCacheArgs())
 
     async def open_session(self) -> str | None:
         """The open session of SGLang's routes, if there is one; not that of another trainer."""
@@ -77,18 +77,18 @@ class SGLangWeights:
 
     async def _commit_alone(self, session_id: str) -> dict[str, Any]:
         """Commit with nothing in flight. The hold is this call's own: whoever paused the engine finds it paused."""
-        config, hold_id = self._context.config, f"update-{session_id}"
+        hold_id = f"update-{session_id}"
         pause = m.PauseArgs(
             mode="abort",
             admission="hold",
             timeout_s=PAUSE_TIMEOUT_S,
             on_timeout="keep",
-            ttl_s=config.update_s,
+            ttl_s=COMMIT_HOLD_TTL_S,
             hold_id=hold_id,
             placed_by=PLACED_BY,
         )
         try:
-            await self._context.client.call(pause, PAUSE_PATIENCE_S + config.stall_s)
+            await self._context.client.call(pause)
             return await self._commit(session_id)
         finally:
-            await self._context.client.call(m.ResumeArgs(hold_id=hold_id), config.stall_s)
+            await self._context.client.call(m.ResumeArgs(hold_id=hold_id))

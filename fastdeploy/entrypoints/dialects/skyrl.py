@@ -105,21 +105,21 @@ def memory_methods(context: ServingContext) -> dict[str, Method]:
     """SkyRL's sleep around a weight sync. The engine is paused by SkyRL before, and resumed by it after.
 
     The weights are kept aside rather than dropped, so that the old ones serve on if the sync fails."""
-    client, config = context.client, context.config
+    client = context.client
 
     async def sleep(kwargs: dict[str, Any]) -> dict[str, Any]:
         keep_kv = parse_body(kwargs, SleepBody, {}).offload_kv
         tags = ("weight",) if keep_kv else ("weight", "kv_cache")
-        return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S), config.update_s)
+        return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
 
     async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
         """Tags that do not sleep are awake already: KV that was kept."""
         wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
-        asleep = (await client.call(m.WeightInfoArgs(), config.stall_s))["asleep"]
+        asleep = (await client.call(m.WeightInfoArgs()))["asleep"]
         tags = tuple(tag for tag in wanted if tag in asleep)
         if not tags:
             return {"asleep": asleep}
-        return await client.call(m.WakeArgs(tags=tags), config.update_s)
+        return await client.call(m.WakeArgs(tags=tags))
 
     return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake}
 

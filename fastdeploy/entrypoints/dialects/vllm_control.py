@@ -61,28 +61,28 @@ def _add_pause(router: APIRouter, context: ServingContext) -> None:
 
     @router.get("/is_paused")
     async def is_paused() -> Response:
-        return json_response(await client.call(m.PauseStatusArgs(), config.stall_s))
+        return json_response(await client.call(m.PauseStatusArgs()))
 
     @router.post("/reset_prefix_cache", openapi_extra=takes(ResetBody, query=True))
     async def reset_prefix_cache(request: Request) -> Response:
         """Never refused, frozen requests or not."""
         body = await read_control(request, ResetBody)
-        result = await client.call(m.ResetCacheArgs(running=body.reset_running_requests), config.stall_s)
+        result = await client.call(m.ResetCacheArgs(running=body.reset_running_requests))
         return json_response({"success": True, **result})
 
 
 def _add_abort(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+    client = context.client
 
     @router.post("/abort_requests", openapi_extra=takes(AbortBody, query=True))
     async def abort_requests(request: Request) -> Response:
         ids = (await read_control(request, AbortBody)).request_ids
         args = m.AbortArgs(request_ids=ids) if ids else m.AbortArgs(abort_all=True)
-        result = await client.call(args, config.stall_s)
+        result = await client.call(args)
         reply = {"status": "aborted", "aborted": len(result["aborted"])}
         return json_response({**reply, "requests": result["aborted"], "not_found": result["not_found"]})
 
     @router.post("/inference/v1/abort_requests", openapi_extra=takes(AbortTheseBody, query=True))
     async def abort_these(request: Request) -> Response:
         ids = (await read_control(request, AbortTheseBody)).request_ids
-        return json_response(await client.call(m.AbortArgs(request_ids=ids), config.stall_s))
+        return json_response(await client.call(m.AbortArgs(request_ids=ids)))

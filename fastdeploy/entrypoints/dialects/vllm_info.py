@@ -91,25 +91,25 @@ def vllm_config(context: ServingContext) -> dict[str, Any]:
 
 
 def _add_version(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+    client = context.client
 
     @router.post("/update_weight_version", openapi_extra=takes(VersionBody, query=True))
     @sglang_shape()
     async def update_weight_version(request: Request) -> Response:
         """Relabels later tokens; nothing in flight is touched."""
         version = (await read_control(request, VersionBody)).new_version
-        await client.call(m.SetVersionArgs(version), config.stall_s)
+        await client.call(m.SetVersionArgs(version))
         message = f"later tokens are labelled {version}"
         return json_response({"success": True, "message": message, "new_version": version, "weight_version": version})
 
     @router.get("/weight_info")
     async def weight_info() -> Response:
-        info = await client.call(m.WeightInfoArgs(), config.stall_s)
+        info = await client.call(m.WeightInfoArgs())
         return json_response({"weight_version": info["version"], **info})
 
 
 def _add_checker(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+    client = context.client
 
     @router.post("/weight_checker", openapi_extra=takes(CheckBody, query=True))
     async def weight_checker(request: Request) -> Response:
@@ -120,7 +120,7 @@ def _add_checker(router: APIRouter, context: ServingContext) -> None:
             raise InvalidField("action", f"expected checksum or compare, got {body.action!r}")
         if body.action == "compare" and body.baseline is None:
             raise InvalidField("baseline", "expected an object of checksums to compare with")
-        info = await client.call(m.WeightInfoArgs(checksums=True), config.update_s)
+        info = await client.call(m.WeightInfoArgs(checksums=True))
         checksums = info["checksums"]
         if body.action == "checksum":
             return json_response({"checksums": checksums})

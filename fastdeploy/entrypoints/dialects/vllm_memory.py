@@ -47,7 +47,7 @@ def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
     client, config = context.client, context.config
 
     async def asleep() -> set[str]:
-        return set((await client.call(m.WeightInfoArgs(), config.stall_s))["asleep"])
+        return set((await client.call(m.WeightInfoArgs()))["asleep"])
 
     @router.post("/sleep", openapi_extra=takes(SleepBody, query=True))
     async def sleep(request: Request) -> Response:
@@ -64,7 +64,7 @@ def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
             discard=body.level == 2 and "weight" in tags,
             timeout_s=PAUSE_TIMEOUT_S,
         )
-        return json_response({"status": "sleeping", **await client.call(args, config.update_s)})
+        return json_response({"status": "sleeping", **await client.call(args)})
 
     @router.post("/wake_up", openapi_extra=takes(TagsBody, query=True))
     async def wake_up(request: Request) -> Response:
@@ -73,7 +73,7 @@ def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
         tags = tuple(tag for tag in wanted if tag in sleeping)
         if not tags:
             return json_response({"status": "awake", "asleep": sorted(sleeping)})
-        return json_response({"status": "awake", **await client.call(m.WakeArgs(tags=tags), config.update_s)})
+        return json_response({"status": "awake", **await client.call(m.WakeArgs(tags=tags))})
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Response:

@@ -106,7 +106,7 @@ class VllmWeights:
         self._context = context
 
     async def _call(self, args: m.Args) -> dict[str, Any]:
-        return await self._context.client.call(args, self._context.config.update_s)
+        return await self._context.client.call(args)
 
     async def open_session(self) -> str | None:
         """The session that this dialect opened; never that of another trainer."""

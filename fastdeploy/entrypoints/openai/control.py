@@ -33,34 +33,29 @@ from fastdeploy.inter_communicator import messages as m
 LISTS = frozenset({"req_ids", "tags"})
 
 
-PAUSE_PATIENCE_S = 10.0  # after which an engine that is silent for stall_s counts as stuck, whatever timeout_s is
-
-
 def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, config = context.client, context.config
+    client = context.client
 
     @router.post("/v1/pause", openapi_extra=takes(PauseBody, query=True))
     async def pause(request: Request) -> Response:
         body = await read(request, PauseBody)
-        # An engine that drains beats all the while: silence means more than a timeout_s of an hour.
-        patience_s = min(body.timeout_s, PAUSE_PATIENCE_S) + config.stall_s
-        return envelope(await client.call(m.PauseArgs(**body.model_dump()), patience_s))
+        return envelope(await client.call(m.PauseArgs(**body.model_dump())))
 
     @router.post("/v1/resume", openapi_extra=takes(ResumeBody, query=True))
     async def resume(request: Request) -> Response:
         body = await read(request, ResumeBody)
-        return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id), config.stall_s))
+        return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id)))
 
     @router.post("/v1/renew", openapi_extra=takes(RenewBody, query=True))
     async def renew(request: Request) -> Response:
         body = await read(request, RenewBody)
-        return envelope(await client.call(m.RenewArgs(**body.model_dump()), config.stall_s))
+        return envelope(await client.call(m.RenewArgs(**body.model_dump())))
 
     @router.get("/v1/is_paused")
     async def is_paused(request: Request) -> Response:
         await read(request, Body)
-        return envelope(await client.call(m.PauseStatusArgs(), config.stall_s))
+        return envelope(await client.call(m.PauseStatusArgs()))
 
     @router.post("/v1/abort_requests", openapi_extra=takes(AbortBody, query=True))
     async def abort_requests(request: Request) -> Response:
@@ -68,7 +63,7 @@ def control_router(context: ServingContext) -> APIRouter:
         if body.abort_all == (body.req_ids is not None):
             raise InvalidField("req_ids", "expected either req_ids or abort_all: true")
         args = m.AbortArgs(request_ids=body.req_ids, abort_all=body.abort_all)
-        return envelope(await client.call(args, config.stall_s))
+        return envelope(await client.call(args))
 
     return router
 

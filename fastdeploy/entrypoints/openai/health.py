@@ -32,7 +32,7 @@ def health_router(context: ServingContext) -> APIRouter:
         """503 with a reason only while a request would be refused. A pause that keeps or holds requests does not
         count."""
         try:
-            status = await client.call(m.PauseStatusArgs(), config.stall_s)
+            status = await client.call(m.PauseStatusArgs())
         except EngineError as error:
             return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
         if status["rejecting_new_requests"] and status["admission"] == "reject":
@@ -45,7 +45,7 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        result = await client.call(m.MetricsArgs(), config.stall_s)
+        result = await client.call(m.MetricsArgs())
         return Response(result["text"], media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/models")

@@ -35,10 +35,10 @@ from fastdeploy.inter_communicator import messages as m
 
 def weights_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, config = context.client, context.config
+    client = context.client
 
     async def call(args: m.Args) -> Response:
-        return envelope(await client.call(args, config.update_s))
+        return envelope(await client.call(args))
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
     async def update_weights(request: Request) -> Response:

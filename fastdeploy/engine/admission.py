@@ -1,0 +1,89 @@
+"""Admission: which requests may enter the engine, and why the others are refused."""
+
+from __future__ import annotations
+
+from fastdeploy.engine.deadlines import check_deadlines
+from fastdeploy.engine.holds import Admission
+from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.request import Group, Request, RequestTable
+from fastdeploy.engine.retention import Retention, check_retainable
+from fastdeploy.engine.sampling_params import MAX_INT32, check_prompt_logprobs
+from fastdeploy.errors import DuplicateRequest, InvalidField, QueueFull, RequestsRejected
+from fastdeploy.inter_communicator.messages import AddRequest
+from fastdeploy.scheduler.interface import ModelInfo
+from fastdeploy.scheduler.queue import WaitingQueue
+
+MAX_N = 1024
+RETRY_AFTER_S = 1
+
+
+class AdmissionControl:
+    """Checks each new request against the pause, the queue and the model. Changes none of them.
+
+    max_waiting: requests that may wait in ``waiting``.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        max_waiting: int,
+        pause: PauseState,
+        waiting: WaitingQueue,
+        requests: RequestTable,
+        retention: Retention,
+    ):
+        self._info = info
+        self._max_waiting = max_waiting
+        self._pause = pause
+        self._waiting = waiting
+        self._requests = requests
+        self._retention = retention
+        self._arrivals = 0
+
+    def admit(self, client: str, add: AddRequest) -> Group:
+        """Return the choices of ``add``, not in the engine yet. Raises RequestsRejected, DuplicateRequest, QueueFull,
+        or InvalidField naming the field that is out of range."""
+        self._check_door(add)
+        self._check_fields(add)
+        self._check_prompt(add)
+        max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
+        group = Group(client, add)
+        self._arrivals += 1
+        order = (add.priority, self._arrivals)
+        group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
+        return group
+
+    def _check_door(self, add: AddRequest) -> None:
+        if self._pause.admission is Admission.REJECT:
+            message = "the engine is pausing or paused and rejects new requests"
+            raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=self._pause.phase.value)
+        if self._requests.is_taken(add):
+            raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
+        if not 1 <= add.n <= MAX_N:
+            raise InvalidField("n", f"expected an integer from 1 to {MAX_N}, got {add.n}")
+        if len(self._waiting) + add.n > self._max_waiting:
+            message = f"the queue holds its maximum of {self._max_waiting} requests"
+            raise QueueFull(message, retry_after=RETRY_AFTER_S)
+
+    def _check_fields(self, add: AddRequest) -> None:
+        add.sampling.check()  # a row that a step cannot compute would fail the step of every request
+        check_retainable(add)
+        self._retention.check_room(add)
+        check_deadlines(add)
+
+    def _check_prompt(self, add: AddRequest) -> None:
+        prompt, limit, vocab_size = add.prompt_token_ids, self._info.max_model_len, self._info.vocab_size
+        if not prompt:
+            raise InvalidField("prompt", "expected at least one token")
+        if len(prompt) >= limit:
+            raise InvalidField("prompt", f"expected fewer than max_model_len={limit} tokens, got {len(prompt)}")
+        check_prompt_logprobs(add.sampling.prompt_logprobs, len(prompt))
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise InvalidField("prompt", f"expected token ids from 0 to {vocab_size - 1}")
+        if max(add.sampling.stop_token_ids, default=0) >= vocab_size:
+            raise InvalidField("stop_token_ids", f"expected token ids from 0 to {vocab_size - 1}")
+        if not 0 <= add.resumed_tokens < len(prompt):
+            expected = f"an integer from 0 to {len(prompt) - 1} (one less than the prompt has)"
+            raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")
+        if not 0 <= add.first_choice <= MAX_INT32:
+            raise InvalidField("first_choice", f"expected an integer from 0 to 2**31 - 1, got {add.first_choice}")
