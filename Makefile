@@ -1,5 +1,6 @@
 # make demo   set everything up in .venv, build the custom ops, run the main job
 # make test   the test suite        make test-slow   the long tests
+# make fuzz   random requests and checkpoints for some five minutes
 # make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo serve test test-slow ops lint clean
+.PHONY: demo serve test test-slow fuzz ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -20,6 +21,10 @@ test: $(VENV)/.test ops
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+# Random requests, bodies and checkpoints against a real server, for some five minutes.
+fuzz: $(VENV)/.test ops
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-110} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q ruff

@@ -78,7 +78,14 @@ RUNTIME = [
     "uvloop>=0.21",
 ]
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "requests>=2.31"]
-TEST = ["hypothesis>=6.100", "openai>=1.60", "pytest>=8", "pytest-timeout>=2.3", "torch==2.13.0"]
+TEST = [
+    "hypothesis>=6.100",
+    "openai>=1.60",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "schemathesis>=4.30,<5",
+    "torch==2.13.0",
+]
 
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},

@@ -1,14 +1,8 @@
-"""Tiny random Hugging Face checkpoints, and what transformers makes of them.
-
-``write_checkpoint`` needs numpy only, so a test can make and damage folders in its own process. The references come
-from a subprocess (``python tests/checkpoints.py``), since Paddle and torch do not live in one process.
-"""
+"""Tiny random Hugging Face checkpoints. Needs numpy only."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,46 +166,3 @@ def write_checkpoint(folder: Path, spec: Spec, tensors: dict[str, np.ndarray] | 
 
 def prompt(length: int, vocab: int) -> list[int]:
     return np.random.default_rng(length).integers(4, vocab, length).tolist()
-
-
-def transformers_greedy(folders: list[Path], lengths: list[int], steps: int) -> list[dict[int, dict[str, np.ndarray]]]:
-    """What transformers generates greedily in float32, per folder and prompt length: ``ids`` [steps], ``logprobs``
-    [steps] of these ids, ``margin`` [steps] between the best two logits. The prompt is ``prompt(length, vocab)``.
-
-    Also saves each model as transformers does, to the folder's name + "-saved" (always float32)."""
-    out = folders[0].parent / "transformers_greedy.npz"
-    task = {"folders": [str(f) for f in folders], "lengths": lengths, "steps": steps, "out": str(out)}
-    subprocess.run([sys.executable, __file__, json.dumps(task)], check=True, timeout=300)
-    arrays = np.load(out)
-    keys = ("ids", "logprobs", "margin")
-    return [{n: {k: arrays[f"{i}.{n}.{k}"] for k in keys} for n in lengths} for i in range(len(folders))]
-
-
-def _main(task: dict[str, Any]) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    arrays = {}
-    for i, folder in enumerate(task["folders"]):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        model.save_pretrained(f"{folder}-saved")
-        for length in task["lengths"]:
-            ids, logprobs, margins, cache = [], [], [], None
-            new = torch.tensor([prompt(length, model.config.vocab_size)])
-            for _ in range(task["steps"]):
-                with torch.inference_mode():
-                    out = model(new, past_key_values=cache, use_cache=True)
-                logits, cache = out.logits[0, -1], out.past_key_values
-                best = logits.topk(2).values
-                ids.append(int(logits.argmax()))
-                logprobs.append(float(logits.log_softmax(-1)[ids[-1]]))
-                margins.append(float(best[0] - best[1]))
-                new = torch.tensor([[ids[-1]]])
-            for key, values in (("ids", ids), ("logprobs", logprobs), ("margin", margins)):
-                arrays[f"{i}.{length}.{key}"] = np.array(values)
-    np.savez(task["out"], **arrays)
-
-
-if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from checkpoints import SPECS, write_checkpoint
+from torch_process import TorchProcess
+
+
+@pytest.fixture(scope="session")
+def torch_process() -> Iterator[TorchProcess]:
+    """Computes references in torch, in a process of its own."""
+    process = TorchProcess()
+    yield process
+    process.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,14 @@
-"""Log probabilities in each mode as torch computes them. A process of its own, since Paddle and torch do not live in
-one: ``python tests/torch_logprobs.py folder``, with task.json and logits.npz in it, writes reference.npz."""
+"""Log probabilities in each mode as torch computes them. Runs in the process of torch: see torch_process.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
-def _distribution(logits, known: list[int], prompt_len: int, case: dict):
+def _distribution(logits, known: list[int], prompt_len: int, case: dict[str, Any]):
     """log probabilities [V] in the case's mode, in double precision, by sorting the whole vocabulary."""
     import torch
 
@@ -38,28 +36,27 @@ def _distribution(logits, known: list[int], prompt_len: int, case: dict):
     return x.log_softmax(-1)
 
 
-def _main(at: Path) -> None:
+def told(
+    folder: Path, cases: list[dict[str, Any]], top: int, given: dict[int, np.ndarray]
+) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
+    """Log probabilities of the token drawn and of the ``top`` best, [steps, 1 + top] per case: from the logits of
+    transformers, and from the logits ``given`` [steps, V] by the case's number. A case has the fields that
+    ``_distribution`` reads, ``ids`` and the length ``prompt`` of those before the first step."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    task, given = json.loads((at / "task.json").read_text()), np.load(at / "logits.npz")
-    model = AutoModelForCausalLM.from_pretrained(task["folder"], dtype=torch.float32, attn_implementation="eager")
-    model.eval()
-    arrays = {}
-    for i, case in enumerate(task["cases"]):
-        ids, start = case["ids"], case["prompt"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def of_case(case: dict[str, Any], rows) -> np.ndarray:
+        found, ids, start = [], case["ids"], case["prompt"]
+        for k, row in enumerate(rows):
+            logprobs = _distribution(row.clone(), ids[: start + k], start, case)
+            found.append([logprobs[ids[start + k]], *logprobs.topk(top).values])
+        return np.array(found, np.float64)
+
+    own = []
+    for case in cases:
         with torch.inference_mode():
-            own = model(torch.tensor([ids])).logits[0, start - 1 : -1]
-        sources = {"own": own} | ({"given": torch.tensor(given[str(i)])} if str(i) in given else {})
-        for kind, rows in sources.items():
-            told = []
-            for k, row in enumerate(rows):
-                logprobs = _distribution(row.clone(), ids[: start + k], start, case)
-                told.append([logprobs[ids[start + k]], *logprobs.topk(task["top"]).values])
-            arrays[f"{kind}.{i}"] = np.array(told, np.float64)
-    np.savez(at / "reference.npz", **arrays)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+            rows = model(torch.tensor([case["ids"]])).logits[0, case["prompt"] - 1 : -1]
+        own.append(of_case(case, rows))
+    return own, {i: of_case(cases[i], torch.tensor(rows)) for i, rows in given.items()}

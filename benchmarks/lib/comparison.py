@@ -69,11 +69,12 @@ class Compared:
         return median(a / b for a, b in zip(base, other, strict=True))
 
     def share(self, measured: Measured, shape: Shape) -> float | None:
-        """Median of the runs' parts of the roofline; None where it is not known."""
+        """Median of the runs' parts of the roofline; None where one of them is not known."""
         machine = self.machine
         if machine is None or any(run.errors for run in measured.runs):
             return None
-        return median(self.load.share(shape, machine, run) for run in measured.runs)
+        shares = [self.load.share(shape, machine, run) for run in measured.runs]
+        return None if None in shares else median(shares)
 
     def rows(self, shape: Shape) -> list[tuple[str, ...]]:
         """One row of the table per engine; see HEADER. ratio: tokens per second, first engine over this one. sooner:

@@ -25,7 +25,8 @@ class Figures:
     """One run. Times in seconds; None where the load does not show it.
 
     seconds: from the first request sent to the last one ended. token_s: time between the tokens of a stream, its mean,
-    median over streams. prefilled_s: from the first request sent to the last first token.
+    median over streams; None where the tokens of most streams came all at once, as they do to a client that is busy.
+    prefilled_s: from the first request sent to the last first token.
     """
 
     seconds: float
@@ -58,8 +59,8 @@ class Load(ABC):
         be reached."""
 
     @abstractmethod
-    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float:
-        """How much of what the machine could do was used, from 0 to about 1."""
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
+        """How much of what the machine could do was used, from 0 to about 1; None where the figures do not show it."""
 
     def warm_up(self) -> Load:
         """One short round of it."""
@@ -87,13 +88,12 @@ class Streams(Load):
             stats.ttft.mean,
             stats.ttft.at[50],
             stats.ttft.at[99],
-            stats.tpot.at[50],
+            stats.tpot.at[50] or None,
             max(log.tokens[0].at for log in logs) - start,
         )
 
-    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float:
-        assert figures.token_s is not None
-        return decode_share(shape, machine, figures.token_s)
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
+        return None if figures.token_s is None else decode_share(shape, machine, figures.token_s)
 
 
 class Prefill(Streams):

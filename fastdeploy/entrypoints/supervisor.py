@@ -136,7 +136,8 @@ class Supervisor:
         ready = self._selector.select(self._patience())
         # What a child told before it died counts: read the pipes first.
         for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
-            key.data[1]()
+            if key.fd in self._selector.get_map():  # else one that was handled before it ended its process
+                key.data[1]()
         if self._stopping and time.monotonic() >= self._stop_deadline:
             logger.error("not everything ended within %g s: killing the rest", self._config.shutdown_s)
             self._status = self._status or FAILED
@@ -269,10 +270,14 @@ class Supervisor:
             self._engine.signal(signal.SIGTERM)
 
     def _on_refused(self, why: str) -> None:
-        """A child cannot serve the model. The others need not say so too."""
-        if not self._stopping:
-            print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
-            self._stop(REFUSED)
+        """Say why the model cannot be served, once, and end. Before anything was served there is nothing to end
+        gracefully: a child that still loads may take long to see a signal."""
+        if self._stopping:
+            return
+        print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+        self._stop(REFUSED)
+        if not self._served:
+            self._kill_all()
 
     def _restart_later(self, child: Child, status: int) -> None:
         now, name = time.monotonic(), child.name

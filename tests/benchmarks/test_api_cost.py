@@ -46,14 +46,14 @@ def test_every_case_is_measured_on_a_server_that_is_gone_afterwards(
             return seconds
 
     monkeypatch.setattr(api_cost, "ServerProcess", Watched)
-    small = ["--streams", "3", "--input-len", "20", "--output-len", "60", "--repeats", "2", "--json", str(file)]
+    small = ["--streams", "3", "--input-len", "20", "--output-len", "400", "--repeats", "2", "--json", str(file)]
     assert api_cost.main(["--model-path", str(MODEL), *small]) == 0
     assert [server.processes() for server in started] == [[]]
     cases = json.loads(file.read_text())["cases"]
     assert list(cases) == [case.name for case in CASES]
     for rounds in cases.values():
         assert [cost["errors"] for cost in rounds] == [[], []]
-        assert all(cost["wall_s"] > 0 and 0 < cost["tokens"] <= 3 * 60 for cost in rounds)
+        assert all(cost["wall_s"] > 0 and 0 < cost["tokens"] <= 3 * 400 for cost in rounds)
     assert sum(cost["cpu_s"] for rounds in cases.values() for cost in rounds) > 0
     shown = capsys.readouterr().out
     assert all(case.name in shown for case in CASES)

@@ -230,6 +230,7 @@ def test_killed_supervisor_takes_everything_along(start_server):
     until(lambda: server.leftovers() == [], 5, "the socket folder is gone")
 
 
+@pytest.mark.slow  # 15 s of waits between restarts; test_supervisor.py has it with an engine that fails at once
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_an_error(start_server):
     server = start_server()
     end = time.monotonic() + 100

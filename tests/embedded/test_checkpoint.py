@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
@@ -16,6 +15,8 @@ from fastdeploy.embedded import MODEL_DIR, arithmetic, default_model, tokenizer
 from fastdeploy.embedded.checkpoint import load, save
 from fastdeploy.embedded.evaluate import generate
 from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
+from torch_generation import logits, solve
+from torch_process import TorchProcess
 
 
 def test_the_checkpoint_is_whole_and_a_few_megabytes():
@@ -29,59 +30,75 @@ def test_the_checkpoint_is_whole_and_a_few_megabytes():
     assert config["max_position_embeddings"] == 4096
 
 
-def test_transformers_computes_the_same_logits(transformers: Callable[..., Any], tmp_path: Path):
+def test_transformers_computes_the_same_logits(torch_process: TorchProcess):
     problem = arithmetic.make_problem("mul", 4, (1234, 567))
     ids = tokenizer.prompt_ids(problem, chat=True) + tokenizer.encode(problem.solution)
-    reply = transformers("logits", ids=ids, path=str(tmp_path / "logits.npy"))
-    assert reply == {"dtype": "torch.bfloat16", "class": "Qwen3ForCausalLM"}
+    name, dtype, wanted = torch_process.run(logits, MODEL_DIR, ids)
+    assert (name, dtype) == ("Qwen3ForCausalLM", "torch.bfloat16")
     with paddle.no_grad():
         ours = load(MODEL_DIR).logits(paddle.to_tensor([ids]))[0].numpy()
-    np.testing.assert_allclose(ours, np.load(tmp_path / "logits.npy"), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(ours, wanted, atol=1e-3, rtol=0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    problem: arithmetic.Problem
+    text: str
+    length: int  # with the end token
+    ended: bool
+
+    @property
+    def solved(self) -> bool:
+        return arithmetic.is_correct(self.problem, self.text)
+
+
+def answers(chat: bool) -> list[Answer]:
+    """To 200 held-out problems, greedy, as chat messages or bare, the shorter solutions first."""
+    problems = sorted(arithmetic.problems(0, 200), key=lambda p: len(p.solution))
+    prompts = [tokenizer.prompt_ids(problem, chat) for problem in problems]
+    found = generate(load(MODEL_DIR), prompts, max_tokens=400, temperature=0.0, seed=0)
+    return [
+        Answer(problem, tokenizer.decode(ids), len(ids), ids[-1] == tokenizer.END_ID)
+        for problem, ids in zip(problems, found, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
-def solved(transformers: Callable[..., Any]) -> dict[str, Any]:
-    """200 held-out problems, greedy, as chat messages."""
-    problems = sorted(arithmetic.problems(0, 200), key=lambda p: len(p.solution))
-    reply = transformers("solve", prompts=[p.prompt for p in problems], chat=True, max_tokens=400)
-    hits = [arithmetic.is_correct(p, text) for p, text in zip(problems, reply["completions"], strict=True)]
-    return {"problems": problems, "hits": hits, **reply}
+def chats() -> list[Answer]:
+    return answers(chat=True)
 
 
-def test_the_model_solves_a_third_to_a_half_of_heldout_problems(solved: dict[str, Any]):
-    assert 1 / 3 <= statistics.mean(solved["hits"]) <= 1 / 2
+def test_our_batched_decoding_gives_the_completions_of_transformers(chats: list[Answer], torch_process: TorchProcess):
+    some = chats[::10]
+    reply = torch_process.run(solve, MODEL_DIR, [a.problem.prompt for a in some], chat=True, max_tokens=400)
+    wanted = zip(reply["completions"], reply["lengths"], reply["ended"], strict=True)
+    agreeing = sum((a.text, a.length, a.ended) == other for a, other in zip(some, wanted, strict=True))
+    assert agreeing >= len(some) - 1  # one near-tie may fall the other way
 
 
-def test_answers_differ_widely_in_length_and_end_by_themselves(solved: dict[str, Any]):
-    lengths = sorted(solved["lengths"])
+def test_the_model_solves_a_third_to_a_half_of_heldout_problems(chats: list[Answer]):
+    assert 1 / 3 <= statistics.mean(a.solved for a in chats) <= 1 / 2
+
+
+def test_answers_differ_widely_in_length_and_end_by_themselves(chats: list[Answer]):
+    lengths = sorted(a.length for a in chats)
     assert lengths[0] <= 5
     assert lengths[-1] > 200
     assert lengths[180] > 4 * lengths[20]
-    assert statistics.mean(solved["ended"]) > 0.97
+    assert statistics.mean(a.ended for a in chats) > 0.97
 
 
-def test_easy_problems_are_solved_more_often_than_hard_ones(solved: dict[str, Any]):
+def test_easy_problems_are_solved_more_often_than_hard_ones(chats: list[Answer]):
     def rate(levels: tuple[int, ...]) -> float:
-        return statistics.mean(h for h, p in zip(solved["hits"], solved["problems"], strict=True) if p.level in levels)
+        return statistics.mean(a.solved for a in chats if a.problem.level in levels)
 
     assert rate((1, 2)) > rate((3, 4))
 
 
-def test_our_batched_decoding_gives_the_completions_of_transformers(solved: dict[str, Any]):
-    problems, texts = solved["problems"][::10], solved["completions"][::10]
-    prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems]
-    ours = generate(load(MODEL_DIR), prompts, max_tokens=400, temperature=0.0, seed=0)
-    agreeing = sum(tokenizer.decode(ids) == text for ids, text in zip(ours, texts, strict=True))
-    assert agreeing >= len(problems) - 1  # one near-tie may fall the other way
-
-
-def test_a_bare_prompt_is_answered_too(solved: dict[str, Any]):
-    prompts = [tokenizer.encode(problem.prompt) for problem in solved["problems"]]
-    ids = generate(load(MODEL_DIR), prompts, max_tokens=400, temperature=0.0, seed=0)
-    pairs = zip(solved["problems"], ids, strict=True)
-    rate = statistics.mean(arithmetic.is_correct(problem, tokenizer.decode(answer)) for problem, answer in pairs)
-    assert rate > 0.25
-    assert statistics.mean(answer[-1] == tokenizer.END_ID for answer in ids) > 0.97
+def test_a_bare_prompt_is_answered_too():
+    bare = answers(chat=False)
+    assert statistics.mean(a.solved for a in bare) > 0.25
+    assert statistics.mean(a.ended for a in bare) > 0.97
 
 
 def test_saving_rounds_to_nearest_even_bfloat16_and_loading_widens_exactly(tmp_path: Path):

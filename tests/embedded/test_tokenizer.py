@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fastdeploy.embedded import MODEL_DIR, tokenizer
+from torch_generation import tokenize
+from torch_process import TorchProcess
 
 COMMITTED = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 TEXT = st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \n\t#+=0129<|>")))
@@ -48,11 +49,11 @@ def test_building_again_gives_the_committed_files(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def by_transformers(transformers: Callable[..., Any]) -> dict[str, Any]:
+def by_transformers(torch_process: TorchProcess) -> dict[str, Any]:
     texts = ["12+34=", "héllo  wörld\n\t😀 .  , 's", "\x00\x7f \u2028", "<|end|> x"]
     user, system = {"role": "user", "content": " 12+34= "}, {"role": "system", "content": "Be kind.\n"}
     answered = [user, {"role": "assistant", "content": "#46"}, {"role": "user", "content": "1+1="}]
-    reply = transformers("tokenize", texts=texts, chats=[[user], [system, user], answered])
+    reply = torch_process.run(tokenize, MODEL_DIR, texts, [[user], [system, user], answered])
     return {"texts": texts, **reply}
 
 

@@ -126,7 +126,7 @@ def on_new_weights(folders) -> Stream:
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
-def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, kv, paused):
+def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, torch_process, kv, paused):
     cases, streams, points = [], [], set()
     for offset in range(STAGGER):
         targets, after = run(folders, offset, kv, paused)
@@ -141,7 +141,8 @@ def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_ne
                 cases.append(Case(tokens, kept, LENGTH - k))
                 streams.append(stream)
     assert points >= set(range(1, LENGTH)), f"switch points not reached: {sorted(set(range(1, LENGTH)) - points)}"
-    for case, stream, wanted in zip(cases, streams, continuations(*folders, cases), strict=True):
+    references = torch_process.run(continuations, *folders, cases)
+    for case, stream, wanted in zip(cases, streams, references, strict=True):
         assert stream.tokens[-case.new :] == wanted["best"].tolist(), f"switch at {LENGTH - case.new}"
         logprobs = np.array([entry.logprob for entry in stream.logprobs[-case.new :]])
         assert np.abs(logprobs - wanted["logprobs"]).max() < 1e-3
@@ -155,7 +156,7 @@ def test_the_two_ways_differ_so_the_test_can_tell_them_apart(folders):
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
-def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, kv, paused):
+def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process, kv, paused):
     old, new = folders
     long = prompt(90, VOCAB)
     h = engine_on(old, max_num_batched_tokens=16)
@@ -171,7 +172,8 @@ def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, kv, paused):
     stream = h.stream("half")
     (cut,) = computed
     assert 0 < cut < len(long) and switch_point(stream) == 0
-    wanted = continuations(old, new, [Case(long + stream.tokens, cut if kv == "keep" else 0, 20)])[0]
+    case = Case(long + stream.tokens, cut if kv == "keep" else 0, 20)
+    (wanted,) = torch_process.run(continuations, old, new, [case])
     assert stream.tokens == wanted["best"].tolist()
     assert np.abs(np.array([e.logprob for e in stream.logprobs]) - wanted["logprobs"]).max() < 1e-3
 

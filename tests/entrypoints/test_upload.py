@@ -93,7 +93,7 @@ def test_an_upload_that_the_engine_would_refuse_is_refused_before_its_body_is_re
     spooling.engine.replies[m.CheckUpdateArgs] = lambda call: m.Reply(call.call_id, {}, refusal)
     address = spooling.http.base_url
     with socket.create_connection((address.host, address.port), timeout=20) as client:
-        client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\n{HALF}".encode())
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{HALF}".encode())
         reply = b"".join(iter(lambda: client.recv(65536), b""))
     assert reply.startswith(b"HTTP/1.1 404") and b"session_not_found" in reply and b"connection: close" in reply
     check = spooling.engine.expect(m.CheckUpdateArgs).args
@@ -110,7 +110,7 @@ def test_uploads_wait_for_their_turn_and_each_is_taken(make_stack, spool):
     halves = []
     for _ in range(2):
         client = socket.create_connection((address.host, address.port), timeout=20)
-        client.sendall(f"POST /v1/update_weights HTTP/1.1\r\nhost: x\r\n{HALF}".encode() + bytes(1000))
+        client.sendall(f"POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\n{HALF}".encode() + bytes(1000))
         halves.append(client)
     wait_until(lambda: len(list(spool.iterdir())) == 2)
     replies: list = []

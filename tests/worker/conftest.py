@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import SPECS, transformers_greedy
+from checkpoints import SPECS
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
+from torch_generation import greedy
+from torch_process import TorchProcess
 
 PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 64, 100, 311]
 STEPS = 48
@@ -23,10 +25,9 @@ Expected = dict[int, dict[str, np.ndarray]]
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoints: dict[str, Path]) -> dict[str, Expected]:
+def expected(checkpoints: dict[str, Path], torch_process: TorchProcess) -> dict[str, Expected]:
     """transformers' greedy output for every checkpoint and prompt length, float32 (of bf16-rounded weights)."""
-    references = transformers_greedy(list(checkpoints.values()), PROMPT_LENGTHS, STEPS)
-    return dict(zip(checkpoints, references, strict=True))
+    return {name: torch_process.run(greedy, at, PROMPT_LENGTHS, STEPS) for name, at in checkpoints.items()}
 
 
 @pytest.fixture(params=sorted(OPS))

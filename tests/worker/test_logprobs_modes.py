@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,17 +70,12 @@ def run(runner, made: list[Sequence], monkeypatch) -> list[np.ndarray]:
     return [np.stack([step[i] for step in seen]) for i in range(len(made))]
 
 
-def reference(folder: Path, cases: list[tuple[Setting, Sequence]], logits: list[np.ndarray], at: Path) -> dict:
-    """What torch makes of the runner's logits ("given.<i>"), and of those of transformers ("own.<i>"): per case
-    [steps, 1 + TOP], of the token that was drawn and of the best."""
-    np.savez(at / "logits.npz", **{str(i): rows for i, rows in enumerate(logits)})
-    described = [
+def described(cases: list[tuple[Setting, Sequence]]) -> list[dict[str, Any]]:
+    """The cases of torch_logprobs.told."""
+    return [
         {"ids": s.ids, "prompt": s.prompt_len, "mode": s.sampling.logprobs_mode} | asdict(setting)
         for setting, s in cases
     ]
-    (at / "task.json").write_text(json.dumps({"folder": str(folder), "cases": described, "top": TOP}))
-    subprocess.run([sys.executable, torch_logprobs.__file__, str(at)], check=True, timeout=300)
-    return dict(np.load(at / "reference.npz"))
 
 
 def told(sequence: Sequence) -> np.ndarray:
@@ -93,21 +85,23 @@ def told(sequence: Sequence) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_bf16"])
-def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, checkpoints, tmp_path, monkeypatch):
+def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, checkpoints, torch_process, monkeypatch):
     """known failure 34: "sampled from" logprobs of another distribution than the trainer computes."""
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
-    expected, errors = reference(checkpoints[name], cases, logits, tmp_path), []
+    asked = (checkpoints[name], described(cases), TOP, dict(enumerate(logits)))
+    own, given = torch_process.run(torch_logprobs.told, *asked)
+    errors = []
     for i, (setting, sequence) in enumerate(cases):
         got, label = told(sequence), f"{setting} {sequence.sampling.logprobs_mode}"
         assert np.isfinite(got[:, 0]).all(), f"{label}: a token was drawn that could not be"
-        np.testing.assert_allclose(got, expected[f"given.{i}"], atol=2e-5, rtol=1e-5, err_msg=label)
+        np.testing.assert_allclose(got, given[i], atol=2e-5, rtol=1e-5, err_msg=label)
         if name == "qwen3":
-            np.testing.assert_allclose(got, expected[f"own.{i}"], atol=3e-3, err_msg=label)
+            np.testing.assert_allclose(got, own[i], atol=3e-3, err_msg=label)
         elif sequence.sampling.logprobs_mode != "processed":  # else a token at the edge may be in or out
             bound = BFLOAT16_MAX / (setting.temperature or 1.0)
-            np.testing.assert_allclose(got, expected[f"own.{i}"], atol=bound, err_msg=label)
-            errors.append(np.abs(got - expected[f"own.{i}"]) * (setting.temperature or 1.0))
+            np.testing.assert_allclose(got, own[i], atol=bound, err_msg=label)
+            errors.append(np.abs(got - own[i]) * (setting.temperature or 1.0))
     assert name == "qwen3" or np.mean(np.concatenate(errors)) < BFLOAT16_MEAN
 
 
@@ -156,7 +150,7 @@ def test_the_kept_ids_are_those_that_the_processed_logprobs_are_over(make_runner
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_bf16"])
-def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make_runner, checkpoints, tmp_path):
+def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make_runner, checkpoints, torch_process):
     """A chunk of 300 rows is more than one slice of logits."""
     runner = make_runner(name)
     ids = prompt(311, 211)
@@ -177,7 +171,8 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
     whole = computed(311)
     assert computed(50) == whole and len(whole) == 310
     case = Sequence("p", ids, SamplingParams(temperature=0.0), prompt_len=1)
-    expected = reference(checkpoints[name], [(Setting(), case)], [], tmp_path)["own.0"]
+    asked = (checkpoints[name], described([(Setting(), case)]), TOP, {})
+    (expected,), _ = torch_process.run(torch_logprobs.told, *asked)
     got = np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in whole])
     np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else BFLOAT16_MAX)
     assert np.abs(got - expected).mean() < 0.02

@@ -65,6 +65,12 @@ def test_what_a_load_does_not_show_is_a_dash():
     assert row["ratio"] == "1.00"
 
 
+def test_a_run_that_does_not_show_the_time_between_tokens_has_no_place_on_the_roofline():
+    hidden = Figures(1.0, 10, 5.0, 1.0, 1.0, 1.0, None, 1.0)
+    row = cells(compared(("ours", [figures(1), hidden])), 0)
+    assert (row["of the roofline"], row["ms per token"]) == ("-", "1000.0")
+
+
 def test_a_run_with_errors_has_no_place_on_the_roofline_and_its_errors_name_the_engine():
     broken = Figures(1.0, 10, 5.0, errors=("HTTP 500",))
     found = compared(("ours", [figures(1)]), ("peer", [broken, broken]))

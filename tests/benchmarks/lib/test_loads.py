@@ -2,14 +2,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.lib.client import Client, Reply
 from benchmarks.lib.loads import LOADS, Figures, Groups, Load, Prefill, RepeatedGroups, Streams
+from benchmarks.lib.roofline import Machine, Shape
+from benchmarks.lib.timeline import StreamLog, TokenEvent
 from benchmarks.lib.workload import closed_loop
 from fake_pause_server import FakeServer
+
+SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
 
 
 class Recorder:
@@ -34,6 +40,21 @@ class Recorder:
 
 def send(load: Load, client: Any, seed: str = "s") -> Figures:
     return asyncio.run(load.run(client, "q05", seed))
+
+
+def test_tokens_that_came_all_at_once_show_no_time_between_them():
+    """A client that is busy reads a short stream in one piece."""
+
+    class Late:
+        async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Any:
+            log = StreamLog(request_id, sent_at=0.0, status=200, done_markers=1, finals=[(1.0, "length")])
+            log.tokens = [TokenEvent(1.0, [token]) for token in range(body["max_tokens"])]
+            return SimpleNamespace(wait_closed=partial(asyncio.sleep, 0, log))
+
+    load = Streams("s", 2, 4, 5, 4)
+    figures = send(load, Late())
+    assert figures.tokens == 4 * 5 and figures.token_s is None
+    assert load.share(SHAPE, Machine(1.0, 1.0), figures) is None
 
 
 def test_a_closed_loop_sends_each_once_and_never_more_than_it_has_clients():

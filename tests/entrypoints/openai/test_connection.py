@@ -58,7 +58,7 @@ def served(stack) -> bool:
 )
 def test_headers_without_end_are_a_431_and_are_not_read_on(make_stack, part):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: a") as connection:
+    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: a") as connection:
         if not part.startswith(b"a"):
             connection.sendall(b"\r\n")
         taken = send_until_closed(connection, part, 20_000)
@@ -72,7 +72,7 @@ def test_headers_without_end_are_a_431_and_are_not_read_on(make_stack, part):
 @pytest.mark.parametrize("headers", [b"x-filler: " + b"a" * (65 << 10) + b"\r\n", b"x: y\r\n" * 257])
 def test_headers_just_beyond_a_limit_are_a_431_and_below_it_they_are_served(make_stack, headers):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n") as connection:
+    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n") as connection:
         status, code, head = answer(connection)
     assert (status, code) == (431, "headers_too_large") and b"connection: close" in head
     fewer = headers[: len(headers) // 2].rpartition(b"\r\n")[0] or b"x-filler: " + b"a" * (60 << 10)
@@ -90,7 +90,9 @@ def test_trailers_are_not_kept(make_stack):
     stack = make_stack(body_idle_s=0.5)
     stack.script(reply_with([97]))
     body = b'{"prompt": [97]}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     trailers = b"x-trailer: y\r\n" * 1000
     with connected(stack, head + b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -112,7 +114,7 @@ def test_half_a_head_is_a_408(make_stack):
 
 
 def test_half_a_head_behind_an_answered_request_is_a_408(make_stack):
-    with connected(make_stack(header_s=0.2), b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
+    with connected(make_stack(header_s=0.2), b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /version HTT")
         assert answer(connection)[:2] == (408, "request_timeout")
@@ -121,7 +123,7 @@ def test_half_a_head_behind_an_answered_request_is_a_408(make_stack):
 @pytest.mark.parametrize("length", [100, 10 * MIB])
 def test_half_a_body_is_a_408(make_stack, length):
     stack = make_stack(body_idle_s=0.2)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length
     with connected(stack, head + b'{"prompt"') as connection:
         assert answer(connection)[:2] == (408, "request_timeout")
     assert served(stack)
@@ -129,7 +131,7 @@ def test_half_a_body_is_a_408(make_stack, length):
 
 def test_half_an_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
     stack = make_stack(body_idle_s=0.2, upload_dir=str(tmp_path))
-    head = b"POST /v1/update_weights HTTP/1.1\r\nhost: x\r\ncontent-type: application/octet-stream\r\n"
+    head = b"POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
     with connected(stack, head + b"content-length: 10000000\r\n\r\n" + bytes(1000)) as connection:
         assert answer(connection)[:2] == (408, "request_timeout")
     wait_until(lambda: not list(tmp_path.iterdir()))
@@ -176,14 +178,14 @@ def test_connections_beyond_the_limit_are_a_429_until_others_have_gone(make_stac
         assert (status, code) == (429, "server_busy") and b"retry-after: 1" in head
         assert served(stack), "an old connection goes on"
     wait_until(lambda: len(stack.server._server.server_state.connections) == 1)
-    with connected(stack, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n") as connection:
+    with connected(stack, b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_requests_that_are_sent_ahead_without_number_are_refused(stack):
     """The first is never answered, so that all others wait."""
     body = b'{"prompt": [97], "stream": true}'
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     with connected(stack, request * 100) as connection:
         assert answer(connection) == (0, "", b""), "an answer would be taken for that of the first"
     assert served(stack)
@@ -193,7 +195,7 @@ def test_requests_that_are_sent_ahead_without_number_are_refused(stack):
 
 
 def half_body(size: int) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
     return head + b'{"prompt": [97]' + b" " * (size // 2)
 
 
@@ -279,7 +281,7 @@ def test_the_bytes_of_a_body_are_not_kept_while_its_answer_is_made(make_stack, p
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/update_weights"])
 def test_the_body_of_a_refused_request_is_not_read_to_its_end(make_stack, path):
     stack = make_stack(max_upload_mb=1)
-    head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/octet-stream\r\n" % path.encode()
+    head = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n" % path.encode()
     with connected(stack, head + b"content-length: 4000000000\r\n\r\n") as connection:
         assert send_until_closed(connection, bytes(MIB), 200) < 200
         status, _, answered = answer(connection)

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from fake_engine_server import one_output, replace, reply_with
+from fastdeploy.entrypoints.openai.protocol import MAX_BRACKETS
 from fastdeploy.inter_communicator import messages as m
 
 HELLO = list(b"hey you")
@@ -237,28 +238,22 @@ def two_of_sglang(tokens: int) -> dict:
     return {"input_ids": [[97], [97]], "return_logprob": True, "top_logprobs_num": 2, "sampling_params": sampling}
 
 
-def long_prompt(tokens: int) -> dict:
-    return {"prompt": [97] * 12 * tokens, "prompt_logprobs": 1, "max_tokens": 1}
-
-
 @pytest.mark.parametrize(
-    ("path", "body", "field"),
+    ("path", "body"),
     [
-        ("/v1/completions", two_completions, "logprobs"),
-        ("/v1/chat/completions", one_chat, "logprobs"),
-        ("/inference/v1/generate", one_of_vllm, "logprobs"),
-        ("/generate", two_of_sglang, "logprobs"),
-        ("/v1/completions", long_prompt, "prompt_logprobs"),
+        ("/v1/completions", two_completions),
+        ("/v1/chat/completions", one_chat),
+        ("/inference/v1/generate", one_of_vllm),
+        ("/generate", two_of_sglang),
     ],
 )
-def test_a_reply_that_might_be_too_large_is_refused_by_name(make_stack, path, body, field):
+def test_a_reply_that_might_be_too_large_is_refused_by_name(make_stack, path, body):
     """Five tokens for each choice are 120 log probabilities."""
     stack = make_stack(max_reply_logprobs=119)
     error = stack.post(path, **body(5)).json()["error"]
-    assert error["param"] == field and "--max-reply-logprobs" in error["message"]
-    if field == "logprobs":
-        stack.script(reply_with([97]))
-        assert stack.post(path, **body(4)).status_code == 200
+    assert error["param"] == "logprobs" and "--max-reply-logprobs" in error["message"]
+    stack.script(reply_with([97]))
+    assert stack.post(path, **body(4)).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
@@ -389,3 +384,9 @@ def test_many_streams_at_once(stack):
         thread.join(30)
     texts = {"".join(e["choices"][0]["text"] for e in events(results[0])[:-1]) for _, results in jobs}
     assert texts == {"hey you"}
+
+
+def test_a_body_of_countless_lists_is_refused_before_it_is_parsed(module_stack):
+    body = b'{"prompt": [97], "x": [' + b"[]," * MAX_BRACKETS + b"[]]}"
+    reply = module_stack.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and str(MAX_BRACKETS) in reply.json()["error"]["message"]

@@ -1,0 +1,110 @@
+"""The server that is fuzzed, and what must be true of it whatever it was sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from e2e.server import Server
+from fastdeploy.embedded import MODEL_DIR
+
+PROMPT = [5, 6, 7, 8]
+MAX_ERROR_BYTES = 8192
+# Answers of 5xx that are right: a pause rejects, there is no room, or the time that the call gave is over.
+RIGHT_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "staging_timeout"}
+PATIENCE_S = 3.0  # a client that goes after this time; a request that is held or long is cancelled by that
+
+
+class Victim:
+    """A real server on the embedded model. ``folder`` is the only root that it may read weights from."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        flags = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "512", "--model-root", str(folder))
+        self.server = Server(*flags, "--model-root", str(MODEL_DIR)).wait_ready()
+        self.url = self.server.url
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self._boot_id = self._health()["boot_id"]
+        self._checksum = self._weights()["checksum"]
+        self._tokens = self._continuation()
+
+    def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response | None:
+        """The answer, checked; None if the client had to leave before one came. ``kwargs``: as httpx takes them."""
+        try:
+            reply = self.http.request(method, path, timeout=PATIENCE_S, **kwargs)
+        except httpx.ReadTimeout:
+            self.check_alive()
+            return None
+        self.check_answer(reply.status_code, reply.headers, reply.content)
+        return reply
+
+    def check_answer(self, status: int, headers: Any, content: bytes) -> None:
+        """An error is JSON of a bounded size that says what was wrong, and none is the server's own fault."""
+        if status >= 400:
+            assert headers["content-type"].startswith("application/json"), (status, headers, content[:500])
+            assert len(content) <= MAX_ERROR_BYTES, (status, len(content), content[:500])
+        if status >= 500:
+            code = json.loads(content).get("error", {}).get("code")
+            assert code in RIGHT_5XX, (status, content[:2000])
+        self.check_alive()
+
+    def check_alive(self) -> None:
+        """The engine is the same as at the start: nothing that was sent has ended it."""
+        assert self._health()["boot_id"] == self._boot_id, self.server.log()
+
+    def restore(self) -> None:
+        """Undo what a call may legally have done, and see that the server is as it was."""
+        assert self.http.post("/v1/abort_requests", json={"abort_all": True}).status_code == 200
+        self.http.post("/v1/weights/abort", json={})
+        if self._weights_info()["asleep"]:
+            assert self.http.post("/v1/wakeup").status_code == 200
+        if any(hold["id"] in ("republish", "in_place") for hold in self._holds()):
+            self._publish_original()
+        for hold in self._holds():
+            reply = self.http.post("/v1/resume", json={"hold_id": hold["id"]})
+            assert reply.status_code == 200, (hold, reply.text)
+        assert not self._holds()
+        if self._weights()["checksum"] != self._checksum:
+            self._publish_original()
+            assert self._weights()["checksum"] == self._checksum
+        assert self._continuation() == self._tokens
+        self.check_alive()
+
+    def check_weights_unchanged(self) -> None:
+        assert self._weights()["checksum"] == self._checksum
+
+    def close(self) -> None:
+        self.http.close()
+        self.server.stop()
+        self.server.kill_everything()
+
+    # ------------------------------------------------------------------ what is asked
+
+    def _health(self) -> dict[str, Any]:
+        reply = self.http.get("/health")
+        assert reply.status_code == 200, (reply.text, self.server.log())
+        return reply.json()
+
+    def _weights_info(self) -> dict[str, Any]:
+        return self.http.get("/v1/weights").json()["result"]
+
+    def _weights(self) -> dict[str, Any]:
+        reply = self.http.get("/v1/weights", params={"checksums": "true"})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["result"]
+
+    def _holds(self) -> list[dict[str, Any]]:
+        return self.http.get("/v1/is_paused").json()["result"]["holds"]
+
+    def _publish_original(self) -> None:
+        reply = self.http.post("/v1/update_weights", json={"model_path": str(MODEL_DIR)})
+        assert reply.status_code == 200, reply.text
+
+    def _continuation(self) -> list[int]:
+        body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+        reply = self.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["token_ids"]
