@@ -17,7 +17,7 @@ serve: $(VENV)/.runtime ops
 	$(BIN)/fastdeploy serve $(ARGS)
 
 test: $(VENV)/.test ops
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

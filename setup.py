@@ -83,6 +83,7 @@ TEST = [
     "openai>=1.60",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "schemathesis>=4.30,<5",
     "torch==2.13.0",
 ]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fake_runner import expected_tokens
-from fastdeploy.engine import common_engine
+from fastdeploy.engine import admission
 from fastdeploy.entrypoints.openai import errors
 from fastdeploy.errors import FastDeployError
 from fastdeploy.rl import verl_server
@@ -39,7 +39,7 @@ SCHEDULES = settings(max_examples=5, deadline=None, suppress_health_check=[Healt
 def server() -> Iterator[RealServer]:
     """Two run and two wait; a fifth is one too many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common_engine, "RETRY_AFTER_S", 0.02)
+        patch.setattr(admission, "RETRY_AFTER_S", 0.02)
         patch.setitem(errors.RETRY_AFTER, 503, 0.02)
         patch.setattr(verl_server, "BACKOFF_S", 0.01)
         with real_server(runner={"step_s": 0.0005}, max_num_seqs=2, max_waiting=4) as server:

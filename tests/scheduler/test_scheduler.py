@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from fake_runner import FakeRunner, expected_tokens
-from fastdeploy.engine import common_engine, request
+from fastdeploy.engine import admission, request
 from fastdeploy.inter_communicator import messages as m
 from harness import Harness
 
@@ -121,13 +121,13 @@ def looks_of_six_steps(waiting: int, lacking: str) -> int:
 
 @pytest.mark.parametrize("lacking", ["places", "room"])
 def test_what_a_step_costs_the_host_does_not_grow_with_the_number_that_waits(monkeypatch, lacking):
-    monkeypatch.setattr(common_engine, "Request", CountingRequest)
+    monkeypatch.setattr(admission, "Request", CountingRequest)
     few, many = looks_of_six_steps(10, lacking), looks_of_six_steps(5000, lacking)
     assert few == many > 0
 
 
 def test_ending_thousands_that_wait_costs_each_the_same(monkeypatch):
-    monkeypatch.setattr(common_engine, "Request", CountingRequest)
+    monkeypatch.setattr(admission, "Request", CountingRequest)
     costs = []
     for waiting in (100, 2000):
         h = Harness(FakeRunner(num_blocks=128))

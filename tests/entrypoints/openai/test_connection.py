@@ -251,7 +251,8 @@ def test_a_body_that_waited_too_long_for_room_is_a_429(make_stack):
         wait_until(lambda: received(stack) > 0)
         thread = threading.Thread(target=steadily, args=(connection,))
         thread.start()
-        reply = stack.http.post("/v1/completions", content=b'{"prompt": [97]' + b" " * MIB + b"}")
+        body = b'{"prompt": [97]' + b" " * MIB + b"}"
+        reply = stack.http.post("/v1/completions", content=body, timeout=100)
         done.set()
         thread.join()
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "server_busy")
