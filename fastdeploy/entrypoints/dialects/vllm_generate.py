@@ -3,10 +3,10 @@ words, and is checked and run as one."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import PlainValidator
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.openai.choice import Choice, Delta
@@ -15,7 +15,7 @@ from fastdeploy.entrypoints.openai.generation import Generation
 from fastdeploy.entrypoints.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
 from fastdeploy.entrypoints.openai.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
 from fastdeploy.entrypoints.openai.serving_completion import prepare
-from fastdeploy.entrypoints.openapi import schema_of, streams, takes
+from fastdeploy.entrypoints.openapi import described, schema_of, streams, takes
 from fastdeploy.errors import InvalidField
 from fastdeploy.inter_communicator.messages import Logprob
 
@@ -38,8 +38,15 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _token_ids(value: Any) -> list[int]:
+    """The first id tells that ``value`` is one prompt; the others are checked with the length of the prompt."""
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        raise ValueError("expected a list of at least one token id")
+    return value
+
+
 class GenerateBody(Body):
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: Annotated[Any, PlainValidator(_token_ids), described(list[int])]
     sampling_params: dict[str, Any] = {}
 
 

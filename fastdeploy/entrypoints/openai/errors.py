@@ -42,7 +42,8 @@ def error_response(error: Exception, **extra: Any) -> Response:
     """The answer to a request that ended in ``error``; ``extra`` goes beside the "error" key."""
     status = errors.STATUS.get(getattr(error, "code", ""), 500)
     if status == 500:
-        logger.error("request failed", exc_info=error)
+        known = isinstance(error, errors.FastDeployError)  # thousands may fail alike: each is told in one line
+        logger.error("request failed: %s", error, exc_info=None if known else error)
     wait = getattr(error, "detail", {}).get("retry_after", RETRY_AFTER.get(status))
     headers = None if wait is None else {"Retry-After": str(wait)}
     return json_response({**error_body(error), **extra}, status, headers)

@@ -9,6 +9,8 @@ import socket
 import pytest
 
 from fake_engine_server import reply_with
+from fastdeploy.entrypoints.openai.errors import error_response
+from fastdeploy.errors import NonFiniteLogits
 
 
 def raw(stack, request: bytes) -> tuple[bytes, dict]:
@@ -60,3 +62,11 @@ def test_head_is_get_without_a_body(module_stack, path):
     reply = module_stack.http.head(path)
     assert reply.status_code == 200 and reply.content == b"" and int(reply.headers["content-length"]) > 0
     assert module_stack.http.head("/v1/pause").status_code == 405
+
+
+def test_an_error_that_is_known_is_logged_in_one_line_and_a_bug_with_its_traceback(caplog):
+    for error, is_bug in ((NonFiniteLogits("not finite"), False), (ZeroDivisionError("a bug"), True)):
+        caplog.clear()
+        assert error_response(error).status_code == 500
+        (record,) = caplog.records
+        assert str(error) in record.getMessage() and bool(record.exc_info) == is_bug
