@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import PlainValidator
 from starlette.responses import Response
 
 from fastdeploy.entrypoints.dialects.common import LaxBody, read_control
@@ -12,7 +13,7 @@ from fastdeploy.entrypoints.openai.context import ServingContext
 from fastdeploy.entrypoints.openai.errors import json_response
 from fastdeploy.entrypoints.openai.protocol import ChatBody, parse_body, parse_json
 from fastdeploy.entrypoints.openai.serving_chat import prepare
-from fastdeploy.entrypoints.openapi import takes
+from fastdeploy.entrypoints.openapi import described, takes
 from fastdeploy.errors import InvalidField
 
 
@@ -26,9 +27,16 @@ class TokenizeBody(LaxBody):
     return_token_strs: bool = False
 
 
+def _as_list(value: Any) -> list[Any]:
+    """The ids themselves are checked once it is known that they are not too many."""
+    if not isinstance(value, list):
+        raise ValueError("expected a list of token ids")
+    return value
+
+
 class DetokenizeBody(LaxBody):
     model: str | None = None
-    tokens: list[Any]  # ids; checked once it is known that they are not too many
+    tokens: Annotated[Any, PlainValidator(_as_list), described(list[int])]
     skip_special_tokens: bool = False
 
 

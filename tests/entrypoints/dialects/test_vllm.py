@@ -380,6 +380,8 @@ def test_tokenize_and_detokenize(module_stack):
     refused(module_stack.post("/detokenize", tokens=["a"]), "tokens")
     refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
     assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
+    long = module_stack.post("/detokenize", tokens=[97] * 70000).json()["error"]
+    assert "expected at most 128" in long["message"], "the context is the only bound"
     assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
 
 
