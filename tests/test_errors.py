@@ -1,4 +1,4 @@
-"""What an error says is bounded and can be sent, whatever a client's text it repeats."""
+"""Messages of errors are bounded and can be sent, whatever text of a client they repeat."""
 
 from __future__ import annotations
 

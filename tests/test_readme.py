@@ -59,7 +59,7 @@ PYTHON = [block.text for block in BLOCKS if block.language == "python"]
 
 
 class Machine(NamedTuple):
-    """What stands for the addresses and folders that the README names."""
+    """Stand-ins for the addresses and folders that the README names."""
 
     servers: tuple[Server, Server]
     model: Path

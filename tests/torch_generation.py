@@ -1,4 +1,4 @@
-"""What transformers generates, computes and tokenizes. Runs in the process of torch: see torch_process.py."""
+"""Generation, logits and token ids of transformers. Runs in the process of torch: see torch_process.py."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class HangingHarness(Harness):
                 thread.join(0.01)
 
     def mend(self) -> None:
-        """What hangs comes back."""
+        """Let the reads that hang return."""
         self.runner.mended.set()
         self.runner.hanging.clear()
         self.join_staging()

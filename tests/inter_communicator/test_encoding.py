@@ -1,4 +1,4 @@
-"""What the engine says can always be sent, whatever text a client put into it."""
+"""Messages of the engine can always be sent, whatever text a client put into them."""
 
 from __future__ import annotations
 

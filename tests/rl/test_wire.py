@@ -77,7 +77,7 @@ def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
 
 
 def test_what_health_and_ready_say_is_told_apart():
-    """Who waits for a server to be back asks again while no engine is there."""
+    """A caller that waits for a server to be back asks again while no engine is there."""
     told = [error_of(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
     assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
     assert all(may_pass(error) for error in told)

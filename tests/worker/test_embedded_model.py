@@ -14,7 +14,7 @@ from torch_process import TorchProcess
 
 @pytest.fixture(scope="module")
 def wanted(torch_process: TorchProcess) -> dict[str, str]:
-    """What transformers answers, by question."""
+    """Answers of transformers, by question."""
     asked = [problem.prompt for problem in problems(seed=77, n=16)]
     answers = torch_process.run(solve, MODEL_DIR, asked, chat=True, max_tokens=120)["completions"]
     return dict(zip(asked, answers, strict=True))

@@ -1,4 +1,4 @@
-"""What one client may cost a server, over real sockets: each limit answers with its status, and others are served."""
+"""Limits of the cost of one client, over real sockets: each answers with its status, and others are served."""
 
 from __future__ import annotations
 
