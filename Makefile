@@ -24,7 +24,7 @@ test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 
 # Random requests, bodies and checkpoints against a real server, for some five minutes.
 fuzz: $(VENV)/.test ops
-	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-110} $(BIN)/python -m pytest tests/fuzz $(ARGS)
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q ruff
