@@ -1,4 +1,4 @@
-"""What the distribution is called, and what is in it."""
+"""The name of the distribution, and its contents."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def tokenize(folder: Path, texts: list[str], chats: list[list[dict[str, str]]]) 
 
 
 def greedy(folder: Path, lengths: list[int], steps: int) -> dict[int, dict[str, np.ndarray]]:
-    """What is generated greedily in float32 after ``prompt(length, vocab)``, by length: ``ids`` [steps], ``logprobs``
+    """Greedy tokens in float32 after ``prompt(length, vocab)``, by length: ``ids`` [steps], ``logprobs``
     [steps] of these ids, ``margin`` [steps] between the best two logits. Also saves the model as transformers does, to
     the folder's name + "-saved" (always float32)."""
     import torch
