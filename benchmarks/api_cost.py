@@ -38,7 +38,7 @@ from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import completion, prompt_ids
 
 SERVED = "served"
-API_SERVER = b"fastdeploy.entrypoints.openai.api_server"
+API_SERVER = b"fastdeploy.entrypoints.api_server"
 READY_S, STOP_S = 300.0, 15.0
 WARM_UP_TOKENS = 16
 HEADER = ("request", "% of a core", "from - to", "CPU us per token", "tok/s")

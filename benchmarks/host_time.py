@@ -20,11 +20,12 @@ import msgspec
 import numpy as np
 import zmq
 
-from fastdeploy.collector import collect_rarely
-from fastdeploy.config import EngineConfig
+from fastdeploy.core.collector import collect_rarely
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
@@ -183,7 +184,7 @@ def submit(engine: CommonEngine, args: argparse.Namespace, count: int) -> None:
     for i in range(count):
         # not all of one length: otherwise the KV of all of them would grow by a block in the same step
         prompt = draw.integers(0, engine.info.vocab_size, args.context - i % 16).tolist()
-        engine._handle(CLIENT, m.AddRequest(f"request-{i}", prompt, sampling))
+        engine._handle(CLIENT, AddRequest(f"request-{i}", prompt, sampling))
 
 
 def rows_of(laps: list[dict[str, float]]) -> list[Row]:

@@ -21,9 +21,9 @@ import numpy as np
 
 from benchmarks.lib.roofline import Machine, Shape
 from benchmarks.ops import PROBE_ROWS, Timing, measure, read_roofline, roofline_calls
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.core.plan import ScheduledChunk, StepPlan
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.scheduler.interface import ScheduledChunk, StepPlan
 from fastdeploy.worker.model_runner import ModelRunner
 
 MODEL = Path.home() / ".cache" / "fastdeploy-peers" / "q05"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import trl_cpu
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.arithmetic import is_correct, make_problem, problems
-from fastdeploy.rl.trl import FastDeployWeightTransfer
+from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 
 # What the embedded model's chat template makes of an answer: all of it is content, up to its end token.
 RESPONSE_TEMPLATE = {

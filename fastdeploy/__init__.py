@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from fastdeploy.engine.sampling_params import SamplingParams
+    from fastdeploy.core.sampling_params import SamplingParams
     from fastdeploy.entrypoints.llm import LLM
 
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from fastdeploy.engine.sampling_params import SamplingParams
+        from fastdeploy.core.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

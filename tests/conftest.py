@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import SPECS, write_checkpoint
-from torch_process import TorchProcess
+from support.checkpoints import SPECS, write_checkpoint
+from support.torch_process import TorchProcess
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,10 @@
                                           tests/engine/test_pause.py::test_the_door_closes_at_the_first_moment_of_a_drain_and_opens_with_the_last_hold
     14 no answer during a drain, polling  tests/engine/test_pause.py::test_a_status_query_is_answered_during_a_drain
                                           test_an_idle_loop_sleeps_until_the_next_deadline
-    15 reply before its slot              test_a_reply_never_comes_before_its_call_was_read (the client's half: tests/engine/test_client.py)
+    15 reply before its slot              test_a_reply_never_comes_before_its_call_was_read (the client's half: tests/client/test_engine_client.py)
     16 engine died, pause hung            tests/engine/test_common_engine.py::test_a_failing_step_answers_everything_once_and_ends_the_loop
     17 health of a paused engine          tests/engine/test_pause.py::test_a_paused_engine_goes_on_beating
-                                          tests/entrypoints/openai/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
+                                          tests/http/control/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
     18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_ttl_frees_an_engine_whose_controller_has_died
                                           tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds_standing
                                           tests/engine/test_sleep.py::test_nobodys_resume_runs_an_engine_that_sleeps
@@ -34,7 +34,7 @@
     21 KV of the old weights              tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
                                           tests/engine/test_update_exactness.py::test_for_every_switch_point_the_continuation_is_that_of_torch
     22 label off by one, one choice       tests/engine/test_common_engine.py::test_an_update_between_two_steps_changes_the_label_at_exactly_one_token
-                                          tests/entrypoints/openai/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
+                                          tests/http/serving/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
     23 weights and label in two calls     tests/engine/test_weight_session.py::test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests
     24 half-new weights                   tests/engine/test_weight_session.py::test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why
                                           tests/engine/test_in_place.py::test_after_a_failure_in_place_nothing_runs_until_a_good_commit
@@ -42,37 +42,37 @@
     25 update asleep, dead trainer        tests/engine/test_sleep.py::test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing
                                           tests/engine/test_weight_session.py::test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin
     26 a label that aborts                tests/engine/test_label_and_reset.py::test_a_relabel_changes_no_past_span_no_kv_and_no_request
-                                          tests/entrypoints/dialects/test_sglang_weights.py::test_a_folder_becomes_one_update_that_aborts_nothing
+                                          tests/http/dialects/test_sglang_weights.py::test_a_folder_becomes_one_update_that_aborts_nothing
     27 fused weights per chunk            tests/worker/test_staging.py::test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there
     29 flush refused while frozen         tests/engine/test_label_and_reset.py::test_the_cache_is_reset_in_every_state_frozen_requests_or_not
     30 unsafe deserialisation             tests/model_executor/test_sources.py::test_a_pickle_is_never_opened_whatever_its_name
-                                          tests/entrypoints/dialects/test_sglang_weights.py::test_a_pickle_is_refused_and_never_run
-    31 budget, logprobs on resubmit       tests/rl/test_resume.py::test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_are_the_same
-                                          tests/rl/test_resume.py::test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data
+                                          tests/http/dialects/test_sglang_weights.py::test_a_pickle_is_refused_and_never_run
+    31 budget, logprobs on resubmit       tests/rl/test_continuation.py::test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_are_the_same
+                                          tests/rl/test_continuation.py::test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data
     32 session 0, version of the reply    tests/rl/test_routing.py::test_every_session_stays_on_its_replica_whatever_its_name
                                           tests/rl/test_staleness.py::test_the_age_of_a_rollout_is_that_of_its_oldest_token
     33 silent old policy, lazy reads      tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again
                                           tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
-    34 other distribution, fields         tests/entrypoints/openai/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing
+    34 other distribution, fields         tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing
     35 update without a label             tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
     36 drain waits for the dead           test_a_drain_does_not_wait_for_the_requests_of_a_dead_client
     37 preempted taken for waiting        test_a_preempted_request_is_drained_like_a_running_one
                                           test_a_preempted_request_is_aborted_with_its_tokens
     39 equal prompts, equal samples       tests/worker/test_resubmission.py::test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone
-                                          tests/entrypoints/openai/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_completion
+                                          tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_completion
     40 a reply that cannot be encoded     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
                                           tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
-    41 a file that never ends to open     tests/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
+    41 a file that never ends to open     tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
                                           tests/engine/test_staging_thread.py::test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back
     42 numbers multiplied unbounded       tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
-    43 replies that keep a fence waiting  tests/entrypoints/openai/test_pace.py::test_a_whole_reply_is_made_in_slices
+    43 replies that keep a fence waiting  tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
                                           tests/engine/test_pause.py::test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it
-    44 stuck, or only busy                tests/engine/test_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
-                                          tests/engine/test_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes
-    45 a copy that follows links          tests/entrypoints/dialects/test_sglang_weights.py::test_no_link_leads_a_pull_out_of_where_it_reads_and_writes
-                                          tests/entrypoints/dialects/test_sglang_weights.py::test_only_checkpoint_files_are_copied_and_none_gets_wider_permissions
-    46 web pages, uploads without a key   tests/entrypoints/test_browser_guard.py::test_no_page_reaches_the_engine_on_any_route_that_changes_something
-                                          tests/entrypoints/test_access.py::test_an_upload_to_an_exposed_server_needs_the_control_key
+    44 stuck, or only busy                tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
+                                          tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes
+    45 a copy that follows links          tests/http/dialects/test_sglang_weights.py::test_no_link_leads_a_pull_out_of_where_it_reads_and_writes
+                                          tests/http/dialects/test_sglang_weights.py::test_only_checkpoint_files_are_copied_and_none_gets_wider_permissions
+    46 web pages, uploads without a key   tests/http/guards/test_browser_guard.py::test_no_page_reaches_the_engine_on_any_route_that_changes_something
+                                          tests/http/guards/test_access.py::test_an_upload_to_an_exposed_server_needs_the_control_key
     47 a hold that outlives its client    tests/rl/test_holds.py::test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind
                                           tests/rl/test_request_ids.py::test_a_named_group_that_is_aborted_twice_loses_no_token
     48 lines split inside of a text       tests/rl/test_wire.py::test_the_client_reads_text_with_every_separator
@@ -88,10 +88,10 @@ from pathlib import Path
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine.pause import FENCE_TIMEOUT_S
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from fastdeploy.cache_manager.block_pool import BlockPool
 from fastdeploy.cache_manager.prefix_index import Node, PrefixIndex
-from fastdeploy.engine.request import Request
-from fastdeploy.scheduler.interface import BlockCopy
+from fastdeploy.core.plan import BlockCopy
+from fastdeploy.core.request import Request
 
 
 class Admission(NamedTuple):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull, RequestsRejected
+from fastdeploy.core.request import Group, Request, RequestTable
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.runner import ModelInfo
+from fastdeploy.core.sampling_params import MAX_INT32, check_prompt_logprobs
 from fastdeploy.engine.deadlines import check_deadlines
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.request import Group, Request, RequestTable
 from fastdeploy.engine.retention import Retention, check_retainable
-from fastdeploy.engine.sampling_params import MAX_INT32, check_prompt_logprobs
-from fastdeploy.errors import DuplicateRequest, InvalidField, QueueFull, RequestsRejected
-from fastdeploy.inter_communicator.messages import AddRequest
-from fastdeploy.scheduler.interface import ModelInfo
 from fastdeploy.scheduler.queue import WaitingQueue
 
 MAX_N = 1024

@@ -17,7 +17,18 @@ from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
-from fastdeploy.config import EngineConfig
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.errors import (
+    EngineDead,
+    EngineError,
+    FastDeployError,
+    InvalidField,
+    RequestError,
+)
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.request import FinishReason
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.runner import Runner
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
@@ -26,23 +37,14 @@ from fastdeploy.engine.inbox import Inbox, StepAbandoned
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.processes import process_runs
-from fastdeploy.engine.request import FinishReason
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weights import NO_WEIGHTS, REPUBLISH_HOLD, WeightSessions
-from fastdeploy.errors import (
-    EngineDead,
-    EngineError,
-    FastDeployError,
-    InvalidField,
-    RequestError,
-)
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.interface import Runner, StepPlan
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 
@@ -100,7 +102,7 @@ class CommonEngine:
         self._was_busy = False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
-            m.AddRequest: self._add_request,
+            AddRequest: self._add_request,
             m.CancelRequest: self.lifecycle.cancel,
             m.Call: self._call,
             m.Malformed: self._malformed,
@@ -244,7 +246,7 @@ class CommonEngine:
         self.lifecycle.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
         self.lifecycle.delivery.send(client, m.Heartbeat())
 
-    def _add_request(self, client: str, add: m.AddRequest) -> None:
+    def _add_request(self, client: str, add: AddRequest) -> None:
         try:
             if (record := self.retention.find(add)) is not None:
                 self.lifecycle.attach(client, record)

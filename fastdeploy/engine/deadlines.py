@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from itertools import count
 
-from fastdeploy.engine.request import Group, Request
-from fastdeploy.errors import InvalidField
-from fastdeploy.inter_communicator.messages import AddRequest
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.request import Group, Request
+from fastdeploy.core.request_fields import AddRequest
 
 DEADLINE, QUEUE_TIMEOUT = "deadline", "queue_timeout"
 MIN_PRUNE = 1024

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.engine.request import Request
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.request import Request
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport

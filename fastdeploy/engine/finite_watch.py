@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from fastdeploy.core.plan import StepPlan
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.interface import StepPlan
 
 log = logging.getLogger("fastdeploy.engine")
 

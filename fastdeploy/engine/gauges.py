@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.core.runner import Runner
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.sleep import TAGS
 from fastdeploy.engine.weights import WeightSessions
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.interface import Runner
 from fastdeploy.scheduler.scheduler import Scheduler
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.scheduler.scheduler import Gate
 
 

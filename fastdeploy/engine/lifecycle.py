@@ -9,13 +9,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from fastdeploy import envs
+from fastdeploy.core import envs
+from fastdeploy.core.errors import AttachedElsewhere, InvalidField
+from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.deadlines import WHY, Deadlines
 from fastdeploy.engine.delivery import Delivery
 from fastdeploy.engine.pause import Counts, SilentClients
-from fastdeploy.engine.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.engine.retention import DETACHED, Record, Retention
-from fastdeploy.errors import AttachedElsewhere, InvalidField
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics

@@ -19,6 +19,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
+from fastdeploy.core.errors import (
+    FastDeployError,
+    HoldNotFound,
+    InvalidField,
+    PauseInterrupted,
+    PauseTimeout,
+    ResumeRefused,
+)
 from fastdeploy.engine.holds import (
     CLEARS_CACHE,
     GATES,
@@ -32,14 +40,6 @@ from fastdeploy.engine.holds import (
     Mode,
     Phase,
     expiry,
-)
-from fastdeploy.errors import (
-    FastDeployError,
-    HoldNotFound,
-    InvalidField,
-    PauseInterrupted,
-    PauseTimeout,
-    ResumeRefused,
 )
 from fastdeploy.inter_communicator.messages import Args, PauseArgs, RenewArgs, ResumeArgs
 from fastdeploy.scheduler.scheduler import Gate

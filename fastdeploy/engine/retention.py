@@ -13,9 +13,11 @@ from itertools import count
 
 import msgspec
 
-from fastdeploy.engine.request import Group, RequestTable
-from fastdeploy.errors import DuplicateRequest, InvalidField, QueueFull
-from fastdeploy.inter_communicator.messages import AddRequest, Logprob, Output, Span, merge_spans
+from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull
+from fastdeploy.core.outputs import Logprob, Span, merge_spans
+from fastdeploy.core.request import Group, RequestTable
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.inter_communicator.messages import Output
 
 DETACHED = ""  # the client of a request that nobody is attached to
 MAX_RETAIN_S = 86400.0

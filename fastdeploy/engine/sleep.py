@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from fastdeploy.core.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
+from fastdeploy.core.runner import Runner
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.weights import WeightSessions
-from fastdeploy.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.inter_communicator.messages import SleepArgs, WakeArgs
-from fastdeploy.scheduler.interface import Runner
 
 WEIGHT, KV_CACHE = "weight", "kv_cache"
 TAGS = (WEIGHT, KV_CACHE)

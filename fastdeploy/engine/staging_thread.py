@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy.errors import FastDeployError, OutOfSpace, StagingTimeout, UpdateInProgress, WeightUpdateRefused
+from fastdeploy.core.errors import FastDeployError, OutOfSpace, StagingTimeout, UpdateInProgress, WeightUpdateRefused
 
 log = logging.getLogger("fastdeploy.engine")
 THREAD_NAME = "stage-weights"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.scheduler.interface import Runner, ScheduledChunk, StepPlan
+from fastdeploy.core.plan import ScheduledChunk, StepPlan
+from fastdeploy.core.runner import Runner
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.scheduler.pacer import StepPacer
 
 PROMPT_TOKENS = 256

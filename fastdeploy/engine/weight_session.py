@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from fastdeploy.errors import FastDeployError, InvalidField
-from fastdeploy.scheduler.interface import Staging
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.runner import Staging
 
 MAX_VERSION_CHARS = 256
 MAX_SECONDS = 86400.0

@@ -17,12 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fastdeploy.engine.holds import Admission, Mode
-from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_seconds
-from fastdeploy.engine.weight_sources import SourcePolicy
-from fastdeploy.errors import (
+from fastdeploy.core.errors import (
     FastDeployError,
     SessionExpired,
     SessionNotFound,
@@ -31,8 +26,13 @@ from fastdeploy.errors import (
     WeightUpdateRefused,
     WrongOrder,
 )
+from fastdeploy.core.runner import ChunkReceipt, Runner, Staging
+from fastdeploy.engine.holds import Admission, Mode
+from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.staging_thread import Job, StagingThread
+from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.scheduler.interface import ChunkReceipt, Runner, Staging
 
 log = logging.getLogger("fastdeploy.engine")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdeploy import __version__
-from fastdeploy.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
-from fastdeploy.engine.sampling_params import LOGPROBS_MODES
-from fastdeploy.entrypoints.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
-from fastdeploy.errors import InvalidField
-from fastdeploy.logger import setup_logging
+from fastdeploy.core.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.sampling_params import LOGPROBS_MODES
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 
 AddArgument = Callable[..., Any]  # of argparse: one flag of a group
 EMBEDDED_NAME = "fastdeploy-embedded"
@@ -170,7 +170,7 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 
 
-def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.engine.main") -> int:
+def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
     """Run the command line ``argv`` and return its exit status. engine_module: see Supervisor."""
     parser = make_parser()
     args = parser.parse_args(argv)

@@ -9,11 +9,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastdeploy import errors
-from fastdeploy.config import EngineConfig
-from fastdeploy.engine.sampling_params import MAX_INT32, SamplingParams
-from fastdeploy.entrypoints.openai.choice import Choice, TextOptions
-from fastdeploy.entrypoints.tokenizer import load_tokenizer
+from fastdeploy.client.choice import Choice, TextOptions
+from fastdeploy.client.tokenizer import load_tokenizer
+from fastdeploy.core import errors
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.inproc_transport import InprocTransport
 
@@ -37,7 +39,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, runner: Any = None, **settings: Any):
         from fastdeploy.embedded import MODEL_DIR
         from fastdeploy.engine.common_engine import CommonEngine
-        from fastdeploy.engine.loading import load_runner
+        from fastdeploy.entrypoints.loading import load_runner
 
         config = EngineConfig(model=model or str(MODEL_DIR), **({"model_roots": ("/",)} | settings)).check()
         self.tokenizer = load_tokenizer(config.model)
@@ -95,7 +97,7 @@ class LLM:
         """New weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on. Without a folder
         only the label changes. args: see messages.UpdateWeightsArgs."""
         if model_path is not None:
-            return self.call(m.UpdateWeightsArgs(m.FolderSource(model_path), version, kv=kv, **args))
+            return self.call(m.UpdateWeightsArgs(FolderSource(model_path), version, kv=kv, **args))
         if version is None:
             raise errors.InvalidField("model_path", "expected a folder, or a version to relabel what serves")
         return self.call(m.SetVersionArgs(version))
@@ -154,7 +156,7 @@ class LLM:
         n: int,
         resumed_tokens: int | Sequence[int],
         first_choice: int | Sequence[int],
-    ) -> list[m.AddRequest]:
+    ) -> list[AddRequest]:
         """One checked request per prompt; see :meth:`generate`."""
         if not isinstance(prompts, Sequence):
             raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
@@ -176,7 +178,7 @@ class LLM:
 
     def _request(
         self, prompt: str | Sequence[int], sampling: SamplingParams, n: int, resumed_tokens: int, first_choice: int
-    ) -> m.AddRequest:
+    ) -> AddRequest:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
@@ -186,7 +188,7 @@ class LLM:
             raise errors.InvalidField("prompts", "expected texts or sequences of token ids, not empty")
         if not 0 <= resumed_tokens < len(ids):
             raise errors.InvalidField("resumed_tokens", f"expected 0 to {len(ids) - 1}, got {resumed_tokens}")
-        return m.AddRequest(
+        return AddRequest(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=ids,
             sampling=sampling,
@@ -195,7 +197,7 @@ class LLM:
             first_choice=first_choice,
         )
 
-    def _collect(self, request: m.AddRequest, stop: tuple[str, ...]) -> RequestOutput:
+    def _collect(self, request: AddRequest, stop: tuple[str, ...]) -> RequestOutput:
         options = TextOptions(stops=stop, min_tokens=request.sampling.min_tokens)
         prompt, resumed = request.prompt_token_ids, request.resumed_tokens
         choices = [Choice(self.tokenizer, prompt, options, resumed) for _ in range(request.n)]

@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from fastdeploy.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.keys import NO_KEYS, Keys
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
@@ -78,7 +78,7 @@ class Supervisor:
         self,
         engine_config: EngineConfig,
         serve_config: ServeConfig,
-        engine_module: str = "fastdeploy.engine.main",
+        engine_module: str = "fastdeploy.entrypoints.engine_main",
         keys: Keys = NO_KEYS,
         first_delay_s: float = FIRST_DELAY_S,
     ):
@@ -238,7 +238,7 @@ class Supervisor:
         args = ["--config", to_json(self._config), "--endpoint", ipc_dir.endpoint(self._socket_dir)]
         fds = [listener.fileno() for listener in self._listeners]
         args += ["--http-fds", *map(str, fds)]
-        module, environment = "fastdeploy.entrypoints.openai.api_server", self._keys.environment(os.environ)
+        module, environment = "fastdeploy.entrypoints.api_server", self._keys.environment(os.environ)
         child = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
         self._servers[name] = child
         self._watch(

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.inter_communicator.messages import Failure, Rejected, Reply, ToClient
 
 logger = logging.getLogger(__name__)

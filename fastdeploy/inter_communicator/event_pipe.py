@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.errors import shortened
+from fastdeploy.core.errors import shortened
 
 REFUSED = 2  # exit status of a process whose model or setting cannot be served: a restart would not help
 MAX_WHY = 500  # characters

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-from fastdeploy import envs
+from fastdeploy.core import envs
 
 PREFIX = "fastdeploy-"
 SOCKET = "engine.sock"

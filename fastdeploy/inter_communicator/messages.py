@@ -6,47 +6,13 @@ Both directions are FIFO per client, which is what makes ``Fence`` a proof of de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from fastdeploy.engine.sampling_params import SamplingParams
-
-
-class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by weights (version, epoch).
-
-    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or
-    an update with kv=recompute) and rebuilt under the weights of a later one.
-    """
-
-    version: str
-    epoch: int
-    start: int
-    end: int
-    recomputed: bool = False
-
-
-def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
-    """Append ``more`` to ``spans``, joining neighbours of the same weights."""
-    for span in more:
-        last = spans[-1] if spans else None
-        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
-            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
-        else:
-            spans.append(span)
-
-
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
-    asked for. ``kept``: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty
-    unless SamplingParams.return_kept asks for them and one of the three is in use."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    kept: bytes = b""
-
+from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.weight_source import Source
 
 # --------------------------------------------------------------------------- client -> engine
 
@@ -55,39 +21,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """First message of a client; the engine answers Welcome. Sent again whenever the connection was lost."""
 
     pid: int
-
-
-class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All n choices of one request: they share the prompt and are admitted, paused and aborted together.
-
-    request_id: the id that the client knows; the engine never renames it. arrival: time.time() at the HTTP door.
-    seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
-    group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
-    request_id itself); aborting a group aborts all of its members.
-    first_choice: number of the first choice, for the random numbers. Choices are numbered over all prompts of an HTTP
-    request, so that equal prompts draw apart; a choice that is resubmitted alone keeps its number.
-    resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
-    deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
-    it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
-    retain_s: if its client goes it runs on, and is kept for so long after its end; a request with the same id and
-    ``fingerprint`` (of the body) attaches to it and gets every output from the first.
-    Answered by one Output per choice that has ``finish_reason``, or by one Rejected for all.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    arrival: float = 0.0
-    group: str = ""
-    first_choice: int = 0
-    resumed_tokens: int = 0
-    deadline: float | None = None
-    max_queue_s: float | None = None
-    retain_s: float = 0.0
-    fingerprint: str = ""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -143,29 +76,6 @@ class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     request_ids: list[str] | None = None
     abort_all: bool = False
-
-
-class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """A Hugging Face folder of safetensors. Read fully before the reply: the trainer may delete it at once."""
-
-    path: str
-
-
-class FileSource(msgspec.Struct, frozen=True, tag="file"):
-    """One safetensors file that the API server has written (an upload). The API server deletes it after the reply."""
-
-    path: str
-
-
-class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """A POSIX shared memory segment (shm_open) in safetensors layout. Copied, then checked: the trainer may overwrite
-    it. nbytes 0 = the whole segment."""
-
-    name: str
-    nbytes: int = 0
-
-
-Source = FolderSource | FileSource | SharedMemorySource
 
 
 class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -374,7 +284,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An exception of fastdeploy.errors on the wire."""
+    """An exception of fastdeploy.core.errors on the wire."""
 
     code: str
     message: str

@@ -17,8 +17,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.encoding import encode
-from fastdeploy.inter_communicator.messages import AddRequest, Call, Malformed, ToClient, ToEngine
+from fastdeploy.inter_communicator.messages import Call, Malformed, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 LINGER_MS = 200

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastdeploy.errors import InvalidField
-from fastdeploy.safe_files import ANYWHERE, Folder
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.safe_files import ANYWHERE, Folder
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MAX_CONFIG_BYTES = 1 << 20

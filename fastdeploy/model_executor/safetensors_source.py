@@ -20,9 +20,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from fastdeploy.errors import WeightUpdateRefused
-from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource, Source
-from fastdeploy.safe_files import ANYWHERE, Folder, open_regular
+from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 SHARED_MEMORY = "/dev/shm"  # where shm_open keeps its segments

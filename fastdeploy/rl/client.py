@@ -18,18 +18,18 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import httpx
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl.continuation import Request
 from fastdeploy.rl.errors import Report, TooStale
 from fastdeploy.rl.fleet import fan_out, require_all
 from fastdeploy.rl.generate import Runner
 from fastdeploy.rl.pause import TTL_S, Holds, beside, new_hold_id
+from fastdeploy.rl.publish import Publication, Publisher
 from fastdeploy.rl.replica import Replica
-from fastdeploy.rl.resume import Request
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import Ledger
 from fastdeploy.rl.state_source import Pairs, StateSource
-from fastdeploy.rl.weights import Publication, Publisher
 
 OnStale = Literal["raise", "retry", "mark"]
 

@@ -1,4 +1,4 @@
-"""Errors of the trainer's side, added to the tree of fastdeploy.errors.
+"""Errors of the trainer's side, added to the tree of fastdeploy.core.errors.
 
 FastDeployError
 └── RolloutError
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
 
 if TYPE_CHECKING:
     from fastdeploy.rl.rollout import Rollout

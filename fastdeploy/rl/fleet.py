@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.errors import FleetError, Report, Unreachable
 from fastdeploy.rl.replica import Replica
 

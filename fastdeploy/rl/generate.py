@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
+from fastdeploy.rl.continuation import Partial, Request
 from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, may_pass
 from fastdeploy.rl.replica import Replica
-from fastdeploy.rl.resume import Partial, Request
 from fastdeploy.rl.routing import Router
 
 

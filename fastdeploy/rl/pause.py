@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastdeploy.errors import FastDeployError, HoldNotFound
+from fastdeploy.core.errors import FastDeployError, HoldNotFound
 from fastdeploy.rl.errors import FleetError, HoldLost, Report
 from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
 from fastdeploy.rl.renewal import Renewer

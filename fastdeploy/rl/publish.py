@@ -1,139 +1,137 @@
-"""A trainer's tensors as safetensors: in memory, in shared memory, or in a folder. No HTTP here, and no framework: a
-tensor of Paddle or torch is asked for its bytes, so whichever the trainer uses is the one that is imported.
+"""Publishing weights to many replicas in two phases: the tensors everywhere, then the commits.
 
-The layout is that of https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the
-header, JSON padded with spaces to 8 bytes; the tensors' bytes.
+If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and nobody has committed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+from fastdeploy.rl.errors import FleetError, Report, Unreachable
+from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
+from fastdeploy.rl.pause import Holds
+from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.routing import Router
+from fastdeploy.rl.staleness import Ledger
 
-from fastdeploy.errors import InvalidField
-
-SHM = Path("/dev/shm")
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+CONFIRM_S = 30.0  # given to abort a session, and to learn whether a commit took place whose answer was lost
+Chunks = AsyncGenerator[dict[str, Any], None]
 
 
-class HostTensor(NamedTuple):
-    """dtype: as safetensors spells it. data: the bytes in row-major order, valid as long as the tensor is unchanged."""
+@dataclass(frozen=True)
+class Publication:
+    """number: of this client's publications, from 1. version: the label, as the first replica has it (without one given
+    each replica makes its own, of its epoch). reports: of the commits. tensors, nbytes: sent to each replica."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
-def host_tensors(state: Mapping[str, Any]) -> dict[str, HostTensor]:
-    """The tensors of ``state`` (Paddle, torch or numpy, on any device), copied only where they are not in host memory
-    in row-major order already. Raises InvalidField for what is no tensor."""
-    return {name: _host_tensor(name, value) for name, value in state.items()}
+    number: int
+    version: str
+    reports: list[Report]
+    tensors: int = 0
+    nbytes: int = 0
 
 
-def _host_tensor(name: str, value: Any) -> HostTensor:
-    framework = type(value).__module__.partition(".")[0]
-    if isinstance(value, np.ndarray | np.generic):
-        array, dtype = np.asarray(value), str(value.dtype)
-    elif hasattr(value, "detach") and hasattr(value, "dtype"):
-        dtype = str(value.dtype).rpartition(".")[2]
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded over a mesh
-        flat = whole.detach().cpu().contiguous().reshape([-1])
-        # numpy has no bfloat16: torch shows the bytes, Paddle gives them as they are
-        array = flat.numpy() if framework == "paddle" else _torch_bytes(flat)
-    else:
-        raise InvalidField(name, f"expected a tensor of Paddle, torch or numpy, got {type(value).__name__}")
-    if dtype not in DTYPES:
-        raise InvalidField(name, f"expected one of {', '.join(DTYPES)}, got {dtype}")
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return HostTensor(DTYPES[dtype], tuple(map(int, value.shape)), data)
+class Publisher:
+    """One publication at a time. ``Chunks`` yields keyword arguments of Replica.call for /v1/weights/chunk."""
 
+    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: Ledger, holds: Holds):
+        self._replicas = replicas
+        self._router = router
+        self._ledger = ledger
+        self._holds = holds
+        self.lock = asyncio.Lock()
+        self.held: dict[str, tuple[str, int]] = {}  # replica -> (boot id, epoch) of its last commit of ours
 
-def _torch_bytes(flat: Any) -> np.ndarray:
-    import torch
+    async def up_to_date(self) -> bool:
+        """Whether every replica still serves what this client committed last, and nobody else has since."""
+        reports = await fan_out(self._replicas, lambda r: r.call("GET", "/v1/weights"), CONFIRM_S)
+        return all(r.ok and self.held.get(r.replica) == (r.result["boot_id"], r.result["epoch"]) for r in reports)
 
-    return flat.view(torch.uint8).numpy()
+    async def publish(self, options: dict[str, Any], chunks: Callable[[], Chunks], deadline_s: float) -> Publication:
+        """Stage chunks on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with a
+        report per replica: while staging, no replica has committed; at the commit, those that failed are left out until
+        they are published to again. Raises HoldLost, and no replica has committed, if the client believes the replicas
+        paused and they are not."""
+        sessions: dict[str, dict[str, Any]] = {}
+        tensors = nbytes = 0
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._begin(options, sessions)
+                async with aclosing(chunks()) as parts:
+                    async for chunk in parts:
+                        staged = await self._stage(sessions, chunk, deadline_s)
+                        tensors, nbytes = tensors + staged["tensors"], nbytes + staged["nbytes"]
+                await self._holds.require_standing(CONFIRM_S)
+        except BaseException as error:
+            await to_the_end(self._abort(sessions))
+            if isinstance(error, TimeoutError):
+                late = Unreachable(f"not staged within {deadline_s} s")
+                raise FleetError("nobody has committed", [Report(r.url, error=late) for r in self._replicas]) from error
+            raise
+        number = self._ledger.begin()
+        reports = await to_the_end(self._commit(sessions, number))
+        require_all("the commit failed on some replicas, which are left out until they are published to", reports)
+        return Publication(number, str(reports[0].result["version"]), reports, tensors, nbytes)
 
+    async def _begin(self, options: dict[str, Any], sessions: dict[str, dict[str, Any]]) -> None:
+        async def begin(replica: Replica) -> dict[str, Any]:
+            sessions[replica.url] = await replica.call("POST", "/v1/weights/begin", json=options)
+            return sessions[replica.url]
 
-def digests(tensors: Mapping[str, HostTensor]) -> dict[str, str]:
-    """sha256 of each tensor's bytes, in hex: what /v1/weights/chunk takes as checksums."""
-    return {name: hashlib.sha256(tensor.data).hexdigest() for name, tensor in tensors.items()}
+        require_all("nobody has committed", await fan_out(self._replicas, begin, CONFIRM_S))
 
+    async def _stage(self, sessions: dict[str, dict[str, Any]], chunk: dict[str, Any], deadline_s: float) -> dict:
+        async def stage(replica: Replica) -> dict[str, Any]:
+            session = {"session_id": sessions[replica.url]["session_id"]}
+            body = {"json": chunk["json"] | session} if "json" in chunk else {}
+            params = {"params": chunk.get("params", {}) | session} if "content" in chunk else {}
+            return await replica.call("POST", "/v1/weights/chunk", deadline_s, **(chunk | body | params))
 
-def chunks(tensors: Mapping[str, HostTensor], max_bytes: int) -> Iterator[dict[str, HostTensor]]:
-    """``tensors`` in their order, in groups of at most ``max_bytes``; a larger tensor goes alone."""
-    group: dict[str, HostTensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if group and size + tensor.data.nbytes > max_bytes:
-            yield group
-            group, size = {}, 0
-        group[name] = tensor
-        size += tensor.data.nbytes
-    if group:
-        yield group
+        reports = require_all("nobody has committed", await fan_out(self._replicas, stage, deadline_s))
+        return reports[0].result
 
+    async def _abort(self, sessions: dict[str, dict[str, Any]]) -> None:
+        async def abort(replica: Replica) -> dict[str, Any]:
+            session = {"session_id": sessions[replica.url]["session_id"]}
+            return await replica.call("POST", "/v1/weights/abort", json=session)
 
-def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
-    """One safetensors file, piece by piece."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.data.nbytes
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        yield tensor.data
+        # One that cannot be reached drops its session when the lease ends.
+        await fan_out([r for r in self._replicas if r.url in sessions], abort, CONFIRM_S)
 
+    async def _commit(self, sessions: dict[str, dict[str, Any]], number: int) -> list[Report]:
+        async def commit(replica: Replica) -> dict[str, Any]:
+            session = sessions[replica.url]
+            try:
+                done = await replica.call("POST", "/v1/weights/commit", json={"session_id": session["session_id"]})
+            except Unreachable:
+                done = await self._confirm(replica, session)
+            self._ledger.committed(number, replica.url, done["boot_id"], done["epoch"])
+            self._router.published(replica, done["boot_id"])
+            self.held[replica.url] = (done["boot_id"], done["epoch"])
+            return done
 
-def encode(tensors: Mapping[str, HostTensor]) -> bytes:
-    """One safetensors file, as the body of an upload."""
-    return b"".join(pieces(tensors))
+        reports = await fan_out(self._replicas, commit, 3 * CONFIRM_S)
+        self._ledger.end()
+        if any(report.ok for report in reports):
+            for replica, report in zip(self._replicas, reports, strict=True):
+                if not report.ok:
+                    self._router.left_behind(replica, f"its commit failed: {report.error.message}")
+                    self.held.pop(replica.url, None)
+        return reports
 
+    async def _confirm(self, replica: Replica, session: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a commit was lost: what became of it. Raises Unreachable if it did not take place."""
 
-@contextmanager
-def shared(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
-    """A POSIX shared memory segment in safetensors layout: its name and size. It is gone on exit. Raises OSError where
-    there is no room: it is written, not mapped, so that a full /dev/shm is an error and no signal."""
-    path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
-    try:
-        yield path.name, _write(path, tensors, 0o600)
-    finally:
-        with suppress(FileNotFoundError):
-            path.unlink()
+        async def info(replica: Replica) -> dict[str, Any]:
+            return await replica.call("GET", "/v1/weights")
 
-
-def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> int:
-    """Write ``folder``/model.safetensors, for everybody to read; returns its size. The folder must exist."""
-    return _write(Path(folder) / "model.safetensors", tensors, 0o644)
-
-
-def _write(path: Path, tensors: Mapping[str, HostTensor], mode: int) -> int:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
-        for piece in pieces(tensors):
-            view = memoryview(piece)
-            while view:
-                view = view[file.write(view) :]
-        return file.tell()
+        (report,) = await fan_out([replica], info, CONFIRM_S, retry=True)
+        if report.error is not None:
+            raise report.error
+        now = report.result
+        if (now["boot_id"], now["epoch"]) != (session["boot_id"], session["epoch"] + 1):
+            raise Unreachable("the connection broke at the commit, which did not take place")
+        return now | {"status": "committed"}

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 
-from fastdeploy.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.errors import is_busy, may_pass
 from fastdeploy.rl.replica import Replica
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastdeploy.errors import InvalidField
-from fastdeploy.rl import publish
-from fastdeploy.rl.publish import HostTensor
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl import state_encoding
+from fastdeploy.rl.state_encoding import HostTensor
 
 HERE = frozenset({"127.0.0.1", "localhost", "::1"})
 SHM = Path("/dev/shm")
@@ -37,19 +37,21 @@ class Plan:
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Arguments of a call of /v1/weights/chunk, one after the other; each is gone when the next is asked for."""
         async for part in self.parts:
-            self.digests.update(await asyncio.to_thread(publish.digests, part) if part.keys() - self.digests else {})
+            self.digests.update(
+                await asyncio.to_thread(state_encoding.digests, part) if part.keys() - self.digests else {}
+            )
             # What travels by another process's file is checked at the other end.
             checksums = {name: self.digests[name] for name in part}
             if self.via == "upload":
-                content = await asyncio.to_thread(publish.encode, part)
+                content = await asyncio.to_thread(state_encoding.encode, part)
                 yield {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
             elif self.via == "shared_memory":
-                with publish.shared(part) as (name, nbytes):
+                with state_encoding.shared(part) as (name, nbytes):
                     yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": checksums}}
             else:
                 with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
                     os.chmod(folder, 0o755)
-                    await asyncio.to_thread(publish.write_folder, part, folder)
+                    await asyncio.to_thread(state_encoding.write_folder, part, folder)
                     yield {"json": {"model_path": folder, "checksums": checksums}}
 
 
@@ -77,8 +79,8 @@ class StateSource:
             return Plan(_gathered(state, chunk_bytes), {}, False, way, None)
         if not state:
             raise InvalidField("state", "expected at least one tensor")
-        tensors = await asyncio.to_thread(publish.host_tensors, state)
-        digests = await asyncio.to_thread(publish.digests, tensors)
+        tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
+        digests = await asyncio.to_thread(state_encoding.digests, tensors)
         if changed_only:
             tensors = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
         nbytes = sum(t.data.nbytes for t in tensors.values())
@@ -96,7 +98,7 @@ class StateSource:
 
 
 async def _split(tensors: Mapping[str, HostTensor], chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
-    for part in publish.chunks(tensors, chunk_bytes):
+    for part in state_encoding.chunks(tensors, chunk_bytes):
         yield part
 
 
@@ -105,7 +107,7 @@ async def _gathered(pairs: Pairs, chunk_bytes: int) -> AsyncIterator[dict[str, H
     the last, as where shards are gathered into one buffer."""
     part: dict[str, HostTensor] = {}
     async for name, value in each_pair(pairs):
-        tensor = publish.host_tensors({name: value})[name]
+        tensor = state_encoding.host_tensors({name: value})[name]
         part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
         if sum(t.data.nbytes for t in part.values()) >= chunk_bytes:
             yield part

@@ -11,9 +11,9 @@ from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
 from fastdeploy.rl.loop_thread import LoopThread
 from fastdeploy.rl.pause import beside, new_hold_id
+from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.state_source import Pairs
-from fastdeploy.rl.weights import Publication
 
 
 class SyncRolloutClient:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.errors import FastDeployError, from_wire
+from fastdeploy.core.errors import FastDeployError, from_wire
 from fastdeploy.rl.errors import MalformedReply, Unreachable
 
 MAX_LINE_BYTES = 256 << 20  # prompt_logprobs of a long prompt are one line

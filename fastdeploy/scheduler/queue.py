@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from itertools import count
 
-from fastdeploy.engine.request import Request, State
+from fastdeploy.core.request import Request, State
 
 Entry = tuple[tuple[int, int], int, int, Request]
 

@@ -9,10 +9,11 @@ from enum import Enum
 import msgspec
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
-from fastdeploy.engine.request import Event, FinishReason, Request, State
-from fastdeploy.errors import NonFiniteLogits
-from fastdeploy.inter_communicator.messages import Logprob, Span
-from fastdeploy.scheduler.interface import BlockCopy, ModelInfo, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.request import Event, FinishReason, Request, State
+from fastdeploy.core.runner import ModelInfo
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import WaitingQueue
 

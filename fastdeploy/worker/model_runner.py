@@ -10,24 +10,18 @@ from pathlib import Path
 import numpy as np
 import paddle
 
-from fastdeploy.errors import InvalidField, OutOfSpace, WrongOrder
-from fastdeploy.inter_communicator.messages import FolderSource, Logprob
+from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.runner import ModelInfo, nothing
+from fastdeploy.core.safe_files import ANYWHERE
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.model_config import ModelConfig, load_config
 from fastdeploy.model_executor.models import MODELS
 from fastdeploy.model_executor.models.qwen import QwenWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
-from fastdeploy.safe_files import ANYWHERE
-from fastdeploy.scheduler.interface import (
-    ModelInfo,
-    NonFinite,
-    Sampled,
-    ScheduledChunk,
-    StepPlan,
-    StepResult,
-    nothing,
-)
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
 from fastdeploy.worker.spill import Spill, spill

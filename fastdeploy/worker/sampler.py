@@ -14,11 +14,11 @@ import math
 import numpy as np
 import paddle
 
-from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.inter_communicator.messages import Logprob
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk
+from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
 from fastdeploy.model_executor.rng import uniform
-from fastdeploy.scheduler.interface import NonFinite, Sampled, ScheduledChunk
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
 NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8 times as many, and so on

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdeploy.errors import OutOfSpace
+from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import SLICE, Parameter, Value
 

@@ -9,8 +9,10 @@ from typing import TypeAlias
 import numpy as np
 import paddle
 
-from fastdeploy.errors import InvalidField, OutOfSpace, WeightUpdateRefused
-from fastdeploy.inter_communicator.messages import Source
+from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused
+from fastdeploy.core.runner import ChunkReceipt
+from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.weight_source import Source
 from fastdeploy.model_executor.model_config import CONFIG, read_config
 from fastdeploy.model_executor.models.qwen import Qwen, QwenWeights
 from fastdeploy.model_executor.parameters import (
@@ -29,8 +31,6 @@ from fastdeploy.model_executor.safetensors_source import (
     read_checksums,
     refuse_tensor,
 )
-from fastdeploy.safe_files import ANYWHERE, Folder
-from fastdeploy.scheduler.interface import ChunkReceipt
 
 Serving: TypeAlias = Callable[[], Mapping[str, Value]]
 

@@ -17,8 +17,8 @@ from benchmarks.api_cost import CASES, Case, Cost
 from benchmarks.lib.client import Client
 from benchmarks.lib.engines import Engine
 from benchmarks.make_q05 import write_tokenizer
-from fake_pause_server import FakeServer
-from fastdeploy.entrypoints.tokenizer import load_tokenizer
+from fastdeploy.client.tokenizer import load_tokenizer
+from support.fake_pause_server import FakeServer
 
 MODEL = Path(fastdeploy.embedded.__file__).with_name("model")
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.lib.server import free_port
 from e2e.server import Server
-from fake_pause_server import FakeServer
+from support.fake_pause_server import FakeServer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = ["--streams", "7", "--running", "3", "--prompt-tokens", "8", "--wait-tokens", "60"]

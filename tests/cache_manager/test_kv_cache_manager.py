@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
-from fastdeploy.engine.request import Group, Request
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator.messages import AddRequest
+from fastdeploy.core.request import Group, Request
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 
 
 def make(token_ids: list[int], salt: str = "") -> Request:

@@ -127,7 +127,7 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        return self.pids("fastdeploy.engine.main")[0]
+        return self.pids("fastdeploy.entrypoints.engine_main")[0]
 
     @property
     def api_pids(self) -> list[int]:

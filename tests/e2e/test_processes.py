@@ -235,7 +235,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_server_with_an_error(start
     server = start_server()
     end = time.monotonic() + 100
     while server.process.poll() is None and time.monotonic() < end:
-        for pid in server.pids("fastdeploy.engine.main"):
+        for pid in server.pids("fastdeploy.entrypoints.engine_main"):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
     assert server.process.poll() not in (None, 0)

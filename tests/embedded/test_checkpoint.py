@@ -15,8 +15,8 @@ from fastdeploy.embedded import MODEL_DIR, arithmetic, default_model, tokenizer
 from fastdeploy.embedded.checkpoint import load, save
 from fastdeploy.embedded.evaluate import generate
 from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
-from torch_generation import logits, solve
-from torch_process import TorchProcess
+from support.torch_generation import logits, solve
+from support.torch_process import TorchProcess
 
 
 def test_the_checkpoint_is_whole_and_a_few_megabytes():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from fastdeploy.embedded import MODEL_DIR, tokenizer
-from torch_generation import tokenize
-from torch_process import TorchProcess
+from support.torch_generation import tokenize
+from support.torch_process import TorchProcess
 
 COMMITTED = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 TEXT = st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \n\t#+=0129<|>")))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
-from fastdeploy.engine.request import TRANSITIONS, Event, Group, Request, State
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.errors import EngineError
+from fastdeploy.core.errors import EngineError
+from fastdeploy.core.request import TRANSITIONS, Event, Group, Request, State
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def test_a_request_gets_the_tokens_of_the_model_and_one_final_output():
@@ -262,7 +264,7 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
     h.turn(3)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateWeightsArgs(m.FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
+    calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
     h.turn()
     h.runner.fail_next = True
     with pytest.raises(EngineError, match="the worker died"):
@@ -276,7 +278,7 @@ def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
     (tmp_path / "w1").mkdir()
     h = Harness()
     h.runner.commit = None
-    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(tmp_path / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1"))))
     h.turn()
     with pytest.raises(EngineError):
         h.engine.run()
@@ -326,7 +328,7 @@ def test_metrics_are_at_zero_when_everything_has_ended():
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
-    request = Request(Group("a", m.AddRequest("r", [1], SamplingParams())), 0, (0, 1), 1)
+    request = Request(Group("a", AddRequest("r", [1], SamplingParams())), 0, (0, 1), 1)
     request.state = state
     if (state, event) in TRANSITIONS:
         request.advance(event)

@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from fake_runner import expected_tokens
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.engine.deadlines import MIN_PRUNE
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import expected_tokens
+from support.harness import Harness
 
 
 def add(h: Harness, name: str, tokens: int = 30, **fields) -> None:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    h.send(m.AddRequest(name, [1, 2, 3], params, **fields))
+    h.send(AddRequest(name, [1, 2, 3], params, **fields))
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -68,7 +68,7 @@ def test_who_has_begun_is_not_in_the_queue_any_more():
 def test_who_was_half_prefilled_has_had_its_first_step():
     h = Harness(max_num_batched_tokens=4)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
-    h.send(m.AddRequest("r", list(range(1, 41)), params, max_queue_s=5.0))
+    h.send(AddRequest("r", list(range(1, 41)), params, max_queue_s=5.0))
     h.turn(2)
     h.pause(mode="keep", clear_cache=True)  # back in the queue, without a token
     h.now += 6.0

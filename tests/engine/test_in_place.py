@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure, hold_ids, paused
-from fake_runner import FakeRunner, expected_tokens
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def test_in_place_needs_a_paused_engine(folders):
     h = Harness()
     for args in (
         m.BeginUpdateArgs(in_place=True),
-        m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")), in_place=True),
+        m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), in_place=True),
     ):
         assert failure(h, args).code == "wrong_order"
     h.add("r", PROMPT, max_tokens=50)
@@ -115,6 +116,6 @@ def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next(f
 def test_the_fake_would_notice_a_step_without_whole_weights(folders):
     runner = FakeRunner()
     staging = runner.begin_update(partial=False, in_place=True)
-    staging.add(m.FolderSource(str(folders / "w1")), {})
+    staging.add(FolderSource(str(folders / "w1")), {})
     with pytest.raises(AssertionError, match="without weights"):
         runner.execute(None)

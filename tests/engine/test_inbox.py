@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.test_pause import LONG, busy, tokens_of
-from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def pause_in_step(h: Harness, **args) -> m.Reply:

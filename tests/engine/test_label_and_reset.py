@@ -7,9 +7,10 @@ import hashlib
 import pytest
 
 from engine.weight_calls import PROMPT, assert_serves, begin, chunk, failure, hold_ids, paused
-from fake_runner import expected_tokens
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import expected_tokens
+from support.harness import Harness
 
 
 def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
@@ -144,7 +145,7 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
 def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as_those_that_serve(folders):
     h = Harness()
     h.runner.may_stage.clear()
-    update = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))
+    update = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     call = h.call(m.WeightInfoArgs(checksums=True))
     h.turn(2)
     h.runner.may_stage.set()

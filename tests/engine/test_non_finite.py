@@ -7,11 +7,12 @@ import logging
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.errors import NonFiniteLogits
+from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def poisoned(*tokens: int) -> Harness:
@@ -96,7 +97,7 @@ def test_a_commit_whose_first_step_is_not_finite_is_counted_and_warned_of_once(t
 
 def test_a_retained_result_with_an_error_is_replayed():
     h = poisoned(9)
-    add = m.AddRequest("r", [5, 9], SamplingParams(max_tokens=4), retain_s=60, fingerprint="f")
+    add = AddRequest("r", [5, 9], SamplingParams(max_tokens=4), retain_s=60, fingerprint="f")
     h.send(add)
     h.run_out()
     h.connect("b")

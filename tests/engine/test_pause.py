@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine import pause as p
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 LONG = 100
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import expected_tokens
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.engine.retention import CHOICE_BYTES, LOGPROB_BYTES, MIN_PRUNE, TOKEN_BYTES
-from fastdeploy.engine.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import expected_tokens
+from support.harness import Harness
 
 PROMPT = [1, 2, 3]
 
@@ -16,7 +17,7 @@ PROMPT = [1, 2, 3]
 def ask(h: Harness, client: str = "a", body: str = "body", tokens: int = 20, n: int = 1, **fields) -> None:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=0)
     fields = {"request_id": "r", "retain_s": 10.0, **fields}
-    h.send(m.AddRequest(prompt_token_ids=PROMPT, sampling=params, n=n, fingerprint=body, **fields), client)
+    h.send(AddRequest(prompt_token_ids=PROMPT, sampling=params, n=n, fingerprint=body, **fields), client)
 
 
 def hang_up(h: Harness, client: str = "a") -> None:
@@ -117,13 +118,13 @@ def test_the_oldest_results_go_first_when_there_are_too_many():
     h = Harness(max_retained=2)
     for i in range(4):
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        h.send(m.AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
+        h.send(AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
         h.run_out()
     assert len(h.engine.retention) == 2
     h.transport.sent["a"].clear()
     for i in (0, 3):
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        h.send(m.AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
+        h.send(AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
     h.engine.turn(block=False)
     assert h.stream("r3").finals and not h.stream("r0").finals
 

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
-from fastdeploy.errors import EngineError
+from fastdeploy.core.errors import EngineError
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 PROMPT = list(range(1, 11))
 TAGS = [("weight",), ("kv_cache",), ("weight", "kv_cache"), ()]
@@ -277,7 +278,7 @@ def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing(fo
     """25"""
     h = Harness()
     sleep(h)
-    source = m.FolderSource(str(folders / "w1"))
+    source = FolderSource(str(folders / "w1"))
     for args in (m.UpdateWeightsArgs(source), m.BeginUpdateArgs(), m.BeginUpdateArgs(in_place=True)):
         assert h.ask(args).failure.code == "wrong_order"
     assert h.ask(m.WeightInfoArgs(checksums=True)).failure.code == "wrong_order"
@@ -309,7 +310,7 @@ def test_weights_do_not_sleep_under_an_open_session_and_kv_may(folders):
     for tags in (("weight",), ()):
         assert h.ask(m.SleepArgs(tags)).failure.code == "wrong_order" and not holds(h)
     assert sleep(h, "kv_cache").failure is None
-    h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))), turns=2)
+    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), turns=2)
     assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
     wake(h)
     assert_serves(h, 1)
@@ -325,7 +326,7 @@ def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_ru
     h.run_out()
     h.turn(3)
     assert h.reply(call).failure.code == "wrong_order" and not holds(h) and not h.runner.asleep
-    h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))), turns=2)
+    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), turns=2)
     assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
     assert_serves(h, 1)
 

@@ -7,11 +7,12 @@ import threading
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, failure, hold_ids, paused
-from fake_runner import FakeRunner, FakeStaging
+from fastdeploy.core.errors import UpdateInProgress
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
-from fastdeploy.errors import UpdateInProgress
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, FakeStaging
+from support.harness import Harness
 
 
 class HangingStaging(FakeStaging):
@@ -70,7 +71,7 @@ def h():
 
 
 def hang(h: Harness, folders, **args) -> int:
-    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "dead")), **args))
+    call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "dead")), **args))
     h.turn()
     return call
 
@@ -108,8 +109,8 @@ def test_the_call_may_say_how_long_and_so_may_begin(h, folders):
     h.turn()
     assert h.reply(call).failure.code == "staging_timeout"
     session = begin(h, timeout_s=5.0)
-    first = h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "dead"))))
-    second = h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))))
+    first = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "dead"))))
+    second = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))))
     h.turn()
     h.now += 5.5
     h.turn(2)
@@ -122,7 +123,7 @@ def test_the_call_may_say_how_long_and_so_may_begin(h, folders):
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), 1e9])
 def test_a_time_that_makes_no_sense_names_the_field(h, folders, timeout_s):
-    update = m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")), timeout_s=timeout_s)
+    update = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), timeout_s=timeout_s)
     for args in (m.BeginUpdateArgs(timeout_s=timeout_s), update):
         assert failure(h, args).detail["param"] == "timeout_s"
 
@@ -158,7 +159,7 @@ def test_so_many_may_hang_and_no_more_until_one_comes_back(h, folders):
         h.now += 2.0
         h.turn(2)
         assert h.reply(call).failure.code == "staging_timeout"
-    update = m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")))
+    update = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")))
     for args in (m.BeginUpdateArgs(), update, m.WeightInfoArgs(checksums=True)):
         refused = failure(h, args)
         assert refused.code == "update_in_progress" and "4 reads" in refused.message

@@ -18,13 +18,15 @@ from hypothesis import Phase as Search
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from fake_runner import FakeRunner, nothing
+from fastdeploy.core.errors import EngineError
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.pause import Mode, Phase
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
-from witness import Expected, Witness
+from support.fake_runner import FakeRunner, nothing
+from support.harness import Harness
+from support.witness import Expected, Witness
 
 PROMPTS = [
     [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
@@ -177,7 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def send_add(self, client, request_id, prompt, sampling, n, priority, salt):
         group = f"g{len(prompt) % 2}" if priority else ""
-        add = m.AddRequest(request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group)
+        add = AddRequest(request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group)
         self.h.send(add, client)
         self.witness.added(client, add)
 
@@ -279,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
         if slow:
             self.h.runner.may_stage.clear()
         folder, kv = update
-        source = m.FolderSource(str(self.folder / folder))
+        source = FolderSource(str(self.folder / folder))
         args = m.UpdateWeightsArgs(source, version, kv=kv, partial=partial, in_place=in_place)
         self.call_and_note(args, client := self.some_client(data), version, partial, [folder])
         if self.engine.weights.session is not None and client in self.live_clients():
@@ -302,7 +304,7 @@ class EngineMachine(RuleBasedStateMachine):
         session_id = self.some_session(data)
         if slow:
             self.h.runner.may_stage.clear()
-        self.call(m.UpdateChunkArgs(session_id, m.FolderSource(str(self.folder / name))), self.some_client(data))
+        self.call(m.UpdateChunkArgs(session_id, FolderSource(str(self.folder / name))), self.some_client(data))
         if not self.publications[session_id].committing:
             self.publications[session_id].names.append(name)
 
@@ -342,7 +344,7 @@ class EngineMachine(RuleBasedStateMachine):
         if session is None:
             return
         for name in names:
-            self.call(m.UpdateChunkArgs(session.id, m.FolderSource(str(self.folder / name))), self.some_client(data))
+            self.call(m.UpdateChunkArgs(session.id, FolderSource(str(self.folder / name))), self.some_client(data))
             self.publications[session.id].names.append(name)
         if then == "commit":
             self.call(m.CommitUpdateArgs(session.id), self.some_client(data))
@@ -407,7 +409,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.call(m.WakeArgs(), client)
             self.step()
         if not self.h.runner.has_weights:
-            args = m.UpdateWeightsArgs(m.FolderSource(str(self.folder / "w2")))
+            args = m.UpdateWeightsArgs(FolderSource(str(self.folder / "w2")))
             self.call_and_note(args, client, None, False, ["w2"])
         self.finish_all_work()
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import SPECS, prompt, write_checkpoint
 from fastdeploy.worker.model_runner import ModelRunner
-from harness import Harness, Stream
-from torch_continuations import Case, continuations
+from support.checkpoints import SPECS, prompt, write_checkpoint
+from support.harness import Harness, Stream
+from support.torch_continuations import Case, continuations
 
 LENGTH = 100
 STAGGER = 5  # steps between two arrivals: one commit finds its targets at 20 different points

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
 from fastdeploy.engine.warm_up import PROMPT_TOKENS, warm_up
 from fastdeploy.scheduler.pacer import StepPacer
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def test_the_first_prompts_are_not_computed_in_first_guesses():

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import SPECS, write_checkpoint
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.staging import WeightStaging
-from harness import Harness
+from support.checkpoints import SPECS, write_checkpoint
+from support.harness import Harness
 
 
 class WatchedRunner(ModelRunner):
@@ -65,7 +66,7 @@ def test_so_does_a_session_of_chunks_an_update_in_place_and_one_that_is_partial(
     assert h.update(folder, partial=True).failure is None
     assert h.runner.alive == one_set
     session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder))), turns=3).failure is None
+    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), turns=3).failure is None
     assert h.ask(m.CommitUpdateArgs(session), turns=3).failure is None
     assert h.runner.alive == one_set
     h.pause(mode="keep")
@@ -80,7 +81,7 @@ def test_what_was_refused_or_aborted_is_gone(h, folder):
         assert h.update(folder, checksums=wrong, verify_checksum=True).failure.code == "weight_update_refused"
         assert h.runner.alive == one_set
     session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder))), turns=3).failure is None
+    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), turns=3).failure is None
     h.ask(m.AbortUpdateArgs(session), turns=3)
     assert h.runner.alive == one_set
 
@@ -96,7 +97,7 @@ def test_an_update_that_is_aborted_when_it_is_all_but_staged_is_gone(h, folder, 
         return weights
 
     monkeypatch.setattr(WeightStaging, "finish", held_up)
-    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folder))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource(str(folder))))
     h.engine.turn(block=False)
     h.call(m.AbortUpdateArgs())
     h.engine.turn(block=False)

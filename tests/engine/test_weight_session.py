@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 
 from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure
-from fake_runner import expected_tokens
+from fastdeploy.core.errors import EngineError
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.weight_session import TRANSITIONS, Event, Session, State
-from fastdeploy.errors import EngineError
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness, ListTransport
+from support.fake_runner import expected_tokens
+from support.harness import Harness, ListTransport
 
 # ---------------------------------------------------------------------- the table
 
@@ -91,9 +92,9 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
     done = h.call(m.CommitUpdateArgs(session))
-    late = h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w3"))))
+    late = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w3"))))
     again = h.call(m.CommitUpdateArgs(session))
     h.turn(3)
     assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "it is being committed"
@@ -129,7 +130,7 @@ def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_
 def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed(folders):
     h = Harness()
     session = begin(h)
-    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(m.FolderSource(str(folders / "w2")))):
+    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource(str(folders / "w2")))):
         assert failure(h, args).code == "update_in_progress"
     chunk(h, session, folders / "w1")
     assert commit(h, session).failure is None and h.runner.weights == 1
@@ -139,7 +140,7 @@ def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_c
     h = Harness()
     conflict = failure(h, m.BeginUpdateArgs(expected_version="v0"))
     assert conflict.code == "version_conflict" and conflict.detail["version"] == "0"
-    args = m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1")), expected_version="v0")
+    args = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), expected_version="v0")
     assert failure(h, args).code == "version_conflict"
     session = begin(h, expected_version="0")
     chunk(h, session, folders / "w1")
@@ -179,7 +180,7 @@ def test_a_begin_that_makes_no_sense_names_the_field_and_opens_nothing(args, fie
 
 def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session(folders):
     h = Harness()
-    session, source = begin(h), m.FolderSource(str(folders / "w1"))
+    session, source = begin(h), FolderSource(str(folders / "w1"))
     for args, field in (
         (m.UpdateChunkArgs(session, source, version=""), "version"),
         (m.CommitUpdateArgs(session, version="x" * 257), "version"),
@@ -205,7 +206,7 @@ def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folders, 
     assert reply.failure.code == "weight_update_refused" and reply.result["version"] == "0"
     h.turn()
     assert h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
         late = failure(h, args)
         assert late.code == "session_not_found" and reply.failure.message in late.message
     h.run_out()
@@ -217,7 +218,7 @@ def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / w)))) for w in ("bad", "w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("bad", "w1", "w2")]
     calls.append(h.call(m.CommitUpdateArgs(session)))
     h.turn(2)
     h.runner.may_stage.set()
@@ -248,7 +249,7 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
 
 def test_a_session_nobody_opened_is_unknown(folders):
     h = Harness()
-    source = m.FolderSource(str(folders / "w1"))
+    source = FolderSource(str(folders / "w1"))
     for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
         assert failure(h, args).code == "session_not_found"
 
@@ -274,7 +275,7 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders
     h.now += 0.2
     h.turn(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
         late = failure(h, args)
         assert late.code == "session_expired" and "5 s" in late.message
     h.run_out()
@@ -294,7 +295,7 @@ def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
 def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked(folders):
     h = Harness()
     session = begin(h, lease_s=5.0)
-    for args in (m.UpdateChunkArgs(session, m.FolderSource(str(folders / "w1"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), m.CommitUpdateArgs(session)):
         h.runner.may_stage.clear()
         call = h.call(args)
         h.turn()
@@ -329,10 +330,10 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
     h = Harness()
     h.runner.may_stage.clear()
     if one_call:
-        calls = [h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))]
+        calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))]
     else:
         session = begin(h)
-        calls = [h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
         calls.append(h.call(m.CommitUpdateArgs(session)))
     h.turn(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
@@ -350,7 +351,7 @@ def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
     h.add("r", PROMPT, max_tokens=50)
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, m.FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
     calls += [h.call(m.CommitUpdateArgs(session)), h.call(m.WeightInfoArgs(checksums=True))]
     h.turn(2)
     h.runner.fail_next = True
@@ -365,7 +366,7 @@ def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards
     monkeypatch.setattr(ListTransport, "wake", lambda transport: woken.append(1))
     h = Harness()
     h.runner.may_stage.clear()
-    call = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     h.turn()
     h.engine.stop()
     woken.clear()

@@ -7,22 +7,23 @@ import os
 import pytest
 
 from engine.weight_calls import begin, chunk, failure
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.harness import Harness
 
 
 @pytest.mark.parametrize("name", ["", "/", "..", "a/b", "/a/b", "x\0y", "x" * 256])
 def test_shared_memory_is_a_plain_name(name):
     h = Harness()
-    refused = failure(h, m.UpdateWeightsArgs(m.SharedMemorySource(name)))
+    refused = failure(h, m.UpdateWeightsArgs(SharedMemorySource(name)))
     assert (refused.code, refused.detail["param"]) == ("invalid_field", "shared_memory")
 
 
 @pytest.mark.parametrize(("roots", "allowed"), [(("/",), True), (("/dev/shm",), True), (("/srv",), False), ((), False)])
 def test_shared_memory_is_allowed_where_its_folder_is(roots, allowed):
     h = Harness(model_roots=roots)
-    reply = h.ask(m.UpdateWeightsArgs(m.SharedMemorySource("/w1")), turns=3)
+    reply = h.ask(m.UpdateWeightsArgs(SharedMemorySource("/w1")), turns=3)
     assert (reply.failure is None) == allowed and h.runner.weights == int(allowed)
     if not allowed:
         assert reply.failure.detail["param"] == "shared_memory"
@@ -41,10 +42,10 @@ def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_root
         uploads / ".." / "other" / "fastdeploy-upload-secret",
         uploads,
     ):
-        refused = failure(h, m.UpdateWeightsArgs(m.FileSource(str(path))))
+        refused = failure(h, m.UpdateWeightsArgs(FileSource(str(path))))
         assert refused.code == "invalid_field", path
     (uploads / "fastdeploy-upload-1").write_text("not a checkpoint of the fake's, but let in")
-    refused = failure(h, m.UpdateWeightsArgs(m.FileSource(str(uploads / "fastdeploy-upload-1"))), turns=3)
+    refused = failure(h, m.UpdateWeightsArgs(FileSource(str(uploads / "fastdeploy-upload-1"))), turns=3)
     assert refused.code == "weight_update_refused"
 
 
@@ -58,7 +59,7 @@ def test_a_chunk_whose_path_can_name_nothing_is_refused_and_the_session_goes_on(
 
 @pytest.mark.parametrize("nbytes", [-1, 2**63, 2**70])
 def test_a_size_that_no_segment_has_is_refused(nbytes):
-    assert failure(Harness(), m.UpdateWeightsArgs(m.SharedMemorySource("w1", nbytes))).detail["param"] == "nbytes"
+    assert failure(Harness(), m.UpdateWeightsArgs(SharedMemorySource("w1", nbytes))).detail["param"] == "nbytes"
 
 
 def test_the_door_looks_at_no_file(monkeypatch):
@@ -66,6 +67,6 @@ def test_the_door_looks_at_no_file(monkeypatch):
     policy = SourcePolicy(("/",), "")
     for name in ("stat", "lstat", "open", "readlink"):
         monkeypatch.setattr(os, name, lambda *args, **kwargs: pytest.fail("the loop looked at a file"))
-    upload = m.FileSource("/dev/shm/fastdeploy-upload-1")
-    for source in (m.FolderSource("/dead/mount"), m.SharedMemorySource("w1"), upload):
+    upload = FileSource("/dev/shm/fastdeploy-upload-1")
+    for source in (FolderSource("/dead/mount"), SharedMemorySource("w1"), upload):
         policy.check(source)

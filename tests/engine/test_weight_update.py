@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens, next_token
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens, next_token
+from support.harness import Harness
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
     h.runner.may_stage.clear()
-    first = h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))))
+    first = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     h.turn(5)
     assert h.update(folders / "w2").failure.code == "update_in_progress"
     assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.epoch == 0
@@ -239,7 +240,7 @@ def test_nobody_may_give_its_hold_the_name_of_one_of_the_systems(name):
 def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(folders):
     h = Harness()
     h.connect("b")
-    h.call(m.UpdateWeightsArgs(m.FolderSource(str(folders / "w1"))), "b")
+    h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))), "b")
     h.turn()
     h.transport.gone.add("b")
     h.turn(2)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fake_runner import expected_tokens
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import expected_tokens
+from support.harness import Harness
 
 PROMPT = [1, 2, 3]
 
@@ -16,7 +17,7 @@ def begin(h: Harness, **args) -> str:
 
 
 def chunk(h: Harness, session: str, folder, **args) -> m.Reply:
-    return h.ask(m.UpdateChunkArgs(session, m.FolderSource(str(folder)), **args), turns=2)
+    return h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder)), **args), turns=2)
 
 
 def commit(h: Harness, session: str, **args) -> m.Reply:

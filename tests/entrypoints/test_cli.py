@@ -10,10 +10,10 @@ import sys
 import msgspec
 import pytest
 
-from fastdeploy.config import EngineConfig, ServeConfig, from_json, to_json
+from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
-from fastdeploy.errors import InvalidField
 
 
 @pytest.fixture

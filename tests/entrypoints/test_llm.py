@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
-from fastdeploy import LLM, SamplingParams, errors
+from fastdeploy import LLM, SamplingParams
+from fastdeploy.core import errors
+from support.fake_runner import FakeRunner, expected_tokens
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

@@ -30,7 +30,14 @@ class Tree:
     def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
         self.root = tempfile.mkdtemp(prefix="fdt-")
         env = os.environ | {"FASTDEPLOY_IPC_ROOT": self.root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
-        command = [sys.executable, str(TESTS / "supervisor_main.py"), self.root, name, str(workers), str(shutdown_s)]
+        command = [
+            sys.executable,
+            str(TESTS / "support" / "supervisor_main.py"),
+            self.root,
+            name,
+            str(workers),
+            str(shutdown_s),
+        ]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in clean_up)
         self.process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=self.log, text=True, start_new_session=True,

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 from skyrl.backends.skyrl_train.weight_sync.control_plane import SkyrlWeightSyncClient
 
-from fastdeploy.rl.skyrl import FastDeployWeightSender
+from fastdeploy.rl.frameworks.skyrl import FastDeployWeightSender
 
 TOKENS = 400
 PROMPTS = [[40 + i for i in range(20)] + [100 + k] for k in range(4)]

@@ -50,4 +50,4 @@ def test_the_tinker_interface_of_the_client(told):
 def test_what_is_not_here_is_an_error_that_says_what_works(told):
     adapter, delta, fetch = told["refused"]
     assert "adapters" in adapter
-    assert "fastdeploy.rl.skyrl" in delta and "fastdeploy.rl.skyrl" in fetch
+    assert "fastdeploy.rl.frameworks.skyrl" in delta and "fastdeploy.rl.frameworks.skyrl" in fetch

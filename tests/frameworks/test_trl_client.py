@@ -1,4 +1,4 @@
-"""TRL's synchronous VLLMClient on a real server: see trl_child.py. Its AsyncGRPOTrainer is in tests/rl/test_trl.py."""
+"""TRL's synchronous VLLMClient on a real server: see trl_child.py."""
 
 from __future__ import annotations
 

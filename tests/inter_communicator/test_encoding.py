@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fastdeploy.core.outputs import Logprob
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.encoding import encode
 
@@ -22,10 +23,8 @@ def sent(message: m.ToClient) -> m.ToClient:
         ),
         (m.Rejected("r", m.Failure("c", "\ud800 é")), m.Rejected("r", m.Failure("c", "? é"))),
         (
-            m.Outputs(
-                [m.Output("r", 0, [5], [m.Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="\ud800")]
-            ),
-            m.Outputs([m.Output("r", 0, [5], [m.Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="?")]),
+            m.Outputs([m.Output("r", 0, [5], [Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="\ud800")]),
+            m.Outputs([m.Output("r", 0, [5], [Logprob(-1.0, ((7, -2.0),))], finish_reason="abort", message="?")]),
         ),
     ],
 )

@@ -14,7 +14,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnection, ZmqRouterTransport
@@ -88,7 +89,7 @@ def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_it
     socket = dealer(endpoint, b"a")
     encode = msgspec.msgpack.encode
     socket.send(encode(m.Call(4, m.PauseArgs(timeout_s="soon"))))
-    socket.send(encode(m.AddRequest("r", ["no token"], SamplingParams())))
+    socket.send(encode(AddRequest("r", ["no token"], SamplingParams())))
     socket.send(encode(m.CancelRequest("r", "all")))  # nobody waits for an answer
     socket.send(encode(m.Hello(pid=7)))
     call, add, hello = [message for _, message in recv_all(router, 3)]

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from checkpoints import SPECS, config_json
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.model_config import MAX_CONFIG_BYTES, load_config, parse_config
+from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 

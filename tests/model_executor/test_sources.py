@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
-from fastdeploy.errors import WeightUpdateRefused
-from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.safe_files import Folder
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.model_executor.safetensors_source import (
     CHECKSUMS,
     INDEX,
@@ -30,7 +30,7 @@ from fastdeploy.model_executor.safetensors_source import (
     open_source,
     read_checksums,
 )
-from fastdeploy.safe_files import Folder
+from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
 
 SPEC = SPECS["qwen2_tied"]
 SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy.rl import fleet, pause, renewal, replica, weights
+from fastdeploy.rl import fleet, pause, publish, renewal, replica
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,5 +16,5 @@ def short_waits() -> Iterator[None]:
         patch.setattr(fleet, "RETRY_S", 0.01)
         patch.setattr(pause, "RELEASE_S", 0.5)
         patch.setattr(renewal, "PERIOD", 0.005)  # of a ttl of 60 s
-        patch.setattr(weights, "CONFIRM_S", 0.5)
+        patch.setattr(publish, "CONFIRM_S", 0.5)
         yield

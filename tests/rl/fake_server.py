@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from fastdeploy.errors import FastDeployError, HoldNotFound
+from fastdeploy.core.errors import FastDeployError, HoldNotFound
 
 EOS = 7
 VOCAB = 64

@@ -14,16 +14,16 @@ from typing import Any
 import httpx
 import uvloop
 
-from fake_runner import FakeRunner
-from fastdeploy.config import EngineConfig, ServeConfig
-from fastdeploy.engine.client import EngineClient
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.plan import Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
-from fastdeploy.entrypoints.openai.api_server import make_server
+from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
-from fastdeploy.entrypoints.tokenizer import Tokenizer
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
-from fastdeploy.scheduler.interface import Sampled, ScheduledChunk, StepPlan, StepResult
+from support.fake_runner import FakeRunner
 
 
 class Killed(BaseException):

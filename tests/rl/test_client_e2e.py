@@ -15,9 +15,9 @@ from e2e.server import Server, until
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.continuation import Partial, Request
 from fastdeploy.rl.errors import FleetError
-from fastdeploy.rl.publish import HostTensor, write_folder
-from fastdeploy.rl.resume import Partial, Request
+from fastdeploy.rl.state_encoding import HostTensor, write_folder
 
 PROMPT = list(range(40, 60))
 LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}

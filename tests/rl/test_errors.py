@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from fastdeploy.errors import BY_CODE, InvalidField
+from fastdeploy.core.errors import BY_CODE, InvalidField
 from fastdeploy.rl.errors import FleetError, Report, RolloutFailed, TooStale, Unreachable
 
 MADE = [
@@ -32,4 +32,6 @@ def test_a_report_says_which_replica_failed_and_why():
 
 def test_the_trainers_errors_do_not_take_a_code_of_the_servers():
     codes = {cls.code for cls in (FleetError, RolloutFailed, TooStale, Unreachable)}
-    assert len(codes) == 4 and not codes & {c for c, cls in BY_CODE.items() if cls.__module__ == "fastdeploy.errors"}
+    assert len(codes) == 4 and not codes & {
+        c for c, cls in BY_CODE.items() if cls.__module__ == "fastdeploy.core.errors"
+    }

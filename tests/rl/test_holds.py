@@ -14,8 +14,8 @@ import pytest
 from fastdeploy.engine.pause import SilentClients
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
+from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.sync_client import SyncRolloutClient
-from fastdeploy.rl.trl import FastDeployWeightTransfer
 from rl.real_server import RealServer, real_server
 
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastdeploy.errors import FastDeployError, InvalidField
+from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
-from fastdeploy.rl.verl_server import Limits, VerlServer
+from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from rl.fake_server import FakeServer
 
 PROMPT = [11, 12, 13]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from fake_runner import expected_tokens
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.resume import Partial, Request
+from fastdeploy.rl.continuation import Partial, Request
 from rl.real_server import RealServer, real_server
+from support.fake_runner import expected_tokens
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 60, "ignore_eos": True}

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fake_runner import expected_tokens
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.engine import admission
-from fastdeploy.entrypoints.openai import errors
-from fastdeploy.errors import FastDeployError
-from fastdeploy.rl import verl_server
+from fastdeploy.http import errors
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import HoldLost
-from fastdeploy.rl.trl import FastDeployWeightTransfer
-from fastdeploy.rl.verl_server import Limits, VerlServer
+from fastdeploy.rl.frameworks import verl_server
+from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
+from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from rl.real_server import RealServer, Wire, real_server
+from support.fake_runner import expected_tokens
 
 TOKENS = 40
 PARAMS = {"max_tokens": TOKENS, "ignore_eos": True}

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy.entrypoints.tokenizer import load_tokenizer
-from fastdeploy.errors import QueueFull
+from fastdeploy.client.tokenizer import load_tokenizer
+from fastdeploy.core.errors import QueueFull
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import MalformedReply, Unreachable, is_busy, may_pass
 from fastdeploy.rl.wire import LineReader, error_of, events
 from rl.real_server import real_server
-from tiny_tokenizer import save_tokenizer
+from support.tiny_tokenizer import save_tokenizer
 
 # All that str.splitlines takes for the end of a line, beside "\n".
 SEPARATORS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"

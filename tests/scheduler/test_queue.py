@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from fastdeploy.engine.request import Event, Group, Request
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.inter_communicator.messages import AddRequest
+from fastdeploy.core.request import Event, Group, Request
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.scheduler.queue import WaitingQueue
 
 

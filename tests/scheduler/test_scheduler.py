@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
-from fake_runner import FakeRunner, expected_tokens
-from fastdeploy.engine import admission, request
+from fastdeploy.core import request
+from fastdeploy.engine import admission
 from fastdeploy.inter_communicator import messages as m
-from harness import Harness
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
 
 
 def test_first_come_first_served_within_a_priority_and_smaller_priorities_first():

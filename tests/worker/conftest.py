@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import SPECS
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
-from torch_generation import greedy
-from torch_process import TorchProcess
+from support.checkpoints import SPECS
+from support.torch_generation import greedy
+from support.torch_process import TorchProcess
 
 PROMPT_LENGTHS = [1, 2, 15, 16, 17, 31, 64, 100, 311]
 STEPS = 48

@@ -7,9 +7,9 @@ import pytest
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.arithmetic import problems
 from fastdeploy.embedded.tokenizer import ASSISTANT_ID, END_ID, USER_ID
-from step_driver import Driver, Sequence
-from torch_generation import solve
-from torch_process import TorchProcess
+from support.step_driver import Driver, Sequence
+from support.torch_generation import solve
+from support.torch_process import TorchProcess
 
 
 @pytest.fixture(scope="module")

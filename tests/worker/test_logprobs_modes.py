@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-import torch_logprobs
-from checkpoints import prompt
-from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
-from fastdeploy.scheduler.interface import StepPlan
-from step_driver import Driver, Sequence
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
+from support import torch_logprobs
+from support.checkpoints import prompt
+from support.step_driver import Driver, Sequence
 
 TOP, STEPS = 4, 10
 # Rounding to bfloat16 on the way moves a logit by a hundredth on average and by up to 0.2 at the far end of some 1,400

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from checkpoints import SPECS, prompt
-from fastdeploy.engine.sampling_params import SamplingParams
-from fastdeploy.errors import InvalidField
-from fastdeploy.scheduler.interface import BlockCopy, StepPlan
-from step_driver import GREEDY, Driver, Sequence, fresh, update
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.plan import BlockCopy, StepPlan
+from fastdeploy.core.sampling_params import SamplingParams
+from support.checkpoints import SPECS, prompt
+from support.step_driver import GREEDY, Driver, Sequence, fresh, update
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
 BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]

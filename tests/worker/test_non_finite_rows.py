@@ -9,13 +9,13 @@ import numpy as np
 import paddle
 import pytest
 
-from checkpoints import SPECS, prompt, random_tensors, write_checkpoint
-from fastdeploy.engine.sampling_params import LOGPROBS_MODES, SamplingParams
+from fastdeploy.core.plan import NonFinite, ScheduledChunk, StepPlan
+from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.entrypoints.llm import LLM
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.scheduler.interface import NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.worker.sampler import Sampler
-from step_driver import Driver, Sequence, fresh
+from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
+from support.step_driver import Driver, Sequence, fresh
 
 POISON = 200  # a sequence with this token overflows
 NAMES = ["qwen3", "qwen3_bf16"]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from checkpoints import prompt
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.entrypoints.llm import LLM
+from support.checkpoints import prompt
 
 LENGTH = 40
 PARAMS = {

@@ -6,12 +6,12 @@ import numpy as np
 import paddle
 import pytest
 
-from checkpoints import prompt
-from fastdeploy.engine.sampling_params import SamplingParams
+from fastdeploy.core.plan import ScheduledChunk
+from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.scheduler.interface import ScheduledChunk
 from fastdeploy.worker.sampler import Sampler, apply_penalties_and_bans
-from step_driver import Driver, Sequence, fresh
+from support.checkpoints import prompt
+from support.step_driver import Driver, Sequence, fresh
 
 RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)
 

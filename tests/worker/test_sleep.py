@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
-from fastdeploy.errors import InvalidField, OutOfSpace, WrongOrder
-from fastdeploy.inter_communicator.messages import FileSource
+from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
-from fastdeploy.scheduler.interface import StepPlan
 from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
-from step_driver import Driver, Sequence, update
+from support.checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
+from support.step_driver import Driver, Sequence, update
 
 MIB = 1 << 20
 

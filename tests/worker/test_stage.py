@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import SPECS, config_json, prompt, random_tensors, write_checkpoint, write_safetensors
-from fastdeploy.errors import WeightUpdateRefused
+from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader
 from fastdeploy.worker.model_runner import ModelRunner
-from step_driver import Driver, Sequence, stage, update
+from support.checkpoints import SPECS, config_json, prompt, random_tensors, write_checkpoint, write_safetensors
+from support.step_driver import Driver, Sequence, stage, update
 
 SPEC = SPECS["qwen3"]
 Q = "model.layers.1.self_attn.q_proj.weight"

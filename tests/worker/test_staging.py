@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
-from fastdeploy.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
-from fastdeploy.inter_communicator.messages import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader
-from fastdeploy.scheduler.interface import StepPlan
 from fastdeploy.worker import staging as staging_module
 from fastdeploy.worker.model_runner import ModelRunner
-from step_driver import Driver, Sequence, stage, update
+from support.checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
+from support.step_driver import Driver, Sequence, stage, update
 
 SPEC = replace(SPECS["qwen2"], shards=1)
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")

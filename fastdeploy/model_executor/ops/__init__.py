@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.ops.interface import Ops
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import os
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 
 LIBRARY = Path(__file__).with_name("libfastdeploy_cpu_ops.so")
 ISA_NAMES = ("none", "avx2", "avx512", "amx")

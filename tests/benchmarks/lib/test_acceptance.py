@@ -9,7 +9,7 @@ import pytest
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import DIALECTS
-from fake_pause_server import FakeServer
+from support.fake_pause_server import FakeServer
 
 
 def accept(dialect: str = "native", defect: str | None = None, **changes: int) -> Outcome:

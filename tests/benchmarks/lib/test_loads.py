@@ -13,7 +13,7 @@ from benchmarks.lib.loads import LOADS, Figures, Groups, Load, Prefill, Repeated
 from benchmarks.lib.roofline import Machine, Shape
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 from benchmarks.lib.workload import closed_loop
-from fake_pause_server import FakeServer
+from support.fake_pause_server import FakeServer
 
 SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, vocab=10)
 

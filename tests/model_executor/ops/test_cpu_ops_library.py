@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.errors import InvalidField
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.model_executor.ops import cpu_library, get_ops
 from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
 from fastdeploy.model_executor.ops.reference import ReferenceOps

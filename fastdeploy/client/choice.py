@@ -1,0 +1,163 @@
+"""One choice as it grows: ids, logprobs, spans and text, all cut at the same token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fastdeploy.client.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
+from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.outputs import Logprob, Span, merge_spans
+from fastdeploy.inter_communicator.messages import Output
+
+
+class TextOptions(NamedTuple):
+    """How text is made of tokens. stops: stop strings. min_tokens: no stop string counts before so many tokens."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+class Delta(NamedTuple):
+    """What one engine output adds to a choice; ``first`` is the index of its first token among the output tokens."""
+
+    first: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprob]
+    spans: list[Span]
+    finish_reason: str | None
+
+
+class Choice:
+    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty.
+
+    resumed: the last so many of ``prompt`` are output of an earlier attempt. The text covers them too, since a stop
+    string or a character may lie over the seam; ids, logprobs and spans do not.
+    prompt_logprobs: of the prompt from its second token on; complete with the first output token, if ever.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.spans: list[Span] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.message = ""
+        self.prompt_logprobs: list[Logprob] = []
+        self.num_preempted = 0
+        self._options = options
+        self._search = StopSearch(options.stops)
+        self._shown = 0
+        self._decoder = None
+        if tokenizer is not None:
+            fresh = len(prompt) - resumed
+            tail = prompt[max(fresh - CONTEXT, 0) : fresh]  # not a copy of the whole prompt for each choice
+            self._decoder = IncrementalDecoder(tokenizer, tail, options.skip_special_tokens)
+            self.text = self._decoder.extend(prompt[fresh:])
+            self._search.push(self.text)
+
+    def feed(self, output: Output) -> Delta:
+        """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
+        first = len(self.token_ids)
+        self.prompt_logprobs += output.prompt_logprobs
+        self.num_preempted += output.num_preempted
+        taken, hit = self._decode(output)
+        if hit is not None:
+            self.finish_reason, self.stop_reason = "stop", hit.stop
+            self.text = self.text[: hit.cut + (len(hit.stop) if self._options.include_stop else 0)]
+        elif output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+            self.message = output.message
+            self.text += self._decoder.flush() if self._decoder is not None else ""
+        delta = Delta(
+            first,
+            self._show(),
+            output.token_ids[:taken],
+            output.logprobs[:taken],
+            cut_spans(output.spans, first + taken),
+            self.finish_reason,
+        )
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        merge_spans(self.spans, delta.spans)
+        return delta
+
+    def _decode(self, output: Output) -> tuple[int, StopHit | None]:
+        """Decode until a stop string completes: how many tokens were taken, and the stop that was found."""
+        if self._decoder is None:
+            return len(output.token_ids), None
+        # A stop or EOS id that ended the choice is a token of it, but no text.
+        hidden = output.finish_reason == "stop" and not self._options.include_stop
+        shown = len(output.token_ids) - (1 if hidden else 0)
+        for i, token_id in enumerate(output.token_ids[:shown]):
+            new = self._decoder.push(token_id)
+            self.text += new
+            enough = len(self.token_ids) + i + 1 >= self._options.min_tokens
+            if (hit := self._search.push(new)) and enough:
+                return i + 1, hit
+        return len(output.token_ids), None
+
+    def _show(self) -> str:
+        end = len(self.text)
+        if self.finish_reason is None:
+            end -= self._search.held_back
+        start, self._shown = self._shown, max(end, self._shown)
+        return self.text[start : self._shown]
+
+
+def pieces(output: Output, size: int) -> Iterator[Output]:
+    """``output`` as one output, or as several of at most ``size`` tokens each."""
+    total = len(output.token_ids)
+    if total <= size:
+        yield output
+        return
+    base = output.spans[0].start if output.spans else 0
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        low, high = base + start, base + end
+        spans = [
+            Span(s.version, s.epoch, max(s.start, low), min(s.end, high), s.recomputed)
+            for s in output.spans
+            if s.start < high and s.end > low
+        ]
+        nothing = Output(output.request_id, output.choice)
+        first, last = (nothing if start else output), (output if end == total else nothing)
+        yield Output(
+            request_id=output.request_id,
+            choice=output.choice,
+            token_ids=output.token_ids[start:end],
+            logprobs=output.logprobs[start:end],
+            spans=spans,
+            prompt_logprobs=first.prompt_logprobs,
+            cached_tokens=first.cached_tokens,
+            num_preempted=first.num_preempted,
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            message=last.message,
+        )
+
+
+def joined(deltas: list[Delta]) -> Delta | None:
+    """``deltas`` of one choice, which follow each other, as one; None for none."""
+    if len(deltas) < 2:
+        return deltas[0] if deltas else None
+    spans: list[Span] = []
+    for delta in deltas:
+        merge_spans(spans, delta.spans)
+    return Delta(
+        deltas[0].first,
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        [entry for delta in deltas for entry in delta.logprobs],
+        spans,
+        deltas[-1].finish_reason,
+    )
+
+
+def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:
+    """The spans below output token ``end``."""
+    return [s if s.end <= end else Span(s.version, s.epoch, s.start, end, s.recomputed) for s in spans if s.start < end]

@@ -1,0 +1,324 @@
+"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. An engine that dies, or that is
+silent for too long and is killed, answers everything that is open at once.
+
+The connection lives in one task: connect, Hello, Welcome, read until the engine is lost, answer everything that is
+open with EngineDead or EngineStalled, connect again under a new identity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections import deque
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from fastdeploy.client.request_stream import RequestStream
+from fastdeploy.core import errors
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnection
+
+logger = logging.getLogger(__name__)
+MAX_REMEMBERED_CANCELS = 4096
+STALL_SLICES = 8
+RETRY_S = 1.0
+WAKE_AT_ONCE = 8  # readers, some 0.1 ms each (benchmarks/api_cost.py); then the loop looks at its sockets again
+
+
+class EngineClient:
+    """All requests and control calls of one process. Use from one event loop only.
+
+    stall_s: an engine that nothing at all came from for so long is stuck, and is killed (see ``_watch``).
+    first_connection_s: how long what arrives before the very first connection waits for it.
+    """
+
+    def __init__(self, endpoint: str, stall_s: float = 10.0, first_connection_s: float = 2.0):
+        self._endpoint = endpoint
+        self._stall_s = stall_s
+        self._first_connection_s = first_connection_s
+        self._first_connection = True
+        self._context = zmq.asyncio.Context()
+        self._connection: ZmqConnection | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._with_tokens: deque[RequestStream] = deque()  # to be woken, and before those of the other queue,
+        self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once beside a few that run on
+        self._waking: asyncio.Handle | None = None
+        self._calls: dict[int, asyncio.Future[m.Reply]] = {}
+        self._cancelled: dict[str, int] = {}
+        self._next_call = 0
+        self._num_heard = 0
+        self._pidfd: int | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.missing_because = "it is starting"
+        self.connected = asyncio.Event()
+        self.welcome: m.Welcome | None = None
+        self.model_info: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin to connect, and keep doing so; :attr:`connected` tells when the engine is there."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-client")
+        self._task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """Without its connection this process can only say 503: better that it ends, and the supervisor replaces it."""
+        if not task.cancelled():
+            logger.error("the connection to the engine cannot be kept up", exc_info=task.exception())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self) -> None:
+        """Drop the connection; what is open is answered with EngineDead."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                connection = ZmqConnection(self._context, self._endpoint)
+            except (OSError, zmq.ZMQError) as error:  # such as too many open files
+                logger.error("cannot connect to the engine: %s; trying again in %g s", error, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+                continue
+            lost: errors.EngineError = errors.EngineDead("this API server is closing")
+            try:
+                lost = await self._until_lost(connection)
+            finally:
+                self._connection = None
+                connection.close()
+                self._disconnect(lost)
+            logger.warning("%s; reconnecting", lost.message)
+
+    async def _until_lost(self, connection: ZmqConnection) -> errors.EngineError:
+        """Keep ``connection`` up; return why it ended."""
+        self._connection = connection
+        connection.send(m.Hello(pid=os.getpid()))
+        tasks = [asyncio.ensure_future(self._read(connection)), asyncio.ensure_future(self._watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, connection: ZmqConnection) -> errors.EngineError:
+        """Take in what the engine sends, until it is gone."""
+        try:
+            async for message in connection.messages():
+                self._receive(message)
+        except _Goodbye:
+            return errors.EngineDead("the engine dropped this API server")
+        except Exception as error:  # one bad message must not end this process, and with it every request
+            logger.exception("a message of the engine could not be handled")
+            return errors.EngineDead(f"a message of the engine could not be handled: {type(error).__name__}: {error}")
+        return errors.EngineDead("the engine process died")
+
+    async def _watch(self) -> errors.EngineError:
+        """Kill the engine, and return, once it has been silent for stall_s. The engine sends a heartbeat about once a
+        second, also in the middle of a step. So silence means that its loop hangs or that its process was stopped.
+
+        Silence is counted in slices in which this process was awake to listen. A slice that took twice its time is not
+        counted: this process itself was stopped, or its event loop was blocked, and heartbeats may wait unread. Before
+        the Welcome the engine is loading, and is not watched."""
+        now = asyncio.get_running_loop().time
+        slice_s, silent_slices = self._stall_s / STALL_SLICES, 0
+        while silent_slices < STALL_SLICES:
+            heard, began = self._num_heard, now()
+            await asyncio.sleep(slice_s)
+            if self._num_heard != heard or self.welcome is None:
+                silent_slices = 0
+            elif now() - began < 2 * slice_s:
+                silent_slices += 1
+        message = f"the engine was silent for {self._stall_s:g} s"
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):  # another API server was first
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            message += "; it was killed and is being replaced"
+        return errors.EngineStalled(message)
+
+    def _receive(self, message: m.ToClient) -> None:
+        self._num_heard += 1
+        match message:
+            case m.Outputs(outputs=outputs):
+                for output in outputs:
+                    if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
+                        stream.put(output)
+                        if not stream.in_line:
+                            stream.in_line = True
+                            (self._with_tokens if output.finish_reason is None else self._with_ends).append(stream)
+                self._wake()
+            case m.Fence(fence_id=fence_id):
+                # Handled in order, so everything sent before this fence is in the queues of its requests by now.
+                self._send(m.FenceAck(fence_id=fence_id))
+            case m.Reply(call_id=call_id):
+                self._replied(call_id, message)
+            case m.Rejected(request_id=request_id, failure=failure):
+                if stream := self._streams.get(request_id):
+                    stream.fail(errors.from_wire(failure.code, failure.message, failure.detail))
+            case m.Welcome():
+                self._welcomed(message)
+            case m.Goodbye():
+                raise _Goodbye
+
+    def _wake(self) -> None:
+        """Let readers go on, a slice at a time: when thousands end at once, the reply to the call that ended them is
+        not kept behind all of their answers."""
+        if self._waking is not None:
+            return
+        for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
+            stream = (self._with_tokens or self._with_ends).popleft()
+            stream.in_line = False
+            stream.event.set()
+        if self._with_tokens or self._with_ends:
+            self._waking = asyncio.get_running_loop().call_soon(self._wake_more)
+
+    def _wake_more(self) -> None:
+        self._waking = None
+        self._wake()
+
+    def _replied(self, call_id: int, reply: m.Reply) -> None:
+        if (future := self._calls.pop(call_id, None)) and not future.done():
+            future.set_result(reply)
+        if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
+            self._cancelled = {key: call for key, call in self._cancelled.items() if call >= call_id}
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        self.welcome = welcome
+        try:  # an engine in this very process cannot be killed alone
+            self._pidfd = None if welcome.pid == os.getpid() else os.pidfd_open(welcome.pid)
+        except OSError as error:  # it has just died, or this process has no file descriptor left
+            logger.warning("the engine's process %d cannot be watched: %s", welcome.pid, error)
+            self._pidfd = None
+        self._post(m.ModelInfoArgs())[1].add_done_callback(self._ready)
+
+    def _ready(self, future: asyncio.Future[m.Reply]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self.model_info = future.result().result
+            self._first_connection = False
+            self.connected.set()
+            logger.info("connected to engine %s (pid %d)", self.welcome.boot_id, self.welcome.pid)
+
+    def _disconnect(self, error: errors.EngineError) -> None:
+        self.missing_because = error.message
+        self.connected.clear()
+        self.welcome = None
+        self._cancelled.clear()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        for stream in list(self._streams.values()):
+            stream.fail(type(error)(error.message))
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(type(error)(error.message))
+
+    def _send(self, message: m.ToEngine) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    async def require_engine(self) -> None:
+        """Raises EngineDead if no engine is there. Only the first connection is waited for, a little: when an engine is
+        ready its API servers do not learn of it in the same millisecond."""
+        if self._first_connection and not self.connected.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._first_connection_s):
+                    await self.connected.wait()
+        if not self.connected.is_set():
+            raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
+
+    # ------------------------------------------------------------------ requests
+
+    async def submit(self, request: AddRequest, event: asyncio.Event | None = None) -> RequestStream:
+        """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
+        case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
+        await self.require_engine()
+        name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
+        while True:  # others of this name may come and go while this one waits
+            if (open_stream := self._streams.get(name)) is not None:
+                self._take_over(open_stream, fingerprint)
+            if (cancelled := self._cancelled.get(name)) is None:
+                break
+            # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
+            # so that its id can be used again without mixing the tokens of the two.
+            await self.call(m.PauseStatusArgs())
+            if self._cancelled.get(name) == cancelled:  # else it was cancelled once more after the question
+                del self._cancelled[name]
+        stream = RequestStream(name, request.n, self._cancel, self._forget, event, fingerprint)
+        self._send(request)  # raises for what the wire cannot carry: then nothing is alive
+        self._streams[name] = stream
+        return stream
+
+    def _take_over(self, stream: RequestStream, fingerprint: str) -> None:
+        """A later request with the same id and body attaches to what ``stream`` reads: that one gets no more."""
+        name = stream.request_id
+        if not fingerprint or stream.fingerprint != fingerprint:
+            raise errors.DuplicateRequest(
+                f"request_id: {name!r} is alive, without retain_s or with another body", param="request_id"
+            )
+        stream.fail(errors.AttachedElsewhere(f"a later request with request_id {name!r} took over"))
+        self._cancel(name, None, "abort")
+
+    def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
+        self._send(m.CancelRequest(request_id=request_id, choice=choice, reason=reason))
+        self._cancelled[request_id] = self._next_call
+        if len(self._cancelled) % MAX_REMEMBERED_CANCELS == 0:  # the reply will tell which are history
+            self._post(m.PauseStatusArgs())[1].add_done_callback(lambda f: f.cancelled() or f.exception())
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+    async def abort_open(self, bound_s: float) -> None:
+        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``. One with
+        retain_s is answered so at once, and runs on: another API server will have it."""
+        to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
+        if to_abort and self.connected.is_set():
+            try:
+                async with asyncio.timeout(bound_s):
+                    await self.call(m.AbortArgs(request_ids=to_abort))
+            except (TimeoutError, errors.FastDeployError) as error:
+                logger.warning("could not abort the open requests: %r", error)
+        for stream in list(self._streams.values()):
+            if not stream.ended:
+                stream.fail(errors.EngineDead("the server is shutting down"))
+
+    # ------------------------------------------------------------------ control
+
+    def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
+        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        self._next_call += 1
+        self._send(m.Call(call_id=self._next_call, args=args))  # as in submit
+        self._calls[self._next_call] = future
+        return self._next_call, future
+
+    async def call(self, args: m.Args) -> dict[str, Any]:
+        """Make a control call and return its result. A call ends when the engine answers, dies, or stalls; the engine
+        owns the timeouts.
+
+        Raises the error that the engine answered (``detail["report"]`` is the result that came with a failure), or, the
+        moment the engine is lost, EngineDead or EngineStalled.
+        """
+        await self.require_engine()
+        call_id, future = self._post(args)
+        try:
+            reply = await future
+        finally:
+            self._calls.pop(call_id, None)
+        if reply.failure is None:
+            return reply.result
+        failure = reply.failure
+        detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
+        raise errors.from_wire(failure.code, failure.message, detail)
+
+
+class _Goodbye(Exception):
+    """The engine counts this client as gone: start over."""

@@ -1,0 +1,153 @@
+"""Text in, token ids out, and back. The engine knows nothing of this."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+
+from fastdeploy.core.errors import InvalidField
+
+logger = logging.getLogger(__name__)
+# Below this many characters a hop to a thread costs more than the encoding.
+INLINE_CHARS = 2048
+# Files of a Hugging Face folder that the tokenizer is made of; one of VOCABULARIES must be there.
+VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "tokenizer.model"})
+JSON_FILES = frozenset(
+    {"tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+)
+FILES = VOCABULARIES | JSON_FILES | {"merges.txt", "chat_template.jinja"}
+# Names that a conversation's own fields have, beside the arguments of transformers' apply_chat_template.
+NOT_VARIABLES = frozenset({"messages", "functions"})
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of every byte in byte-level BPE vocabularies (GPT-2's convention), inverted."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(shown)]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face folder: encode, decode, chat template."""
+
+    def __init__(self, model_path: str):
+        self._hf = _load(model_path)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        self._decode = backend.decode if backend is not None else self._hf.decode
+        self._alphabet = _byte_alphabet() if "ByteLevel" in str(getattr(backend, "decoder", "")) else None
+        # One thread: the tokenizer's own settings are not safe to share between two encodings.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
+        self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
+        self.token_text = cache(self._token_text)
+        self.token_bytes = cache(self._token_bytes)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) < INLINE_CHARS:
+            return self.encode_now(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.encode_now, text, add_special_tokens)
+
+    def encode_now(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._hf.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> str:
+        """Render a conversation to the text of its prompt. ``variables`` are the client's chat_template_kwargs;
+        ``tools`` are JSON schemas of functions; ``template`` is Jinja in place of the model's own. Raises InvalidField
+        if there is no template, if it refuses the conversation, or for a variable that is none of a template's."""
+        if not (template or self._hf.chat_template):
+            raise InvalidField("messages", "this model has no chat template; use /v1/completions")
+        for name in variables:
+            if name in self._reserved or name.startswith("return_"):
+                raise InvalidField(f"chat_template_kwargs.{name}", "not a variable of the chat template")
+        render = partial(
+            self._hf.apply_chat_template,
+            messages,
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, render)
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
+            field = "chat_template" if template else "messages"
+            if variables and not isinstance(error, TemplateError):
+                field = "chat_template_kwargs"
+            raise InvalidField(field, f"the chat template failed: {error}") from error
+
+    def _token_text(self, token_id: int) -> str:
+        return self._decode([token_id], skip_special_tokens=False)
+
+    def _token_bytes(self, token_id: int) -> tuple[int, ...]:
+        """The UTF-8 bytes of one token, which may be a part of a character."""
+        piece = self._hf.convert_ids_to_tokens(token_id) or ""
+        if self._alphabet is not None and all(c in self._alphabet for c in piece):
+            return tuple(self._alphabet[c] for c in piece)
+        return tuple(self.token_text(token_id).encode())
+
+
+def load_tokenizer(model_path: str) -> Tokenizer | None:
+    """The tokenizer of ``model_path``, or None if the folder has none (then only token ids are served).
+
+    Raises InvalidField, whose ``field`` is the file that cannot be used."""
+    present = {name for name in FILES if os.path.exists(os.path.join(model_path, name))}
+    if not present & VOCABULARIES:
+        logger.warning("%s has no tokenizer: only token ids are served", model_path)
+        return None
+    for name in sorted(present):
+        if not os.path.isfile(os.path.join(model_path, name)):  # to open a pipe would be to wait for its writer
+            raise InvalidField(name, "is not a regular file")
+    try:
+        return Tokenizer(model_path)
+    except Exception as error:  # the libraries raise anything, a bare Exception too
+        for name in sorted(present & JSON_FILES):
+            _require_json_object(model_path, name)
+        name = min(present & VOCABULARIES)
+        raise InvalidField(name, f"no tokenizer can be made of it: {type(error).__name__}: {error}") from error
+
+
+def _require_json_object(model_path: str, name: str) -> None:
+    try:
+        with open(os.path.join(model_path, name), "rb") as file:
+            value = msgspec.json.decode(file.read())
+    except OSError as error:
+        raise InvalidField(name, f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(name, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidField(name, "expected a JSON object")
+
+
+def _load(model_path: str) -> Any:
+    # It would warn that torch is not installed, and of prompts that are longer than the tokenizer's own limit.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if os.path.exists(os.path.join(model_path, "tokenizer.json")):
+        # Not through AutoTokenizer: it imports torch if that is installed, which may not share a process with Paddle.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_path)

@@ -1,0 +1,235 @@
+"""Frozen settings, checked once, unknown keys refused. They travel from the supervisor to its children as JSON."""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+from typing import TypeVar
+
+import msgspec
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.sampling_params import LOGPROBS_MODES
+
+PAUSE_MODES = ("abort", "wait", "keep")
+DTYPES = ("auto", "float32", "bfloat16")
+UPLOAD_PREFIX = "fastdeploy-upload-"
+SHARED_MEMORY = "/dev/shm"
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the one engine process.
+
+    Model
+        served_model_name: the model's name in requests and replies.
+        max_model_len: tokens of prompt and output together; None = the checkpoint's own.
+
+    Steps
+        max_num_seqs: sequences in one step.
+        max_num_batched_tokens: tokens in one step.
+        max_step_ms: time that a step with prefill should not pass.
+        heartbeat_s: time between two heartbeats to the API servers.
+
+    KV cache
+        block_size: tokens of one KV block.
+        num_gpu_blocks_override: KV blocks; None = from kv_cache_gb.
+        kv_cache_gb: GiB of KV cache; None = from the memory that is free.
+
+    Requests
+        max_waiting: requests that may wait (429 beyond).
+        max_retained: requests with retain_s whose results are kept.
+        max_retained_mb: MiB that the results of all requests with retain_s may take.
+
+    Weights
+        model_roots: folders that weights may be loaded from; ("/",) is any path, () is none.
+        upload_dir: see ServeConfig.
+        spill_dir: folder for sleeping weights; "" = the temporary folder.
+        stage_timeout_s: seconds to read and check new weights, or one chunk of them, where the call names none.
+        lost_commit: an earlier engine of this server had newer weights.
+    """
+
+    model: str
+    served_model_name: str = "default"
+    dtype: str = "auto"
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_gb: float | None = None
+    max_waiting: int = 16384
+    max_step_ms: float = 250.0
+    enable_prefix_caching: bool = True
+    heartbeat_s: float = 1.0
+    lost_commit: bool = False
+    model_roots: tuple[str, ...] = ()
+    upload_dir: str = ""
+    spill_dir: str = ""
+    max_retained: int = 4096
+    stage_timeout_s: float = 600.0
+    max_retained_mb: int = 1024
+
+    def check(self) -> EngineConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        _require_writable("spill_dir", self.spill_dir)
+        _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_retained_mb"):
+            _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
+        for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
+            value = getattr(self, field)
+            _require(field, value is None or value > 0, "a number above 0", value)
+        for field in ("max_step_ms", "heartbeat_s", "stage_timeout_s"):
+            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        return self
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of the HTTP side. Limits of connections and bodies are those of one API server process.
+
+    Address
+        host, port: address to listen on; port 0 = any free one.
+        workers: API server processes.
+        control_port: the only port that answers control routes; None = port.
+
+    Life
+        keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
+        http_keepalive_s: an idle connection is closed after so long.
+        shutdown_s: everything has ended by then, or is killed.
+        stall_s: an engine that is silent for so long is stuck, and is killed.
+
+    Connections and request bodies
+        max_connections: open connections at once (429).
+        max_header_kb: KiB of the headers of one request (431).
+        header_s: time in which the headers of a request must arrive (408).
+        max_body_mb: MiB of one request body (413).
+        max_bodies_mb: MiB of all request bodies that are being received; others wait up to body_idle_s (429).
+        body_idle_s: time in which each MiB of a request body must arrive (408).
+
+    Weight uploads
+        max_upload_mb: MiB of one weight upload (413).
+        max_uploads: weight uploads at once; others wait up to body_idle_s (429).
+        upload_dir: folder for uploads; "" = shared memory if it has room, else the temporary folder.
+
+    Weights
+        model_roots, stage_timeout_s: as in EngineConfig, for the route that copies checkpoints.
+        pull_root: folder below which that route may write; "" = nowhere.
+
+    Requests and replies
+        served_model_name: the model's name in requests and replies.
+        logprobs_mode: for a request that names none.
+        max_reply_logprobs: log probabilities that one request may ask for.
+        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: for a pause by that dialect that names no mode.
+
+    Access
+        trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
+        insecure_control: control routes need no key, although other machines can reach them.
+        allowed_hosts: names that the Host header may have, besides the names of loopback; "*" = any.
+        allowed_origins: origins of web pages that may use this server; "*" = any.
+
+    Keys are no settings: /server_info shows settings (see entrypoints/keys.py).
+    """
+
+    model: str
+    served_model_name: str = "default"
+    host: str = "127.0.0.1"
+    port: int = 8180
+    workers: int = 1
+    keepalive_s: float = 10.0
+    shutdown_s: float = 10.0
+    stall_s: float = 10.0
+    http_keepalive_s: int = 75
+    max_body_mb: int = 32
+    max_upload_mb: int = 4096
+    max_bodies_mb: int = 512
+    max_uploads: int = 4
+    max_connections: int = 16384
+    max_header_kb: int = 256
+    header_s: float = 30.0
+    body_idle_s: float = 30.0
+    max_reply_logprobs: int = 8 << 20
+    upload_dir: str = ""
+    logprobs_mode: str = "raw"
+    vllm_pause_mode: str = "abort"
+    sglang_pause_mode: str = "abort"
+    areal_pause_mode: str = "abort"
+    trust_request_chat_template: bool = False
+    model_roots: tuple[str, ...] = ()
+    control_port: int | None = None
+    insecure_control: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    pull_root: str = ""
+    stage_timeout_s: float = 600.0
+
+    def check(self) -> ServeConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
+        if self.control_port is not None:
+            _require("control_port", 0 <= self.control_port < 65536, "a port from 0 to 65535", self.control_port)
+            other = self.control_port == 0 or self.control_port != self.port
+            _require("control_port", other, "another port than --port", self.control_port)
+        for origin in self.allowed_origins:
+            whole = origin == "*" or ("://" in origin and not origin.endswith("/"))
+            _require("allowed_origins", whole, "origins such as http://localhost:3000", origin)
+        _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
+        for field in (
+            "keepalive_s",
+            "shutdown_s",
+            "stall_s",
+            "http_keepalive_s",
+            "max_body_mb",
+            "max_upload_mb",
+            "stage_timeout_s",
+            "max_bodies_mb",
+            "max_uploads",
+            "max_connections",
+            "max_header_kb",
+            "header_s",
+            "body_idle_s",
+            "max_reply_logprobs",
+        ):
+            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        _require_writable("upload_dir", self.upload_dir)
+        _require_writable("pull_root", self.pull_root)
+        _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
+        for field in ("vllm_pause_mode", "sglang_pause_mode", "areal_pause_mode"):
+            _require(field, getattr(self, field) in PAUSE_MODES, ", ".join(PAUSE_MODES), getattr(self, field))
+        return self
+
+
+def upload_folders(upload_dir: str) -> tuple[str, ...]:
+    """Where an API server may spool a weight upload, first choice first; the engine reads uploads from nowhere else."""
+    return (upload_dir,) if upload_dir else (SHARED_MEMORY, tempfile.gettempdir())
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether ``host``, a name or an address, can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def to_json(config: msgspec.Struct) -> str:
+    return msgspec.json.encode(config).decode()
+
+
+def from_json(text: str, kind: type[Config]) -> Config:
+    """Inverse of :func:`to_json`; raises msgspec.ValidationError for unknown keys and wrong types."""
+    return msgspec.json.decode(text.encode(), type=kind)
+
+
+def _require(field: str, ok: bool, expected: str, got: object) -> None:
+    if not ok:
+        raise InvalidField(field, f"expected {expected}, got {got!r}")
+
+
+def _require_writable(field: str, folder: str) -> None:
+    """Raise InvalidField unless a file can be made in ``folder``; "" is the default and is not looked at."""
+    if not folder:
+        return
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise InvalidField(field, f"expected a folder to write to, got {folder!r}: {error.strerror}") from error

@@ -1,0 +1,20 @@
+"""Logging of the three kinds of process: one line per event, to stderr, with the name of the process."""
+
+from __future__ import annotations
+
+import logging
+
+from fastdeploy.core import envs
+
+
+def setup_logging(process: str) -> logging.Logger:
+    """Configure the root logger of this process and return the package's logger."""
+    logging.basicConfig(
+        level=envs.log_level().upper(),
+        format=f"%(asctime)s %(levelname).1s {process}[%(process)d] %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    for chatty in ("httpx", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    return logging.getLogger("fastdeploy")

@@ -1,0 +1,41 @@
+"""What the engine says of a token besides its id: the weights that sampled it, and its log probability."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled by weights (version, epoch).
+
+    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or
+    an update with kv=recompute) and rebuilt under the weights of a later one.
+    """
+
+    version: str
+    epoch: int
+    start: int
+    end: int
+    recomputed: bool = False
+
+
+def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
+    """Append ``more`` to ``spans``, joining neighbours of the same weights."""
+    for span in more:
+        last = spans[-1] if spans else None
+        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
+            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
+        else:
+            spans.append(span)
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
+    asked for. ``kept``: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty
+    unless SamplingParams.return_kept asks for them and one of the three is in use."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    kept: bytes = b""

@@ -1,0 +1,138 @@
+"""The engine process: ``python -m fastdeploy.entrypoints.engine_main`` (started by the supervisor).
+
+Exit status: 0 after a stop that was asked for, REFUSED if the model or a setting cannot be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+
+from fastdeploy.core.collector import collect_rarely
+from fastdeploy.core.config import EngineConfig, from_json
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.logger import setup_logging
+from fastdeploy.core.runner import Runner
+from fastdeploy.entrypoints.loading import load_runner
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
+
+logger = logging.getLogger(__name__)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def stop_signals_wait() -> Iterator[None]:
+    """Stop signals are delivered when the block ends. A thread that is started in it never takes them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Lifeline:
+    """Ends the engine when it is told to (SIGTERM), or when the supervisor is gone: then it also removes the socket
+    folder, since nobody else is left to do it. ``stop`` is set once there is a loop to stop.
+
+    A thread that watches, and not a signal at the parent's death: a signal would have to wait for the main thread to
+    return from the step, and before there is a handler it would end the process with the folder left behind.
+    """
+
+    def __init__(self, supervisor: int, socket_dir: str, bound_s: float):
+        self._socket_dir = socket_dir
+        self._bound_s = bound_s
+        self.stop = lambda: sys.exit(0)
+        self.catch_signals()
+        supervisor_fd = os.pidfd_open(supervisor) if os.getppid() == supervisor else None
+        with stop_signals_wait():
+            threading.Thread(target=self._watch, args=(supervisor_fd,), daemon=True).start()
+
+    def catch_signals(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: self.stop())
+
+    def _watch(self, supervisor_fd: int | None) -> None:
+        if supervisor_fd is not None:
+            select.select([supervisor_fd], [], [])
+        logger.error("the supervisor is gone: stopping")
+        ipc_dir.remove(self._socket_dir)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self._bound_s)  # the process ends in this time, or is ended
+        os._exit(1)
+
+
+def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
+    """Load the model. Raises FastDeployError or OSError for one that cannot be served."""
+    # Importing Paddle puts handlers of its own on our signals, which print a trace and kill the process.
+    with stop_signals_wait():
+        from fastdeploy.model_executor import paddle
+
+        paddle.disable_signal_handler()
+        lifeline.catch_signals()
+    return load_runner(config)
+
+
+def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPipe, lifeline: Lifeline) -> None:
+    """Tell that the engine is there, and run it until it is stopped."""
+    from fastdeploy.engine.common_engine import CommonEngine
+    from fastdeploy.engine.warm_up import warm_up
+
+    transport = ZmqRouterTransport(ipc_dir.endpoint(socket_dir))
+    boot_id = uuid.uuid4().hex
+    engine = CommonEngine(config, runner, transport, boot_id, lambda epoch: events.send("commit", epoch=epoch))
+    lifeline.stop = engine.stop
+    warm_up(runner, engine.scheduler.pacer)
+    collect_rarely()
+    events.send("ready", boot_id=boot_id)
+    try:
+        engine.run()
+    finally:
+        transport.close()
+        runner.close()
+
+
+def _named_by_flag(error: Exception) -> Exception:
+    """``error``; one about a setting names its flag."""
+    if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
+        return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
+    return error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--socket-dir", required=True, help="private folder for the socket")
+    parser.add_argument("--supervisor", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--event-fd", type=int, required=True, help="where to tell readiness and commits, inherited")
+    parser.add_argument("--lost-commit", action="store_true", help="an earlier engine had newer weights")
+    parser.add_argument("--bound-s", type=float, default=10.0, help="time to stop in, once the supervisor is gone")
+    args = parser.parse_args()
+    setup_logging("engine")
+    events = EventPipe(args.event_fd)
+    lifeline = Lifeline(args.supervisor, args.socket_dir, args.bound_s)
+    config = from_json(args.config, EngineConfig)
+    if args.lost_commit:
+        config = msgspec.structs.replace(config, lost_commit=True)
+    try:
+        runner = load(config, lifeline)
+    except (FastDeployError, OSError) as error:
+        return events.refuse(_named_by_flag(error))
+    serve(config, runner, args.socket_dir, events, lifeline)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""From settings to a loaded model."""
+
+from __future__ import annotations
+
+from fastdeploy.core import envs
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.runner import Runner
+
+
+def load_runner(config: EngineConfig) -> Runner:
+    """Load the model of ``config``. Raises FastDeployError or OSError for one that cannot be served."""
+    from fastdeploy.worker.model_runner import ModelRunner
+
+    return ModelRunner(
+        config.model,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.num_gpu_blocks_override,
+        kv_cache_bytes=None if config.kv_cache_gb is None else int(config.kv_cache_gb * 2**30),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        place=envs.place(),
+        spill_dir=config.spill_dir,
+        model_roots=config.model_roots,
+    )

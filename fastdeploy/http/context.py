@@ -1,0 +1,202 @@
+"""What the routes of one app share, and the checks that completions and chat have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fastdeploy.client.choice import TextOptions
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
+from fastdeploy.core.sampling_params import SamplingParams, check_prompt_logprobs
+from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.guards.pace import Pace
+from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
+
+# No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be
+# refused.
+CHARS_PER_TOKEN = 64
+# SamplingParams takes these as they are; None means "absent", so that its default holds.
+PASSED_ON = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_tokens",
+)
+
+
+# A name that clients send who were told none (SkyRL's RemoteInferenceClient). One model serves: it means that one.
+ANY_MODEL = "default"
+NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "max_queue_s", "retain_s", "priority"}
+
+
+@dataclass(frozen=True)
+class ServingContext:
+    """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
+    uploads there may be at once. turn: see Pace."""
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    config: ServeConfig
+    uploads: Budget
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def pace(self) -> Pace:
+        """A new Pace, for one reply."""
+        return Pace(self.turn)
+
+    @property
+    def max_model_len(self) -> int:
+        """Raises EngineDead where no engine is there to say."""
+        if self.client.welcome is None:
+            raise EngineDead("no engine is connected: it is starting, or it died and is being restarted")
+        return self.client.welcome.max_model_len
+
+    def check_model(self, model: str | None) -> None:
+        """Raise ModelNotFound for a name that is not the served model's. No name, or "default", means that model."""
+        if model not in (None, "", ANY_MODEL, self.config.served_model_name, self.config.model):
+            served = self.config.served_model_name
+            raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
+
+    def check_choices(self, num_prompts: int, n: int) -> None:
+        """Raise InvalidField if there are more choices than one HTTP request may have or the engine ever queues."""
+        if num_prompts * n > MAX_CHOICES:
+            field = "prompt" if num_prompts > MAX_CHOICES else "n"
+            raise InvalidField(field, f"{num_prompts} prompts x {n} choices; expected at most {MAX_CHOICES} in all")
+        queue = self.client.model_info.get("max_waiting", MAX_CHOICES)
+        if n > queue:
+            raise InvalidField("n", f"expected at most {queue} (the server's --max-waiting), got {n}")
+
+    def check_reply(
+        self,
+        sampling: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        prompt_field: str = "prompt_logprobs",
+    ) -> None:
+        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs, or more of
+        prompts than the engine computes for one request. ``sampling``: of each prompt, which has ``n`` choices."""
+        limit = self.config.max_reply_logprobs
+        told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
+        if told > limit:
+            why = f"up to {told} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
+            raise InvalidField("logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
+        telling = [(ids, s.prompt_logprobs) for s, ids in zip(sampling, prompts, strict=True)]
+        tops = [top for _, top in telling if top is not None]
+        num_tokens = sum(len(ids) for ids, top in telling if top is not None)
+        check_prompt_logprobs(max(tops, default=None), num_tokens, prompt_field)
+
+    def check_text(self, text: str, field: str) -> None:
+        """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
+        self.check_length(len(text), field)
+
+    def check_length(self, characters: int, field: str) -> None:
+        """See :meth:`check_text`."""
+        limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
+        if characters > limit:
+            raise InvalidField(field, f"{characters} characters do not fit a context of {self.max_model_len} tokens")
+
+    def check_prompt(self, ids: list[int], field: str) -> None:
+        """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""
+        if not ids:
+            raise InvalidField(field, "expected at least one token")
+        limit = self.max_model_len
+        if len(ids) >= limit:
+            raise InvalidField(field, f"{len(ids)} tokens leave no room for output in a context of {limit} tokens")
+        self.check_vocabulary(ids, field)
+
+    def check_vocabulary(self, ids: list[int], field: str) -> None:
+        """Raise InvalidField for an id that is no token; ``ids`` is not empty."""
+        vocab_size = self.client.model_info.get("vocab_size", 2**31)
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(t for t in ids if not 0 <= t < vocab_size)
+            raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
+
+    def check_resumed(self, body: GenerationBody, prompts: list[list[int]]) -> int:
+        """How many tokens at the end of the prompt are output; raises InvalidField if there are no so many."""
+        resumed = body.resumed_tokens or 0
+        if resumed and len(prompts) > 1:
+            raise InvalidField("resumed_tokens", "expected a single prompt")
+        if resumed >= len(prompts[0]):
+            limit = len(prompts[0]) - 1
+            raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
+        return resumed
+
+    def require_tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidField(field, "this model has no tokenizer: send token ids")
+        return self.tokenizer
+
+    def sampling(
+        self,
+        body: GenerationBody,
+        prompt_tokens: int,
+        logprobs: int | None,
+        max_tokens: tuple[str, int | None],
+    ) -> SamplingParams:
+        """Checked parameters for one prompt. ``max_tokens``: (name of the field, its value); None is what is left of
+        the context, and a larger value is cut to that."""
+        field, wanted = max_tokens
+        left = self.max_model_len - prompt_tokens
+        if wanted is not None and wanted < 1:
+            raise InvalidField(field, f"expected an integer >= 1, got {wanted}")
+        given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
+        return SamplingParams(
+            max_tokens=min(left if wanted is None else wanted, left),
+            top_k=max(body.top_k or 0, 0),
+            seed=body.seed,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            logprobs_mode=body.logprobs_mode or self.config.logprobs_mode,
+            **given,
+        ).check()
+
+    def text_options(self, body: GenerationBody) -> TextOptions:
+        stops = body.stops()
+        if stops:
+            self.require_tokenizer("stop")
+        return TextOptions(
+            stops=stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=body.min_tokens or 0,
+        )
+
+
+def request_id(body: GenerationBody, prefix: str) -> str:
+    """The id that the body names, as it is; otherwise a new one. An X-Request-Id is no such id: it names a trace, and
+    many requests may carry the same."""
+    return body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+
+
+def lifetime(body: GenerationBody, arrived: float) -> dict[str, Any]:
+    """The fields of GenerationRequest that say how long a request may live. arrived: time.time() at the door, before it
+    was tokenised. Raises InvalidField for one that is to be retained under no name."""
+    if body.retain_s and not body.request_id:
+        raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
+    return {
+        "arrival": arrived,
+        "deadline_s": body.deadline_s,
+        "max_queue_s": body.max_queue_s,
+        "retain_s": body.retain_s or 0.0,
+        "fingerprint": fingerprint(body) if body.retain_s else "",
+    }
+
+
+def fingerprint(body: GenerationBody) -> str:
+    """What two bodies share exactly if they ask for the same answer, however it is to be delivered."""
+    fields = body.model_dump(exclude=NOT_OF_THE_ANSWER, exclude_none=True)
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()

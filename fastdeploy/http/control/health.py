@@ -1,0 +1,65 @@
+"""/health, /ready, /version, /metrics, /v1/models."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from fastdeploy import __version__
+from fastdeploy.core.errors import EngineError
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.errors import json_response
+from fastdeploy.inter_communicator import messages as m
+
+
+def health_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+    client, config = context.client, context.config
+    started = int(time.time())
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine process lives, paused or not; 503 with a reason while it loads, or died or was stuck and
+        is being replaced."""
+        if client.connected.is_set():
+            return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
+        return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """503 with a reason only while a request would be refused. A pause that keeps or holds requests does not
+        count."""
+        try:
+            status = await client.call(m.PauseStatusArgs())
+        except EngineError as error:
+            return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
+        if status["rejecting_new_requests"] and status["admission"] == "reject":
+            return json_response({"status": "rejecting new requests"}, 503, {"Retry-After": "2"})
+        return json_response({"status": "ready"})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        result = await client.call(m.MetricsArgs())
+        return Response(result["text"], media_type="text/plain; version=0.0.4")
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        await client.require_engine()
+        model = {
+            "id": config.served_model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "fastdeploy",
+            "root": config.model,
+            "parent": None,
+            "max_model_len": context.max_model_len,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    return router

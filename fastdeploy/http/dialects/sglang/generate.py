@@ -1,0 +1,241 @@
+"""POST /generate: SGLang's own shape, whole or as a stream in which every chunk holds everything so far."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from itertools import accumulate
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.sglang.protocol import GenerateBody, Prompts, parse_generate, read_prompts
+from fastdeploy.http.guards.pace import GrowingArray, Pace
+from fastdeploy.http.openai.protocol import read_json
+from fastdeploy.http.openapi import streams, takes
+from fastdeploy.http.serving.generation import Generation, GenerationRequest
+from fastdeploy.http.serving.reply import weight_versions
+from fastdeploy.http.serving.streaming import EventStream, JsonResponse
+from fastdeploy.inter_communicator import messages as m
+
+# Of the ids that the tokens of one request were drawn from, held until they are told. 64 MiB is 400 tokens of a
+# vocabulary of 42,000 that top_p does not cut at all; what top_p is used for keeps tens to hundreds of ids a token.
+MAX_KEPT_BYTES = 64 << 20
+KEPT = "sampling_params.custom_params.return_top_p_token_ids"
+# AReaL takes an abort that starts so for one without tokens.
+BEFORE_PREFILL = "Abort before prefill"
+
+
+def add_generate_route(router: APIRouter, context: ServingContext) -> None:
+    @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
+    @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
+    async def generate(request: Request) -> Response:
+        body = parse_generate(await read_json(request))
+        context.check_model(body.model)
+        await context.client.require_engine()
+        prompts = await read_prompts(context, body)
+        checked = to_request(prompts, body)
+        generation = LabelledGeneration(context.client, context.tokenizer, checked, context.pace())
+        view = GenerateView(context, generation, body, prompts)
+        if body.stream:
+            return EventStream(generation, view.chunks, list, context.config.keepalive_s)
+        return JsonResponse(generation, view.body, view.outputs)
+
+
+def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
+    every = prompts.prompts
+    return GenerationRequest(
+        request_id=prompts.group if prompts.batch else every[0].rid,
+        prompts=[p.ids for p in every],
+        sampling=[p.sampling for p in every],
+        text=every[0].text,
+        n=prompts.n,
+        priority=body.priority,
+        cache_salt=body.cache_salt or body.extra_key or "",
+        texts=[p.text for p in every],
+        ids=[p.rid for p in every] if prompts.batch else [],
+    )
+
+
+class LabelledGeneration(Generation):
+    """Knows, when a choice has ended without a token, which weights serve: ``label``. Nothing else says so. Bounds the
+    memory of kept ids: a request with more of them than MAX_KEPT_BYTES ends with InvalidField."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
+        super().__init__(client, tokenizer, request, pace)
+        self.label: str | None = None
+        self._kept_bytes = 0
+
+    async def step(self) -> list[tuple[int, Delta]]:
+        deltas = await super().step()
+        self._kept_bytes += sum(len(entry.kept) for _, delta in deltas for entry in delta.logprobs)
+        if self._kept_bytes > MAX_KEPT_BYTES:
+            raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
+        if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
+            try:
+                self.label = (await self._client.call(m.PauseStatusArgs())).get("version")
+            except FastDeployError:  # the engine has died since: the request has ended all the same
+                self.label = ""
+        return deltas
+
+
+class ToldChoice:
+    """Content of the chunks of one choice so far: each chunk repeats all of it. num_tokens: how many tokens."""
+
+    def __init__(self, pace: Pace):
+        self.text = ""
+        self.num_tokens = 0
+        self.ids = GrowingArray(pace)
+        self.triples = GrowingArray(pace)
+        self.top = GrowingArray(pace)
+
+
+class GenerateView:
+    """The JSON of one generation in SGLang's shape."""
+
+    def __init__(self, context: ServingContext, generation: LabelledGeneration, body: GenerateBody, prompts: Prompts):
+        self.generation = generation
+        self._context = context
+        self._prompts = prompts
+        self._with_text = body.return_text_in_logprobs
+        self._with_prompt = body.return_prompt_token_ids
+        self._told = [ToldChoice(generation.pace) for _ in generation.choices]
+        self._input_logprobs: dict[int, tuple[int, dict[str, Any]]] = {}  # by prompt
+        self._began = time.monotonic()
+
+    @property
+    def _several(self) -> bool:
+        return self._prompts.batch or self._prompts.n > 1
+
+    async def body(self) -> Any:
+        outputs = await self.outputs()
+        return outputs if self._several else outputs[0]
+
+    async def outputs(self) -> list[dict[str, Any]]:
+        return [await self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
+
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        told = self._told[index]
+        told.text += delta.text
+        chunk = await self._output(index, told.text)
+        return [chunk | {"index": index} if self._several else chunk]
+
+    async def _output(self, index: int, text: str) -> dict[str, Any]:
+        prompt = self._prompts.prompts[index // self._prompts.n]
+        choice, told = self.generation.choices[index], self._told[index]
+        kept = 0 if prompt.scoring else len(choice.token_ids)
+        await self._tell(index, kept)
+        meta: dict[str, Any] = {
+            "id": prompt.rid,
+            "finish_reason": finish_reason(choice, kept),
+            "prompt_tokens": len(prompt.ids),
+            "completion_tokens": kept,
+            "cached_tokens": self.generation.cached_tokens_of(index // self._prompts.n),
+            **self._versions(choice, kept),
+        }
+        if prompt.logprobs.wanted:
+            meta |= await self._logprobs(index)
+        if choice.finish_reason is not None:
+            meta["e2e_latency"] = time.monotonic() - self._began
+        output = {"text": "" if prompt.scoring else text, "output_ids": told.ids.raw(), "meta_info": meta}
+        return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
+
+    async def _tell(self, index: int, kept: int) -> None:
+        """Append the tokens of a choice, up to its first ``kept``, that were not sent yet."""
+        prompt = self._prompts.prompts[index // self._prompts.n]
+        choice, told = self.generation.choices[index], self._told[index]
+        ids, entries = choice.token_ids[told.num_tokens : kept], choice.logprobs[told.num_tokens : kept]
+        told.num_tokens = kept
+        await told.ids.extend(ids)
+        if prompt.logprobs.wanted:
+            await told.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
+            if prompt.logprobs.top:
+                await told.top.extend(map(self._top, entries), 1 + prompt.logprobs.top)
+
+    def _versions(self, choice: Choice, kept: int) -> dict[str, Any]:
+        """weight_version is the label of the last token, or of the weights that served when there was none."""
+        spans = choice.spans if kept else []
+        label = choice.spans[-1].version if choice.spans else self.generation.label
+        return {"weight_version": label, "weight_versions": weight_versions(spans)}
+
+    async def _logprobs(self, index: int) -> dict[str, Any]:
+        """Triples [logprob, id, text or null]; the prompt's from logprob_start_len on. Its first token has none."""
+        prompt, told = self._prompts.prompts[index // self._prompts.n], self._told[index]
+        fields: dict[str, Any] = {
+            "output_token_logprobs": told.triples.raw(),
+            "output_token_logprobs_length": told.num_tokens,
+            **await self._of_prompt(index // self._prompts.n),
+        }
+        if prompt.logprobs.top:
+            fields["output_top_logprobs"] = told.top.raw()
+        choice = self.generation.choices[index]
+        if prompt.logprobs.kept and choice.finish_reason is not None:
+            fields |= kept_ids(choice.logprobs[: told.num_tokens])
+        return fields
+
+    async def _of_prompt(self, number: int) -> dict[str, Any]:
+        """The fields about the tokens of a prompt, made again only when more of them are known."""
+        prompt = self._prompts.prompts[number]
+        entries = self.generation.choices[number * self._prompts.n].prompt_logprobs
+        known, fields = self._input_logprobs.get(number, (-1, {}))
+        if known == len(entries):
+            return fields
+        start, array = prompt.logprobs.start, self.generation.pace.array
+        given: list[Logprob | None] = [None, *entries][start:] if start >= 0 else []
+        ids = prompt.ids[start : start + len(given)] if given else []
+        triples = (self._triple(e.logprob if e else None, t) for t, e in zip(ids, given, strict=True))
+        fields = {"input_token_logprobs": await array(triples)}
+        if prompt.logprobs.top:
+            fields["input_top_logprobs"] = await array(map(self._top, given), 1 + prompt.logprobs.top)
+        self._input_logprobs[number] = len(entries), fields
+        return fields
+
+    def _triple(self, logprob: float | None, token: int) -> tuple[float | None, int, str | None]:
+        tokenizer = self._context.tokenizer
+        return logprob, token, tokenizer.token_text(token) if self._with_text and tokenizer else None
+
+    def _top(self, entry: Logprob | None) -> list[tuple[float | None, int, str | None]] | None:
+        return None if entry is None else [self._triple(logprob, token) for token, logprob in entry.top]
+
+
+def kept_ids(entries: list[Logprob]) -> dict[str, str]:
+    """The ids that each token was drawn from, in the form that slime reads: base64 of int32, all ids in a row, and the
+    offsets of each token's (one more than tokens). Empty where neither top_p nor top_k nor min_p cuts anything."""
+    if entries and not any(entry.kept for entry in entries):
+        return {}
+    offsets = [0, *accumulate(len(entry.kept) // 4 for entry in entries)]
+    return {
+        "top_p_token_ids": base64.b64encode(b"".join(entry.kept for entry in entries)).decode(),
+        "top_p_token_offsets": base64.b64encode(struct.pack(f"<{len(offsets)}i", *offsets)).decode(),
+    }
+
+
+def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
+    """None until the choice has ended."""
+    match choice.finish_reason:
+        case None:
+            return None
+        case "stop":
+            matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
+            return {"type": "length", "length": 0} if not kept else {"type": "stop", "matched": matched}
+        case "length":
+            return {"type": "length", "length": kept}
+        case "error":  # as SGLang says it; no client may take this for an abort that it should resume
+            return {
+                "type": "abort",
+                "message": choice.message,
+                "status_code": 500,
+                "err_type": "InternalServerError",
+            }
+    message = choice.message or "Aborted"
+    if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
+        message = f"{BEFORE_PREFILL}: {message}"
+    return {"type": "abort", "message": message, "status_code": None, "err_type": None}

@@ -1,0 +1,309 @@
+"""The body of SGLang's /generate: one prompt or many, each with its own parameters."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fastdeploy.client.choice import TextOptions
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
+from fastdeploy.http.openapi import described
+
+# They change what is computed or returned, and are refused unless they are empty.
+UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "session_params",
+    "lora_path",
+    "lora_id",
+    "custom_logit_processor",
+    "positional_embed_overrides",
+    "token_ids_logprob",
+    "token_indices_to_pool",
+    "multi_item_delimiter_indices",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "return_sampling_mask",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+    "require_reasoning",
+    "max_thinking_tokens",
+    "watermark",
+    "retain_s",
+    "deadline_s",
+    "max_queue_s",
+    "resumed_tokens",
+    "first_choice",
+)
+UNSUPPORTED_SAMPLING = (
+    "stop_regex",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "logit_bias",
+    "watermark",
+)
+HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
+DEFAULT_MAX_NEW_TOKENS = 128
+GREEDY_BELOW = 1e-6
+
+
+class CustomParams(Body):
+    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends it with every top_p but 1, to
+    renormalise over the same ids in training. Needs return_logprob."""
+
+    return_top_p_token_ids: bool = False
+
+
+class SamplingBody(Body):
+    max_new_tokens: Int64 | None = None
+    min_new_tokens: Int64 = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(-1, ge=-1, le=MAX_INT32)
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = Field(1, ge=1, le=MAX_N)
+    beam_width: int = Field(1, ge=1, le=1)
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = Field([], max_length=1024)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: Int64 | None = None
+    logprobs_mode: str | None = None
+    custom_params: CustomParams = CustomParams()
+
+
+class GenerateBody(BaseModel):
+    """Fields of the body that are read. Other fields are dropped, as SGLang does. Fields of type Any may be lists, one
+    entry per prompt. ``model`` is no field of SGLang's, but routers add it."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    rid: Annotated[Any, described(str | list[str])] = None
+    text: Annotated[Any, described(str | list[str])] = None
+    input_ids: Annotated[Any, described(list[int] | list[list[int]])] = None
+    sampling_params: Annotated[Any, described(SamplingBody | list[SamplingBody])] = None
+    return_logprob: Annotated[Any, described(bool | list[bool])] = None
+    logprob_start_len: Annotated[Any, described(int | list[int])] = None
+    top_logprobs_num: Annotated[Any, described(int | list[int])] = None
+    return_text_in_logprobs: bool = False
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
+    cache_salt: str | None = Field(None, max_length=256)
+    extra_key: str | None = Field(None, max_length=256)
+    logprobs_mode: str | None = None
+
+
+class LogprobOptions(NamedTuple):
+    """start: the first prompt token whose logprob is returned, or -1; top: how many others beside each token; kept: the
+    ids that each token was drawn from."""
+
+    wanted: bool = False
+    start: int = -1
+    top: int = 0
+    kept: bool = False
+
+
+class Prompt(NamedTuple):
+    """One prompt as asked for. scoring: max_new_tokens is 0, and the token that the engine must sample is dropped."""
+
+    rid: str
+    ids: list[int]
+    sampling: SamplingParams
+    text: TextOptions
+    logprobs: LogprobOptions
+    scoring: bool
+
+
+class Prompts(NamedTuple):
+    """``batch``: the reply is a list, even of one. ``group``: the rid that the prompts of a batch share, or ""."""
+
+    prompts: list[Prompt]
+    n: int
+    batch: bool
+    group: str
+
+
+def parse_generate(data: dict[str, Any]) -> GenerateBody:
+    """Raises InvalidField for a field that this server cannot honour."""
+    refuse(data, UNSUPPORTED)
+    return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody)
+
+
+def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> None:
+    for field in fields:
+        if not is_empty(data.get(field)):
+            raise InvalidField(prefix + field, "not supported by this server")
+
+
+def is_empty(value: Any) -> bool:
+    """None, False, 0, an empty string, list or object, or a list of nothing but these."""
+    return not value or (isinstance(value, list) and all(is_empty(item) for item in value))
+
+
+async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
+    """Check everything and tokenise; raises InvalidField."""
+    inputs, field, batch = _inputs(body)
+    context.check_choices(len(inputs), 1)
+    params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
+    n = params[0].n
+    if any(p.n != n for p in params):
+        raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
+    context.check_choices(len(inputs), n)
+    rids, group = _rids(body.rid, len(inputs) if batch else None)
+    options = _logprob_options(body, inputs, params)
+    prompts = []
+    for i, value in enumerate(inputs):
+        name = f"{field}[{i}]" if batch else field
+        ids = await _tokenise(context, value, name)
+        sampling = _sampling(context, params[i], body, len(ids), options[i])
+        text = _text_options(context, params[i])
+        prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
+    context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
+    return Prompts(prompts, n, batch, group)
+
+
+def _inputs(body: GenerateBody) -> tuple[list[Any], str, bool]:
+    """The prompts, the field they came in, and whether they are a batch. Ids win over text, as in SGLang."""
+    if body.input_ids is not None:
+        ids = body.input_ids
+        batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+        return (ids if batch else [ids]), "input_ids", batch
+    if body.text is None:
+        raise InvalidField("input_ids", "expected input_ids or text")
+    batch = isinstance(body.text, list)
+    if body.text == []:
+        raise InvalidField("text", "expected at least one prompt")
+    return (body.text if batch else [body.text]), "text", batch
+
+
+async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int]:
+    if isinstance(value, str) and field.startswith("text"):
+        context.check_text(value, field)
+        value = await context.require_tokenizer(field).encode(value)
+    elif not isinstance(value, list) or (
+        len(value) < context.max_model_len and any(type(token) is not int for token in value)
+    ):
+        raise InvalidField(field, "expected a string" if field.startswith("text") else "expected token ids")
+    context.check_prompt(value, field)
+    return value
+
+
+def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
+    """One value for each prompt: a list has one each, anything else holds for all."""
+    if not isinstance(value, list):
+        return [value] * len(inputs)
+    if len(value) != len(inputs):
+        raise InvalidField(field, f"expected one entry per prompt ({len(inputs)}), got {len(value)}")
+    return value
+
+
+def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
+    """The id of each prompt, and the one that stands for the batch. ``batch`` None: a single prompt."""
+    if isinstance(rid, list) and batch is not None:
+        if len(rid) != batch or len(set(map(str, rid))) != batch:
+            raise InvalidField("rid", f"expected {batch} different ids, one per prompt")
+        return [_rid(r) for r in rid], ""
+    name = _rid(uuid.uuid4().hex if rid is None else rid)
+    return ([name], "") if batch is None else ([f"{name}_{i}" for i in range(batch)], name)
+
+
+def _rid(value: Any) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= 512:
+        raise InvalidField("rid", "expected a string of 1 to 512 characters")
+    return value
+
+
+def _sampling_body(params: Any, index: int) -> SamplingBody:
+    params = {} if params is None else params
+    if not isinstance(params, dict):
+        raise InvalidField("sampling_params", "expected an object, or a list of one object per prompt")
+    refuse(params, UNSUPPORTED_SAMPLING, "sampling_params.")
+    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING + HARMLESS_SAMPLING}
+    try:
+        body = parse_body(known, SamplingBody, {})
+    except InvalidField as error:
+        raise InvalidField(f"sampling_params.{error.field}", error.message.removeprefix(f"{error.field}: ")) from error
+    if "max_new_tokens" not in params:
+        body.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
+    return body
+
+
+def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[SamplingBody]) -> list[LogprobOptions]:
+    wanted = per_prompt("return_logprob", body.return_logprob, inputs)
+    starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
+    tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
+    for field, values, kind in (
+        ("return_logprob", wanted, bool),
+        ("logprob_start_len", starts, int),
+        ("top_logprobs_num", tops, int),
+    ):
+        if any(value is not None and type(value) is not kind for value in values):
+            raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
+    kept = [p.custom_params.return_top_p_token_ids for p in params]
+    if any(k and not want for k, want in zip(kept, wanted, strict=True)):
+        raise InvalidField("return_logprob", "expected true with sampling_params.custom_params.return_top_p_token_ids")
+    if any(top is not None and not 0 <= top <= MAX_LOGPROBS for top in tops):
+        raise InvalidField("top_logprobs_num", f"expected an integer from 0 to {MAX_LOGPROBS}")
+    return [
+        LogprobOptions(True, -1 if start is None else start, top or 0, keep) if want else LogprobOptions()
+        for want, start, top, keep in zip(wanted, starts, tops, kept, strict=True)
+    ]
+
+
+def _sampling(
+    context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
+) -> SamplingParams:
+    """max_new_tokens null is what is left of the context, and a larger value is cut to that. Logprobs that come with
+    the kept ids are normalised over these ids, as slime's SGLang has it."""
+    left = context.max_model_len - prompt_tokens
+    wanted = left if params.max_new_tokens is None else params.max_new_tokens
+    if wanted < 0:
+        raise InvalidField("sampling_params.max_new_tokens", f"expected an integer >= 0, got {wanted}")
+    if logprobs.start < -1 or logprobs.start > prompt_tokens:
+        raise InvalidField("logprob_start_len", f"expected -1 to {prompt_tokens} (the length of the prompt)")
+    mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
+    if logprobs.kept and mode != "processed":
+        raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
+    seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
+    return SamplingParams(
+        max_tokens=max(min(wanted, left), 1),
+        min_tokens=params.min_new_tokens,
+        temperature=0.0 if 0.0 <= params.temperature < GREEDY_BELOW else params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=seed,
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=logprobs.top if logprobs.wanted else None,
+        prompt_logprobs=logprobs.top if 0 <= logprobs.start < prompt_tokens - 1 else None,
+        logprobs_mode=mode,
+        return_kept=logprobs.kept,
+    ).check()
+
+
+def _text_options(context: ServingContext, params: SamplingBody) -> TextOptions:
+    stops = stop_strings(params.stop, "sampling_params.stop")
+    if stops:
+        context.require_tokenizer("sampling_params.stop")
+    return TextOptions(stops, params.no_stop_trim, params.skip_special_tokens, params.min_new_tokens)

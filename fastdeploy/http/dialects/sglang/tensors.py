@@ -1,0 +1,75 @@
+"""The body of /update_weights_from_tensor: safetensors bytes in base64. A pickle is refused by its first bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.openai.protocol import MAX_VERSION_CHARS
+
+# How SGLang's loaders read an upload; all of these mean whole tensors under their own names.
+TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")
+
+
+class TensorBody(msgspec.Struct):
+    """Base64 strings become bytes as they are parsed; nothing of them is executed, here or later."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+    flush_cache: bool | None = True
+    abort_all_requests: bool | None = False
+    weight_version: str | int | None = None
+    selector: str | None = None
+
+
+def version_label(value: Any) -> str:
+    label = str(value) if type(value) is int else value
+    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
+        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
+    return label
+
+
+def require_format(given: str | None, known: tuple[str | None, ...]) -> None:
+    if given not in known:
+        raise InvalidField("load_format", f"expected one of {', '.join(filter(None, known))}, got {given!r}")
+
+
+def require_target(selector: str | None) -> None:
+    if selector not in (None, "all", "target"):
+        raise InvalidField("selector", f"there is no draft model here; expected all or target, got {selector!r}")
+
+
+def parse_tensors(raw: bytes) -> TensorBody:
+    """Raises InvalidField. Runs on a thread: the body may have gigabytes."""
+    try:
+        body = msgspec.json.decode(raw, type=TensorBody)
+        if body.weight_version is not None:
+            version_label(body.weight_version)
+    except msgspec.DecodeError as error:
+        raise InvalidField("body", f"expected base64 strings in serialized_named_tensors: {error}") from error
+    except ValueError as error:
+        raise InvalidField("weight_version", str(error)) from error
+    require_format(body.load_format, TENSOR_FORMATS)
+    require_target(body.selector)
+    if not body.serialized_named_tensors:
+        raise InvalidField("serialized_named_tensors", "expected at least one entry")
+    for i, data in enumerate(body.serialized_named_tensors):
+        require_safetensors(data, f"serialized_named_tensors[{i}]")
+    return body
+
+
+def require_safetensors(data: bytes, field: str) -> None:
+    """Look at the first bytes, and at nothing else: a pickle is code, and is never loaded."""
+    size = int.from_bytes(data[:8], "little")
+    if 2 <= size <= len(data) - 8 and data[8:9] == b"{":
+        return
+    if data[:1] == b"\x80" or data[:4] == b"PK\x03\x04":
+        raise InvalidField(field, "this is a pickle, which is code and never loaded here; send safetensors bytes")
+    raise InvalidField(field, "expected the bytes of a safetensors file")
+
+
+def distinct(body: TensorBody) -> list[bytes]:
+    """One entry per tensor-parallel rank is SGLang's habit, and they are equal where each rank takes its own part."""
+    return list(dict.fromkeys(body.serialized_named_tensors))

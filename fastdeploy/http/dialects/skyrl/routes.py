@@ -1,0 +1,152 @@
+"""SkyRL's own routes beside vLLM's: /collective_rpc with its method names, /fetch_weights, adapters, and the router's
+/finish_session."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, adapters_off, read_control
+from fastdeploy.http.dialects.vllm.memory import TAGS
+from fastdeploy.http.dialects.vllm.weights import (
+    DELTA_REFUSED,
+    FinishBody,
+    StartBody,
+    VllmWeights,
+    check_init,
+    parse_update_info,
+)
+from fastdeploy.http.errors import json_response
+from fastdeploy.http.openai.protocol import Body, parse_body, parse_json
+from fastdeploy.http.openapi import takes
+from fastdeploy.inter_communicator import messages as m
+
+Method = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class RpcBody(LaxBody):
+    """Workers are called by keywords here; SkyRL's client does nothing else."""
+
+    method: str
+    args: list[Any] = Field([], max_length=0)
+    kwargs: dict[str, Any] = {}
+
+
+class SleepBody(Body):
+    """offload_kv: keep the KV of frozen requests, which go on over it; else it is computed anew after the wake-up."""
+
+    offload_kv: bool = True
+
+
+class WakeBody(Body):
+    tags: list[Literal["weights", "kv_cache"]] = Field(min_length=1)
+
+
+class AdapterBody(LaxBody):
+    lora_name: str = Field(min_length=1)
+
+
+class SessionBody(LaxBody):
+    session_id: int | str
+
+
+def skyrl_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+    _add_rpc(router, worker_methods(VllmWeights(context)) | memory_methods(context))
+    _add_adapters(router)
+
+    @router.post("/fetch_weights")
+    async def fetch_weights() -> Response:
+        """Refused: what SkyRL publishes for it are differences between checkpoints, in a format of its own."""
+        raise InvalidField("weight_sync_backend", DELTA_REFUSED)
+
+    @router.post("/finish_session", openapi_extra=takes(SessionBody, query=True))
+    async def finish_session(request: Request) -> Response:
+        """For routers, which tie a session to a replica. Here is one replica, so that nothing is to be released; 0 is
+        a session like any other."""
+        body = await read_control(request, SessionBody)
+        return json_response({"status": "ok", "session_id": body.session_id})
+
+    return router
+
+
+def worker_methods(weights: VllmWeights) -> dict[str, Method]:
+    """What SkyRL calls on vLLM's workers, by every name that it has had."""
+
+    async def init(kwargs: dict[str, Any]) -> None:
+        check_init(kwargs.get("init_info"))
+
+    async def start(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return await weights.start(parse_body(kwargs, StartBody, {}))
+
+    async def update(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return await weights.add(parse_update_info(kwargs.get("update_info")))
+
+    async def finish(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return await weights.finish(parse_body(kwargs, FinishBody, {}).weight_version)
+
+    names = {
+        init: ("init_weight_transfer_engine", "init_weight_transfer_engine_rdt"),
+        start: ("skyrl_start_weight_update", "start_weight_update"),
+        update: ("update_weights", "update_weights_disk", "update_weights_ipc", "update_weights_nccl",
+                 "update_weights_rdt", "update_weights_chunk"),
+        finish: ("skyrl_finish_weight_update", "finish_weight_update"),
+    }  # fmt: skip
+    return {name: method for method, aliases in names.items() for name in aliases}
+
+
+def memory_methods(context: ServingContext) -> dict[str, Method]:
+    """SkyRL's sleep around a weight sync. The engine is paused by SkyRL before, and resumed by it after.
+
+    The weights are kept aside rather than dropped, so that the old ones serve on if the sync fails."""
+    client = context.client
+
+    async def sleep(kwargs: dict[str, Any]) -> dict[str, Any]:
+        keep_kv = parse_body(kwargs, SleepBody, {}).offload_kv
+        tags = ("weight",) if keep_kv else ("weight", "kv_cache")
+        return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
+
+    async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Tags that do not sleep are awake already: KV that was kept."""
+        wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
+        asleep = (await client.call(m.WeightInfoArgs()))["asleep"]
+        tags = tuple(tag for tag in wanted if tag in asleep)
+        if not tags:
+            return {"asleep": asleep}
+        return await client.call(m.WakeArgs(tags=tags))
+
+    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake}
+
+
+def _add_rpc(router: APIRouter, methods: dict[str, Method]) -> None:
+    @router.post("/collective_rpc", openapi_extra=takes(RpcBody, query=True))
+    async def collective_rpc(request: Request) -> Response:
+        body = await read_control(request, RpcBody)
+        if body.method not in methods:
+            raise InvalidField("method", f"{body.method!r} is none of {', '.join(sorted(methods))}")
+        return json_response({"results": [await methods[body.method](body.kwargs)]})
+
+
+def _add_adapters(router: APIRouter) -> None:
+    @router.post("/skyrl/v1/load_lora_adapter")
+    async def load_lora_adapter() -> Response:
+        raise adapters_off()
+
+    @router.post("/skyrl/v1/abort_lora_requests", openapi_extra=takes(AdapterBody, query=True))
+    async def abort_lora_requests(request: Request) -> Response:
+        """Answers 404: a caller that names an adapter which is not loaded must not take its requests for aborted."""
+        name = (await read_control(request, AdapterBody)).lora_name
+        raise ModelNotFound(f"lora_name: no adapter {name!r} is loaded; this server serves none", param="lora_name")
+
+    @router.post("/skyrl/v1/generate")
+    async def generate(request: Request) -> Response:
+        """SkyRL comes here for what is no part of vLLM's own route, and names it."""
+        data = parse_json(await request.body())
+        field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
+        raise InvalidField(field, "not supported by this server: use /inference/v1/generate")

@@ -1,0 +1,127 @@
+"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The request is a completion in other
+words, and is checked and run as one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import PlainValidator
+from starlette.responses import Response
+
+from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
+from fastdeploy.http.openai.serving_completion import prepare
+from fastdeploy.http.openapi import described, schema_of, streams, takes
+from fastdeploy.http.serving.generation import Generation
+from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
+
+# Beside token_ids and sampling_params: they are named alike in a completion.
+PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", "priority", "cache_salt", "retain_s",
+                       "deadline_s", "max_queue_s", "resumed_tokens", "first_choice"})  # fmt: skip
+NOT_SAMPLING = frozenset({"prompt", "token_ids"}) | PASSED_ON
+# Of vLLM's SamplingParams: how its engine hands outputs over, and where it looks for cached prefixes. No token changes.
+HARMLESS_SAMPLING = frozenset({"output_kind", "detokenize", "flat_logprobs", "skip_reading_prefix_cache"})
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "features": (None, {}),
+    "kv_transfer_params": (None, {}),
+    "lora_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+}
+NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "extra_args": (None, {}),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+}
+
+
+def _token_ids(value: Any) -> list[int]:
+    """The first id tells that ``value`` is one prompt; the others are checked with the length of the prompt."""
+    if not isinstance(value, list) or not value or type(value[0]) is not int:
+        raise ValueError("expected a list of at least one token id")
+    return value
+
+
+class GenerateBody(Body):
+    token_ids: Annotated[Any, PlainValidator(_token_ids), described(list[int])]
+    sampling_params: dict[str, Any] = {}
+
+
+def generate_schema() -> dict[str, Any]:
+    """The JSON schema of the whole body: GenerateBody, and the fields that it shares with a completion."""
+    schema, completion = schema_of(GenerateBody), schema_of(CompletionBody)["properties"]
+    sampling = {k: v for k, v in completion.items() if k not in NOT_SAMPLING}
+    schema["properties"]["sampling_params"] = {"type": "object", "properties": sampling}
+    schema["properties"] |= {k: v for k, v in completion.items() if k in PASSED_ON}
+    return schema
+
+
+def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
+    async def generate(request: Request) -> Response:
+        """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
+        limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
+        body = parse_generate(await read_json(request))
+        checked = await prepare(context, body, default_max_tokens=None)
+        generation = Generation(context.client, context.tokenizer, checked, context.pace())
+        return GenerateView(context, generation, body).response()
+
+
+def parse_generate(data: dict[str, Any]) -> CompletionBody:
+    """The completion that ``data`` asks for. Raises InvalidField by name for what this server cannot honour."""
+    passed = {field: data[field] for field in PASSED_ON & data.keys()}
+    own = {field: value for field, value in data.items() if field not in PASSED_ON}
+    body = parse_body(own, GenerateBody, UNSUPPORTED | NEUTRAL)
+    sampling = {k: v for k, v in body.sampling_params.items() if v is not None and k not in HARMLESS_SAMPLING}
+    for field in sampling.keys() & NOT_SAMPLING:
+        raise InvalidField(f"sampling_params.{field}", "is no sampling parameter")
+    asked = passed | sampling | {"prompt": body.token_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    return parse_body(asked, CompletionBody, UNSUPPORTED | NEUTRAL_SAMPLING)
+
+
+class GenerateView(ReplyView):
+    """vLLM's shape. It has no text, and the prompt is not sent back."""
+
+    kind = chunk_kind = "generate"
+
+    async def body(self) -> dict[str, Any]:
+        choices = await self.choices()
+        prompt_logprobs = [choice.pop("prompt_logprobs", None) for choice in choices][0]
+        return {
+            "request_id": self.generation.request.request_id,
+            "choices": choices,
+            "prompt_logprobs": prompt_logprobs,
+            "kv_transfer_params": None,
+            "usage": self.usage(),
+        }
+
+    async def choices(self) -> list[dict[str, Any]]:
+        return [_without_prompt(choice) for choice in await super().choices()]
+
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {"index": index, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
+
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
+        chunk = await self._chunk(index, delta, {"index": index, "logprobs": logprobs})
+        chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
+        return [chunk | {"request_id": self.generation.request.request_id}]
+
+    async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+        """One entry per token, none for no tokens; null only where none were asked for."""
+        if self._body.logprobs is None:
+            return None
+        pairs = zip(ids, logprobs, strict=True)
+        content = (
+            ChosenToken(token_name(token), entry.logprob, None, [TokenLogprob(token_name(t), p) for t, p in entry.top])
+            for token, entry in pairs
+        )
+        return {"content": await self.generation.pace.array(content, work_of(logprobs))}
+
+
+def _without_prompt(choice: dict[str, Any]) -> dict[str, Any]:
+    choice.pop("prompt_token_ids", None)
+    return choice

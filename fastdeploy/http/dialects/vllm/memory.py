@@ -1,0 +1,81 @@
+"""vLLM's /sleep, /wake_up and /is_sleeping: to sleep while asleep, or to wake while awake, is no error there."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator
+from starlette.responses import Response
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, read_control
+from fastdeploy.http.errors import json_response
+from fastdeploy.http.openapi import takes
+from fastdeploy.inter_communicator import messages as m
+
+# vLLM's names of memory, and ours.
+TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
+EVERYTHING = ("weight", "kv_cache")
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class TagsBody(LaxBody):
+    tags: Annotated[list[str], BeforeValidator(_as_list)] = []
+
+    def ours(self) -> tuple[str, ...]:
+        """Our names of the tags; none is all memory."""
+        for tag in self.tags:
+            if tag not in TAGS:
+                raise InvalidField("tags", f"expected some of weights, kv_cache, got {tag!r}")
+        return tuple(dict.fromkeys(TAGS[tag] for tag in self.tags)) or EVERYTHING
+
+
+class SleepBody(TagsBody):
+    """level 1 keeps the weights outside of the engine's memory; level 2 drops them: they must be published again.
+    mode: what the pause that sleep implies does with requests in flight."""
+
+    level: int = 1
+    mode: Literal["abort", "wait", "keep"] | None = None
+
+
+def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
+    client, config = context.client, context.config
+
+    async def asleep() -> set[str]:
+        return set((await client.call(m.WeightInfoArgs()))["asleep"])
+
+    @router.post("/sleep", openapi_extra=takes(SleepBody, query=True))
+    async def sleep(request: Request) -> Response:
+        body = await read_control(request, SleepBody)
+        if body.level not in (1, 2):
+            raise InvalidField("level", f"expected 1 or 2, got {body.level}")
+        sleeping = await asleep()
+        tags = tuple(tag for tag in body.ours() if tag not in sleeping)
+        if not tags:
+            return json_response({"status": "sleeping", "asleep": sorted(sleeping)})
+        args = m.SleepArgs(
+            tags=tags,
+            mode=body.mode or config.vllm_pause_mode,
+            discard=body.level == 2 and "weight" in tags,
+            timeout_s=PAUSE_TIMEOUT_S,
+        )
+        return json_response({"status": "sleeping", **await client.call(args)})
+
+    @router.post("/wake_up", openapi_extra=takes(TagsBody, query=True))
+    async def wake_up(request: Request) -> Response:
+        wanted = (await read_control(request, TagsBody)).ours()
+        sleeping = await asleep()
+        tags = tuple(tag for tag in wanted if tag in sleeping)
+        if not tags:
+            return json_response({"status": "awake", "asleep": sorted(sleeping)})
+        return json_response({"status": "awake", **await client.call(m.WakeArgs(tags=tags))})
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        sleeping = await asleep()
+        return json_response({"is_sleeping": bool(sleeping), "asleep": sorted(sleeping)})

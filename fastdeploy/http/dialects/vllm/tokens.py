@@ -1,0 +1,103 @@
+"""vLLM's text routes that generate nothing: /tokenize, /detokenize, /v1/chat/completions/render."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import PlainValidator
+from starlette.responses import Response
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.common import LaxBody, read_control
+from fastdeploy.http.errors import json_response
+from fastdeploy.http.openai.protocol import ChatBody, parse_body, parse_json
+from fastdeploy.http.openai.serving_chat import prepare
+from fastdeploy.http.openapi import described, takes
+
+
+class TokenizeBody(LaxBody):
+    """A conversation is rendered, and tokenised as /v1/chat/completions would."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The ids themselves are checked once it is known that they are not too many."""
+    if not isinstance(value, list):
+        raise ValueError("expected a list of token ids")
+    return value
+
+
+class DetokenizeBody(LaxBody):
+    model: str | None = None
+    tokens: Annotated[Any, PlainValidator(_as_list), described(list[int])]
+    skip_special_tokens: bool = False
+
+
+# Of a chat body: what makes its tokens.
+RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+                      "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
+# What a generate body would say of sampling.
+SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+                      "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
+                      "ignore_eos"})  # fmt: skip
+
+
+def add_token_routes(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_control(request, TokenizeBody)
+        context.check_model(body.model)
+        if body.messages is not None:
+            data = parse_json(await request.body())
+            ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
+        elif body.prompt is not None:
+            context.check_text(body.prompt, "prompt")
+            ids = await context.require_tokenizer("prompt").encode(body.prompt, body.add_special_tokens)
+        else:
+            raise InvalidField("prompt", "expected a prompt or messages")
+        reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
+        if body.return_token_strs:
+            reply["token_strs"] = await context.pace().array(map(context.tokenizer.token_text, ids))
+        return json_response(reply)
+
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """No tokens are the empty text: those of a request that was aborted at once. At most a full context of tokens:
+        decoding stops everything else."""
+        body = await read_control(request, DetokenizeBody)
+        context.check_model(body.model)
+        tokenizer = context.require_tokenizer("tokens")
+        if len(body.tokens) > context.max_model_len:
+            raise InvalidField("tokens", f"{len(body.tokens)} tokens; expected at most {context.max_model_len}")
+        if any(type(token) is not int for token in body.tokens):
+            raise InvalidField("tokens", "expected a list of token ids")
+        if body.tokens:
+            context.check_vocabulary(body.tokens, "tokens")
+        return json_response({"prompt": tokenizer.decode(body.tokens, body.skip_special_tokens)})
+
+    @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
+    async def render(request: Request) -> Response:
+        """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
+        data = parse_json(await request.body())
+        ids = await rendered(context, data)
+        return json_response(
+            {
+                "request_id": data.get("request_id"),
+                "model": context.config.served_model_name,
+                "token_ids": ids,
+                "features": None,
+                "sampling_params": {k: data[k] for k in SAMPLING & data.keys()},
+            }
+        )
+
+
+async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
+    """Token ids of a conversation. Tools are rendered for every tool_choice, since no call is generated."""
+    return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]

@@ -1,0 +1,91 @@
+"""Limits of request bodies: the size of one body, and the memory of all bodies that are being received."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import RequestTooLarge
+from fastdeploy.http.errors import error_response
+from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.guards.connection import has_large_body
+from fastdeploy.http.guards.pace import take_turn
+
+# Weights come by these: as the body itself, or (SGLang's) as base64 in JSON.
+UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
+JSON_UPLOAD_PATHS = frozenset({"/update_weights_from_tensor"})
+LARGE_JSON = 1 << 20  # bytes; the event loop parses one such body a round
+
+
+class BodyLimit:
+    """Refuses a body of more than --max-body-mb (--max-upload-mb where it is weights): at once if its length is
+    declared, or else where it passes the limit.
+
+    A body of more than 64 KiB, other than weights, is received when --max-bodies-mb has room for all of it. Weights
+    have limits of their own (see upload.py). A response that begins before the whole of such a body was received closes
+    the connection, and the rest of the body is not read. turn: see Pace.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):
+        self._app = app
+        self._config = config
+        self._turn = turn
+        what = "the request bodies that are being received (--max-bodies-mb)"
+        self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, what)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        upload = _is_upload(scope["path"], headers.get(b"content-type", b""))
+        limit, error = self._limit(upload)
+        declared = int(headers.get(b"content-length", b"0"))
+        complete = not has_large_body(scope["headers"])
+        to_take = 0 if complete or upload else declared or limit
+        size = taken = 0
+
+        async def limited_receive() -> Message:
+            nonlocal complete, to_take, size, taken
+            if to_take:
+                wanted, to_take = to_take, 0
+                taken = await self._memory.take(wanted)
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit:
+                raise error
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                complete = True
+                self._memory.give(taken)
+                taken = 0
+                if size > LARGE_JSON and not upload:
+                    await take_turn(self._turn)
+            return message
+
+        async def closing_send(message: Message) -> None:
+            if message["type"] == "http.response.start" and not complete:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        if declared > limit:
+            await error_response(error)(scope, receive, closing_send)
+            return
+        try:
+            await self._app(scope, limited_receive, closing_send)
+        finally:
+            self._memory.give(taken)
+
+    def _limit(self, upload: bool) -> tuple[int, RequestTooLarge]:
+        """Bytes that a body may have, and the error for more."""
+        flag, megabytes = "--max-body-mb", self._config.max_body_mb
+        if upload:
+            flag, megabytes = "--max-upload-mb", self._config.max_upload_mb
+        limit = megabytes << 20
+        return limit, RequestTooLarge(f"the request body has more than {limit} bytes ({flag})")
+
+
+def _is_upload(path: str, content_type: bytes) -> bool:
+    raw = content_type.lower().startswith(b"application/octet-stream")
+    return path in JSON_UPLOAD_PATHS or (raw and path in UPLOAD_PATHS)

@@ -1,0 +1,104 @@
+"""Rules that keep web pages from using this server with the rights of the person who views the page.
+
+A page in a browser on this machine can send requests to loopback, where a server often has no keys. Three rules hold on
+every route. A program that is no browser meets the first and the third only:
+
+1. Host. A server bound to loopback answers loopback names only (and --allowed-hosts). A page whose domain resolves to
+   127.0.0.1 (DNS rebinding) sends the name of its domain. Bound to another address, any Host is answered: the names of
+   that address are not known here, and control routes need a key; --allowed-hosts limits them there too. A request
+   without Host (HTTP/1.0) is answered: every browser sends one.
+2. Origin. A request of a page of another origin is refused, whatever its method and type: its Origin header is neither
+   this server's own host and port nor one of --allowed-origins. Browsers send Origin with every POST of another origin.
+   They send none with a plain GET (an image, a link), but say cross-site or same-site in Sec-Fetch-Site.
+3. Content-Type. The body of a POST or PUT is JSON, octets, of curl's default type (curl -d), or has no type. This is a
+   second line behind rule 2: what a page can send to another origin without asking first is text/plain, multipart or
+   a form, and rule 2 alone stops a form.
+
+Preflight requests (OPTIONS) of other origins are refused by rule 2. Starlette's CORSMiddleware answers those of
+--allowed-origins; without that flag no reply has a CORS header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fastdeploy.core.config import ServeConfig, is_loopback
+from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
+from fastdeploy.http.errors import error_response
+
+BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
+OWN_SITE = ("none", "same-origin")  # of Sec-Fetch-Site: typed by the user, or by a page of this server
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """hosts: names that Host may have besides loopback's, None = any. origins: of foreign pages that may use this
+    server, "*" = any."""
+
+    hosts: frozenset[str] | None
+    origins: frozenset[str]
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> Policy:
+        """Return the policy of a server with these settings."""
+        named = frozenset(host_name(host) for host in config.allowed_hosts)
+        anything = "*" in named or (not named and not is_loopback(config.host))
+        return cls(None if anything else named | {host_name(config.host)}, frozenset(config.allowed_origins))
+
+
+def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: Policy) -> FastDeployError | None:
+    """Return why a request is not answered, or None if it is: the rules of this module."""
+    given: dict[str, list[str]] = {}
+    for name, value in headers:
+        given.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1").strip())
+    hosts = given.get("host", [])
+    if not all(_is_allowed_host(host, policy.hosts) for host in hosts):
+        return Forbidden("the Host header names no host of this server (--allowed-hosts adds names)")
+    own = hosts[0] if hosts else ""
+    if _is_foreign(given.get("origin", []), given.get("sec-fetch-site", []), own, policy.origins):
+        return Forbidden("requests of web pages of other origins are refused (--allowed-origins adds origins)")
+    types = given.get("content-type", [])
+    if method in ("POST", "PUT") and not all(_media_type(value) in BODY_TYPES for value in types):
+        return UnsupportedBody(f"Content-Type: expected application/json (or {', '.join(BODY_TYPES[1:])})")
+    return None
+
+
+def _is_allowed_host(host: str, allowed: frozenset[str] | None) -> bool:
+    name = host_name(host)
+    return allowed is None or not name or is_loopback(name) or name in allowed
+
+
+def _is_foreign(origins: list[str], sites: list[str], own_host: str, allowed: frozenset[str]) -> bool:
+    if "*" in allowed:
+        return False
+    if origins:  # "null" (a file, a sandbox) is the origin of nobody
+        return not all(o in allowed or (own_host and o.partition("://")[2] == own_host) for o in origins)
+    return not all(site in OWN_SITE for site in sites)
+
+
+def _media_type(value: str) -> str:
+    return value.partition(";")[0].strip().lower()
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in ``host`` without port and brackets, in lower case: "[::1]:80" is "::1"."""
+    if host.startswith("["):
+        host = host[1:].partition("]")[0]
+    elif host.count(":") == 1:
+        host = host.partition(":")[0]
+    return host.lower().removesuffix(".")
+
+
+class BrowserGuard:
+    """Answers 403 or 415 for a request that :func:`refusal` refuses, without reading its body."""
+
+    def __init__(self, app: ASGIApp, policy: Policy):
+        self._app = app
+        self._policy = policy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = refusal(scope["method"], scope["headers"], self._policy) if scope["type"] == "http" else None
+        await (error_response(error) if error else self._app)(scope, receive, send)

@@ -1,0 +1,226 @@
+"""One HTTP connection, and what its client may cost: bytes of headers, time without progress, a place among others."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidField, RequestTimeout, ServerBusy
+from fastdeploy.http.errors import error_response
+
+MAX_HEADERS = 256
+MAX_PIPELINED = 16  # requests that wait for the answer of an earlier one on the same connection
+MIN_PROGRESS = 1 << 20  # bytes of a body in body_idle_s, unless it is complete
+# A connection that is closed while its client still sends is read for so long, so that the client sees the answer.
+LINGER_S = 2.0
+LINGER_BYTES = 4 << 20
+
+
+class Phase(Enum):
+    IDLE = "idle"  # between two requests, or the request is complete
+    HEAD = "head"
+    BODY = "body"
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Refuses, with our JSON, bytes that are no HTTP and clients that pass a limit of ``settings``, and closes such a
+    connection. A body of more than 64 KiB is not read before the route asks for it."""
+
+    def __init__(self, settings: ServeConfig, **uvicorn: Any):
+        super().__init__(**uvicorn)
+        self._settings = settings
+        self._phase = Phase.IDLE
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
+        self._refusal: FastDeployError | None = None  # found by the parser, sent when the parser is done
+
+    # ------------------------------------------------------------------ connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(LingeringTransport(transport, self.loop))
+        limit = self._settings.max_connections
+        if len(self.connections) > limit:
+            self.transport.unread = True
+            self._refuse(ServerBusy(f"more than {limit} open connections (--max-connections)"))
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            self.transport.discard(len(data))
+            return
+        if self._phase is Phase.IDLE:
+            self._expect_head()
+        self.transport.unread = True
+        in_head = self._phase is Phase.HEAD
+        self._progress += len(data)
+        super().data_received(data)
+        if in_head and self._phase is Phase.HEAD:
+            self._unparsed += len(data)
+            self._check_head(self._unparsed)
+        if self._refusal is not None and not self.transport.is_closing():
+            self._refuse(self._refusal)
+
+    def _expect_head(self) -> None:
+        self._phase = Phase.HEAD
+        self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
+        self._start_timer(self._settings.header_s)
+
+    def _check_head(self, size: int) -> None:
+        limit = self._settings.max_header_kb
+        if size > limit << 10:
+            self._refusal = HeadersTooLarge(f"the request line and headers exceed {limit} KiB (--max-header-kb)")
+
+    # ------------------------------------------------------------------ the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._phase is not Phase.HEAD:  # sent before the request in front of it was answered
+            self._expect_head()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = InvalidField("request", f"more than {MAX_PIPELINED} requests wait on one connection")
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        self._check_head(self._head_bytes)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is not Phase.HEAD:
+            return  # a trailer, behind the body: nothing reads it
+        self._num_headers += 1
+        self._head_bytes += len(name) + len(value)
+        self._check_head(self._head_bytes)
+        if self._num_headers > MAX_HEADERS:
+            self._refusal = HeadersTooLarge(f"more than {MAX_HEADERS} headers")
+        if self._refusal is None:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._phase = Phase.BODY
+        if self._refusal is not None:
+            return
+        super().on_headers_complete()
+        self._start_timer(self._settings.body_idle_s)
+        if has_large_body(self.headers):
+            self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if self._refusal is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase = Phase.IDLE
+        self.transport.unread = False
+        self._stop_timer()
+        if self._refusal is None:
+            super().on_message_complete()
+
+    # ------------------------------------------------------------------ time
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._overdue)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self) -> None:
+        """The head should be complete by now, or the body should have brought more."""
+        if self.transport.is_closing():
+            return
+        settings = self._settings
+        if self._phase is Phase.HEAD and self._progress == 0:
+            self.transport.close()
+        elif self._phase is Phase.HEAD:
+            self._refuse(RequestTimeout(f"the headers were not complete after {settings.header_s:g} s (--header-s)"))
+        elif self._progress >= MIN_PROGRESS or self.flow.read_paused:  # paused: this server is the slow side
+            self._progress = 0
+            self._start_timer(settings.body_idle_s)
+        else:
+            why = f"fewer than {MIN_PROGRESS} bytes of the body in {settings.body_idle_s:g} s (--body-idle-s)"
+            self._refuse(RequestTimeout(why))
+
+    # ------------------------------------------------------------------ refusal
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(InvalidField("request", msg))
+
+    def _refuse(self, error: FastDeployError) -> None:
+        """Answer with ``error``, unless the client would take it for the answer to another request, and close."""
+        unanswered = self.cycle is not None and not self.cycle.response_complete
+        if unanswered and self._phase is Phase.BODY and not self.pipeline and not self.cycle.response_started:
+            self.cycle.disconnected = True  # the route gets no more of the body, and cannot answer
+            self.cycle.message_event.set()
+            unanswered = False
+        if not unanswered:
+            response = error_response(error)
+            head = [b"%b: %b\r\n" % header for header in [*response.raw_headers, (b"connection", b"close")]]
+            self.transport.write(b"".join([STATUS_LINE[response.status_code], *head, b"\r\n", response.body]))
+        self._stop_timer()
+        self.transport.close()
+
+
+class LingeringTransport(asyncio.Transport):
+    """``transport``, but :meth:`close` waits for a client that still sends (``unread``), and drops what comes. Without
+    the wait the kernel would answer the client's bytes with a reset, which may overtake our answer."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        super().__init__()
+        self._transport = transport
+        self._loop = loop
+        self.unread = False
+        self._closing = False
+        self._left = LINGER_BYTES
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        self._closing = True
+        if self.unread:
+            self._transport.write_eof()
+            self._transport.resume_reading()
+            self._loop.call_later(LINGER_S, self._transport.close)
+        else:
+            self._transport.close()
+
+    def discard(self, nbytes: int) -> None:
+        """Count what came after :meth:`close`."""
+        self._left -= nbytes
+        if self._left < 0:
+            self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        if not self.is_closing():
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        if not self.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_closing():
+            self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+
+def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:
+    """Return whether the body is longer than what is read ahead, or of unknown length."""
+    given = dict(headers)
+    return b"transfer-encoding" in given or int(given.get(b"content-length", b"0")) > HIGH_WATER_LIMIT

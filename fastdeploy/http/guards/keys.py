@@ -1,0 +1,79 @@
+"""The keys of a server. The supervisor reads them once, and API servers inherit them in their environment.
+
+Keys are never part of a config: configs are on command lines of processes and in replies of /server_info. No message of
+this module repeats what it was given, since that may be a key in the wrong place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from fastdeploy.core.config import ServeConfig, is_loopback
+from fastdeploy.core.errors import InvalidField
+
+API_KEY = "FASTDEPLOY_API_KEY"
+CONTROL_KEY = "FASTDEPLOY_CONTROL_KEY"
+MAX_BYTES = 64 << 10  # the kernel takes 128 KiB in one variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The keys that open data routes and those that open control routes, any of each; () = none is needed."""
+
+    data: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
+    control: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return ``base`` with these keys in it, and no others."""
+        named = {API_KEY: self.data, CONTROL_KEY: self.control}
+        rest = {name: value for name, value in base.items() if name not in named}
+        return rest | {name: b"\n".join(keys).decode() for name, keys in named.items() if keys}
+
+
+NO_KEYS = Keys()
+
+
+def read_keys(api_key: str | None, control_key: str | None, environment: Mapping[str, str]) -> Keys:
+    """Read each kind of key from its file (a path), or from its environment variable where no file is given.
+
+    Raises:
+        InvalidField: a file cannot be read, or a file or variable holds no valid key.
+    """
+    return Keys(
+        _read("api_key", api_key, environment, API_KEY), _read("control_key", control_key, environment, CONTROL_KEY)
+    )
+
+
+def take_keys(environment: MutableMapping[str, str]) -> Keys:
+    """Read the keys from ``environment`` and remove them there, so that no child process inherits them."""
+    keys = read_keys(None, None, environment)
+    for name in (API_KEY, CONTROL_KEY):
+        environment.pop(name, None)
+    return keys
+
+
+def is_exposed(config: ServeConfig, keys: Keys) -> bool:
+    """Return whether other machines can reach control routes that no control key guards."""
+    return not is_loopback(config.host) and not keys.control
+
+
+def _read(field: str, path: str | None, environment: Mapping[str, str], variable: str) -> tuple[bytes, ...]:
+    if path is None:
+        return _parse(field, environment[variable].encode(), f"in {variable}") if variable in environment else ()
+    try:
+        with Path(path).open("rb") as file:
+            return _parse(field, file.read(MAX_BYTES + 1), "in the file")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "not a path"
+        raise InvalidField(field, f"expected the path of a file that holds the key: {why}") from None
+
+
+def _parse(field: str, text: bytes, where: str) -> tuple[bytes, ...]:
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys:
+        raise InvalidField(field, f"expected a key {where}, one on each line, found none")
+    if len(text) > MAX_BYTES or not all(0x21 <= byte <= 0x7E for key in keys for byte in key):
+        raise InvalidField(field, f"expected printable ASCII without spaces {where}, at most {MAX_BYTES} bytes in all")
+    return keys

@@ -1,0 +1,66 @@
+"""What happens to every HTTP request before and around its route."""
+
+from __future__ import annotations
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fastdeploy.http.errors import error_response
+
+
+class Routing:
+    """Serves /path/ as /path, without a redirect, which would lose the body; and HEAD as GET, of which the HTTP server
+    sends no body."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/") or "/"
+            scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        await self._app(scope, receive, send)
+
+
+class LastResort:
+    """Answers an exception that nobody expected, so that the HTTP server does not drop the connection for it."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except ClientDisconnect:
+            return  # nobody waits for an answer
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
+
+
+class TraceId:
+    """Sends an X-Request-Id back as it came, so that a service mesh can match replies with traces."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = next((value for name, value in scope.get("headers", ()) if name == b"x-request-id"), None)
+        if trace is None:
+            await self._app(scope, receive, send)
+            return
+
+        async def traced_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", trace)]
+            await send(message)
+
+        await self._app(scope, receive, traced_send)

@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.http.context import ServingContext, lifetime, request_id
+from fastdeploy.http.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json, read_json
+from fastdeploy.http.openapi import streams, takes
+from fastdeploy.http.serving.generation import Generation, GenerationRequest
+from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, work_of
+
+
+def chat_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(await read_json(request), ChatBody)
+        generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
+        return ChatView(context, generation, body).response()
+
+    return router
+
+
+async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
+    """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
+    arrived = time.time()
+    context.check_model(body.model)
+    await context.client.require_engine()
+    tokenizer = context.require_tokenizer("messages")
+    context.check_choices(1, body.n or 1)
+    _check_template(context, body)
+    continue_final = bool(body.continue_final_message)
+    messages = [_message(i, message) for i, message in enumerate(body.messages)]
+    context.check_length(sum(len(message["content"]) for message in messages), "messages")
+    text = await tokenizer.chat_text(
+        messages,
+        add_generation_prompt=not continue_final if body.add_generation_prompt is None else body.add_generation_prompt,
+        continue_final_message=continue_final,
+        variables=body.chat_template_kwargs or {},
+        tools=body.tools or None,
+        template=body.chat_template,
+    )
+    context.check_text(text, "messages")
+    ids = await tokenizer.encode(text, bool(body.add_special_tokens))
+    context.check_prompt(ids, "messages")
+    limit = ("max_completion_tokens", body.max_completion_tokens)
+    if body.max_completion_tokens is None:
+        limit = ("max_tokens", body.max_tokens)
+    sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
+    context.check_reply([sampling], [ids], body.n or 1)
+    return GenerationRequest(
+        request_id=request_id(body, "chatcmpl"),
+        prompts=[ids],
+        sampling=[sampling],
+        text=context.text_options(body),
+        n=body.n or 1,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        first_choice=body.first_choice or 0,
+        resumed_tokens=context.check_resumed(body, [ids]),
+        **lifetime(body, arrived),
+    )
+
+
+def _check_template(context: ServingContext, body: ChatBody) -> None:
+    """Raise InvalidField for tools that would have to be parsed from the answer, and for a template of an untrusted
+    client: a template is a program, and may run without end."""
+    if body.tools and body.tool_choice != "none":
+        what = 'no tool calls are parsed by this server; with tool_choice "none" tools are rendered into the prompt'
+        raise InvalidField("tools", what)
+    if body.chat_template is not None and not context.config.trust_request_chat_template:
+        raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
+
+
+def _logprobs_asked(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidField("top_logprobs", "needs logprobs: true")
+    return None
+
+
+def _message(i: int, message: ChatMessage) -> dict[str, Any]:
+    """The message with its content as one string: text parts are joined, other parts are refused."""
+    content = message.content
+    if isinstance(content, list):
+        for k, part in enumerate(content):
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InvalidField(f"messages.{i}.content.{k}", "only text parts are supported by this server")
+        content = "".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise InvalidField(f"messages.{i}.content", "expected a string or a list of text parts")
+    fields = {**message.model_dump(exclude_none=True), "content": content or ""}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _with_objects(fields["tool_calls"])
+    return fields
+
+
+def _with_objects(calls: Any) -> Any:
+    """Tool calls with their arguments as objects. OpenAI's clients send them as JSON in a string, templates want the
+    object; what is no such string stays as it is."""
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with contextlib.suppress(InvalidField):
+                function["arguments"] = parse_json(function["arguments"].encode(errors="replace"))
+    return calls
+
+
+class ChatView(ReplyView):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    async def body(self) -> dict[str, Any]:
+        """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
+        body = await super().body()
+        first = body["choices"][0]
+        if "prompt_logprobs" in first:
+            body["prompt_logprobs"] = first.pop("prompt_logprobs")
+        if self._body.return_token_ids:
+            body["prompt_token_ids"] = self._prompt(0)
+        return body
+
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text},
+            "logprobs": await self._logprobs(choice.token_ids, choice.logprobs),
+        }
+
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        shown = {"content": delta.text}
+        if index not in self._seen:
+            shown = {"role": "assistant", "content": delta.text}
+        logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
+        return [await self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+
+    async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
+        """OpenAI's list with one entry per token (empty for no tokens)."""
+        if not self._body.logprobs:
+            return None
+        pairs = zip(ids, logprobs, strict=True)
+        content = await self.generation.pace.array(map(self._token, pairs), work_of(logprobs))
+        return {"content": content, "refusal": None}
+
+    def _token(self, pair: tuple[int, Logprob]) -> ChosenToken:
+        token_id, entry = pair
+        text, spelled = self.token_text, self._context.tokenizer.token_bytes
+        top = [TokenLogprob(text(token), logprob, spelled(token)) for token, logprob in entry.top]
+        return ChosenToken(text(token_id), entry.logprob, spelled(token_id), top)

@@ -1,0 +1,190 @@
+"""The JSON of a generation in OpenAI's shape, with ids and weight versions beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import msgspec
+
+from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.errors import error_body
+from fastdeploy.http.openai.protocol import GenerationBody
+from fastdeploy.http.serving.generation import Generation
+from fastdeploy.http.serving.streaming import EventStream, GenerationResponse, JsonResponse
+
+
+def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
+    """Spans in their public form; ``recomputed`` is told only where it holds."""
+    return [
+        {"version": s.version, "epoch": s.epoch, "start": s.start, "end": s.end}
+        | ({"recomputed": True} if s.recomputed else {})
+        for s in spans
+    ]
+
+
+def version_bounds(spans: list[Span]) -> dict[str, Any]:
+    """The labels of the oldest and of the newest weights; null without tokens. Within an epoch, the first and the last
+    label that it had."""
+    if not spans:
+        return {"min_weight_version": None, "max_weight_version": None}
+    oldest, newest = min(spans, key=lambda s: s.epoch), max(reversed(spans), key=lambda s: s.epoch)
+    return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
+
+
+def choice_error(choice: Choice) -> dict[str, Any]:
+    """{"error": {...}} for a choice that ended with an error of its own, beside others that may be well; else empty."""
+    return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """One entry of OpenAI's ``top_logprobs`` in a chat."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class ChosenToken(TokenLogprob, frozen=True):
+    """One entry of OpenAI's ``logprobs.content``: a token of the answer, with the best beside it."""
+
+    top_logprobs: list[TokenLogprob] = []
+
+
+def work_of(entries: list[Logprob]) -> int:
+    """Units of Pace that one of ``entries`` costs."""
+    return 1 + len(entries[0].top) if entries else 1
+
+
+class ReplyView:
+    """The JSON of one generation in OpenAI's shape. Subclasses: completions and chat."""
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, context: ServingContext, generation: Generation, body: GenerationBody):
+        self.generation = generation
+        self._context = context
+        self._body = body
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._seen: set[int] = set()
+        by_name = context.tokenizer is None or bool(body.return_tokens_as_token_ids)
+        self.token_text: Callable[[int], str] = token_name if by_name else context.tokenizer.token_text
+
+    # What the two shapes differ in.
+
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    # What they share.
+
+    def response(self) -> GenerationResponse:
+        if not self._body.stream:
+            return JsonResponse(self.generation, self.body, self.choices)
+        return EventStream(self.generation, self.chunks, self.last_chunks, self._context.config.keepalive_s)
+
+    async def body(self) -> dict[str, Any]:
+        return self._head(self.kind) | {"choices": await self.choices(), "usage": self.usage()}
+
+    async def choices(self) -> list[dict[str, Any]]:
+        return [await self.choice(i, c) | await self._identity(i, c) for i, c in enumerate(self.generation.choices)]
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        if not self._include_usage:
+            return []
+        return [self._head(self.chunk_kind) | {"choices": [], "usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        generation = self.generation
+        prompt = sum(map(len, generation.request.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generation.completion_tokens,
+            "total_tokens": prompt + generation.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        """system_fingerprint: the boot id of the engine that made the tokens, since epochs count anew with each."""
+        welcome = self._context.client.welcome
+        return {
+            "id": self.generation.request.request_id,
+            "object": kind,
+            "created": self.generation.created,
+            "model": self._context.config.served_model_name,
+            "system_fingerprint": welcome.boot_id if welcome is not None else None,
+        }
+
+    async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
+        """What every choice of a full reply says beside its text."""
+        fields: dict[str, Any] = {
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "weight_versions": weight_versions(choice.spans),
+            **version_bounds(choice.spans),
+            "num_preempted": choice.num_preempted,
+            **choice_error(choice),
+        }
+        if self._tells_prompt(index):
+            fields["prompt_logprobs"] = await self._prompt_logprobs(index)
+        if self._body.return_token_ids:
+            fields["token_ids"] = choice.token_ids
+            fields["prompt_token_ids"] = self._prompt(index)
+        return fields
+
+    async def _chunk(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        """One stream chunk around ``choice``, the part of it that differs."""
+        whole = self.generation.choices[index]
+        choice["finish_reason"] = delta.finish_reason
+        choice["weight_versions"] = weight_versions(delta.spans)
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = whole.stop_reason
+            choice |= version_bounds(whole.spans)
+            choice["num_preempted"] = whole.num_preempted
+            choice |= choice_error(whole)
+        if index not in self._seen and self._tells_prompt(index):
+            choice["prompt_logprobs"] = await self._prompt_logprobs(index)
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if index not in self._seen:
+                choice["prompt_token_ids"] = self._prompt(index)
+        self._seen.add(index)
+        chunk = self._head(self.chunk_kind)
+        chunk["choices"] = [choice]
+        if self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _prompt(self, index: int) -> list[int]:
+        return self.generation.request.prompts[index // self.generation.request.n]
+
+    def _tells_prompt(self, index: int) -> bool:
+        """Prompt logprobs are told once per prompt, with its first choice."""
+        return self._body.prompt_logprobs is not None and index % self.generation.request.n == 0
+
+    async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
+        """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the
+        prompt's own token first. The rank of the prompt's own token is given if it is among the best."""
+        entries = self.generation.choices[index].prompt_logprobs
+        pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
+        told = (self._prompt_entry(token, entry) for token, entry in pairs)
+        return await self.generation.pace.array(chain([None], told), 2 * work_of(entries))
+
+    def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
+        best = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        told = {token_id: (entry.logprob, None)} | best
+        return {
+            str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}
+            for token, (logprob, rank) in told.items()
+        }
+
+
+def token_name(token_id: int) -> str:
+    return f"token_id:{token_id}"

@@ -1,0 +1,140 @@
+"""Sending a generation: as server-sent events or as one JSON body. Either way a client that goes away cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fastdeploy.client.choice import Delta
+from fastdeploy.http.errors import error_body, error_response, json_response
+from fastdeploy.http.serving.generation import Generation
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class GenerationResponse(Response):
+    """Runs ``generation`` while it answers. Subclasses say how."""
+
+    def __init__(self, generation: Generation):
+        self.generation = generation
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_watch(receive, self.generation))
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            watch.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class JsonResponse(GenerationResponse):
+    """The whole answer at once. ``body`` makes it; ``partial`` makes the choices as they are, for an error reply, so
+    that no token is lost when the engine is."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        body: Callable[[], Awaitable[Any]],
+        partial: Callable[[], Awaitable[list[dict]]],
+    ):
+        super().__init__(generation)
+        self._body, self._partial = body, partial
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self.generation
+        try:
+            async with generation:
+                while not (generation.finished or generation.gone):
+                    await generation.step()
+            generation.require_an_answer()
+        except Exception as error:
+            extra = {"choices": await self._partial()} if generation.completion_tokens else {}
+            await error_response(error, **extra)(scope, receive, send)
+            return
+        if not generation.gone:
+            await json_response(await self._body())(scope, receive, send)
+
+
+class EventStream(GenerationResponse):
+    """One event per choice and step, a comment after ``keepalive_s`` without any, [DONE] at the end.
+
+    ``render`` makes the payloads of one delta; ``last`` those that follow the last token.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        render: Callable[[int, Delta], Awaitable[Iterable[dict]]],
+        last: Callable[[], Iterable[dict]],
+        keepalive_s: float,
+    ):
+        super().__init__(generation)
+        self._render, self._last = render, last
+        self._keepalive_s = keepalive_s
+        self._encoder = msgspec.json.Encoder()
+        self._started = False
+        self._sent_at = 0.0
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, loop = self.generation, asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        self._timer = loop.call_later(self._keepalive_s, self._check_idle)
+        try:
+            async with generation:
+                while not (generation.finished or generation.gone):
+                    await self._step(send)
+            generation.require_an_answer()
+            await self._send(send, b"".join(map(self._event, self._last())) + DONE, more=False)
+        except Exception as error:
+            if self._started:
+                await self._send(send, self._event(error_body(error)), more=False)
+            else:
+                await error_response(error)(scope, receive, send)
+        finally:
+            self._timer.cancel()
+
+    async def _step(self, send: Send) -> None:
+        deltas = await self.generation.step()
+        if deltas:
+            payloads = [payload for index, delta in deltas for payload in await self._render(index, delta)]
+            await self._send(send, b"".join(map(self._event, payloads)))
+        elif asyncio.get_running_loop().time() - self._sent_at >= self._keepalive_s:
+            await self._send(send, KEEP_ALIVE)
+
+    def _event(self, payload: dict) -> bytes:
+        return b"data: " + self._encoder.encode(payload) + b"\n\n"
+
+    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
+        if not self._started:
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            self._started = True
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sent_at = asyncio.get_running_loop().time()
+
+    def _check_idle(self) -> None:
+        """One timer per stream, set again for the rest of the period: tokens do not touch it."""
+        loop = asyncio.get_running_loop()
+        left = self._sent_at + self._keepalive_s - loop.time()
+        if left <= 0:
+            self.generation.nudge()
+        self._timer = loop.call_later(left if left > 0 else self._keepalive_s, self._check_idle)
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.leave()

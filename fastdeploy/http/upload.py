@@ -1,0 +1,131 @@
+"""Weight uploads on their way to the engine: bytes become a file, which is gone when the call is over, however it ends.
+
+The file is written plainly and never mapped, so a full disk is an error and no signal. It is locked for as long as its
+API server lives: what a killed one left is found unlocked, and removed when the next one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fastapi import Request
+
+from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
+from fastdeploy.core.errors import InvalidField, OutOfSpace
+from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.weight_source import FileSource
+from fastdeploy.http.context import ServingContext
+from fastdeploy.inter_communicator import messages as m
+
+BATCH_BYTES = 4 << 20  # written by a thread at once
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_upload(request: Request) -> bool:
+    """Whether the body is tensors, and not JSON."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/octet-stream"
+
+
+def upload_folder(config: ServeConfig, nbytes: int) -> Path:
+    """The folder for a body of ``nbytes``: the configured one, else shared memory if it has room, else the temporary
+    folder."""
+    first, *others = upload_folders(config.upload_dir)
+    roomy = not others or (os.path.isdir(first) and shutil.disk_usage(first).free > nbytes)
+    return Path(first if roomy else others[0])
+
+
+@contextlib.asynccontextmanager
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
+    """Enter before the body of an upload is received. Raises what the engine already knows against it, and ServerBusy
+    where --max-uploads others have not ended in time."""
+    await context.client.call(check)
+    async with context.uploads.hold():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def spooled_upload(
+    request: Request, context: ServingContext, check: m.CheckUpdateArgs
+) -> AsyncIterator[FileSource]:
+    """The body of ``request`` in a file, for as long as the block lasts. Raises what :func:`admitted_upload` raises,
+    InvalidField for an empty body, OutOfSpace where it does not fit, and RequestTooLarge where it passes
+    --max-upload-mb."""
+    limit = context.config.max_upload_mb << 20
+    expected = int(request.headers.get("content-length", limit))
+    async with admitted_upload(context, check):
+        with _new_file(upload_folder(context.config, expected)) as (file, path):
+            with _out_of_space(path.parent):
+                await _receive(request, file)
+            yield FileSource(str(path))
+
+
+@contextlib.asynccontextmanager
+async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[FileSource]:
+    """As :func:`spooled_upload`, for bytes that are here already."""
+    with _new_file(upload_folder(context.config, len(data))) as (file, path):
+        with _out_of_space(path.parent):
+            await _write(file, data)
+        yield FileSource(str(path))
+
+
+def remove_leftovers(config: ServeConfig) -> None:
+    """Remove the uploads of API servers that were killed. A pipe or a link of such a name is left alone."""
+    for folder in upload_folders(config.upload_dir):
+        for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
+            with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its server lives
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
+    with _out_of_space(folder):
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with open(fd, "wb", buffering=0) as file:  # unbuffered: what the engine reads has left this process
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file, path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _out_of_space(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise OutOfSpace(f"no room for the upload in {folder}: {error.strerror}") from error
+        raise
+
+
+async def _receive(request: Request, file: BinaryIO) -> None:
+    batch, size = bytearray(), 0
+    async for part in request.stream():
+        batch += part
+        size += len(part)
+        if len(batch) >= BATCH_BYTES:
+            await _write(file, batch)
+            batch = bytearray()
+    await _write(file, batch)
+    if not size:
+        raise InvalidField("body", "expected the bytes of a safetensors file")
+
+
+async def _write(file: BinaryIO, data: bytes | bytearray) -> None:
+    await asyncio.to_thread(_write_all, file, memoryview(data))
+
+
+def _write_all(file: BinaryIO, rest: memoryview) -> None:
+    while rest:
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,107 @@
+"""SkyRL 0.4: a policy worker whose weight syncs go to this server. Nothing of SkyRL is changed.
+
+    import ray
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
+    from fastdeploy.rl.frameworks.skyrl import policy_worker
+
+    class Trainer(RayPPOTrainer):      # or FullyAsyncRayPPOTrainer; returned by get_trainer of your BasePPOExp
+        def build_models(self, PolicyWorker, CriticWorker, RefWorker):
+            worker = ray.remote(num_gpus=1)(policy_worker(FSDPPolicyWorkerBase))
+            super().build_models(worker, CriticWorker, RefWorker)
+
+    generator.inference_engine.run_engines_locally=false
+    generator.inference_engine.external_proxy_url=http://127.0.0.1:8180
+    generator.inference_engine.external_server_urls=[http://127.0.0.1:8180]
+    generator.inference_engine.served_model_name=NAME            (see /v1/models; or serve the policy's own path)
+    trainer.placement.colocate_all=false
+
+SkyRL pauses the servers around a sync (mode keep), and resumes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.publish import Publication
+
+
+class FastDeployWeightSender:
+    """Publishes the policy's full weights to all servers, or to none. Takes the place of SkyRL's trainer engine
+    (``TrainerWeightTransferEngine`` with ``SkyrlTrainerCapabilities``): the worker reads the ``skyrl_`` attributes.
+
+    source: iterated once per sync, on every rank, since each item may be a collective; yields (name, full tensor).
+    is_sender: True on rank 0. via, chunk_mb, deadline_s: see RolloutClient.publish. publications: what was committed.
+    The n-th sync is version str(n), from 1: what ``weight_version`` of SkyRL's client says after it.
+    """
+
+    skyrl_handles_prefix_cache_reset = True
+    skyrl_force_disable_expandable_segments = False
+    skyrl_empty_cache_after_send = True
+    skyrl_draft_source = None
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        source: Iterable[tuple[str, Any]],
+        *,
+        is_sender: bool = True,
+        via: Literal["auto", "upload", "shared_memory"] = "auto",
+        chunk_mb: int = 256,
+        deadline_s: float = 1800.0,
+    ):
+        self._urls = list(urls)
+        self._source = source
+        self._is_sender = is_sender
+        self._options: dict[str, Any] = {"via": via, "chunk_mb": chunk_mb, "deadline_s": deadline_s}
+        self._kv: Literal["keep", "recompute"] = "keep"
+        self.publications: list[Publication] = []
+
+    def skyrl_set_reset_prefix_cache(self, reset: bool) -> None:
+        """Say whether the KV of requests in flight is computed anew under the next weights. New requests never match
+        prefix KV of older weights, with either setting."""
+        self._kv = "recompute" if reset else "keep"
+
+    def send_weights(self) -> None:
+        """Publish the source as one commit. Blocks: SkyRL calls this in a thread, which has no event loop, and whose
+        CUDA device is that of the rank. Raises FleetError if a server refuses; the source is used up even then, since
+        the other ranks wait in its collectives."""
+        pairs = iter(self._source)
+        try:
+            if self._is_sender:
+                self.publications.append(asyncio.run(self._publish(pairs)))
+        finally:
+            for _pair in pairs:
+                pass
+
+    async def _publish(self, pairs: Iterable[tuple[str, Any]]) -> Publication:
+        async with RolloutClient(self._urls) as client:
+            version = str(len(self.publications) + 1)
+            return await client.publish(pairs, version, kv=self._kv, **self._options)
+
+    def shutdown(self) -> None:
+        """Do nothing: connections are closed after each sync."""
+
+
+def policy_worker(base: type) -> type:
+    """A subclass of SkyRL's policy worker ``base`` (FSDPPolicyWorkerBase, MegatronPolicyWorkerBase) that sends its
+    weights by FastDeployWeightSender."""
+
+    class FastDeployPolicyWorker(base):  # type: ignore[misc, valid-type]
+        async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
+            """Called on all ranks at once, before the first sync."""
+            import torch
+            from skyrl.train.utils.utils import str_to_torch_dtype
+
+            self._weight_sync_inference_client = inference_engine_client
+            dtype = str_to_torch_dtype(inference_engine_cfg.model_dtype)
+            self._weight_sync_engine = FastDeployWeightSender(
+                inference_engine_client.server_urls,
+                self._build_weight_source(dtype, "nccl"),
+                is_sender=torch.distributed.get_rank() == 0,
+            )
+            torch.distributed.barrier()
+
+    return FastDeployPolicyWorker

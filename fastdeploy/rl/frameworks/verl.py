@@ -1,0 +1,207 @@
+"""verl 0.9: a rollout backend called "fastdeploy". Importing this module registers it.
+
+    actor_rollout_ref.model.external_lib: fastdeploy.rl.frameworks.verl
+    actor_rollout_ref.rollout.name: fastdeploy
+    actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.frameworks.verl_checkpoint_engine
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    servers that run, one per replica; or
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    where that is a port of its own
+
+The servers' keys are FASTDEPLOY_API_KEY and FASTDEPLOY_CONTROL_KEY of the environment of verl's processes. A server
+that a replica starts gets them too. It is bound to its node's address, so it needs a control key.
+
+The server is a process of its own, possibly of another environment: it needs Paddle, verl needs torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterable, Iterable
+from typing import Any
+
+import ray
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout import base as rollout_base
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.fleet import fan_out, require_all
+from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer
+from fastdeploy.rl.frameworks.verl_weights import bring, peek
+from fastdeploy.rl.replica import Replica
+
+NAME = "fastdeploy"
+# verl's names, which are vLLM's, of which distribution a logprob is of.
+LOGPROBS_MODES = {None: "raw", "raw_logprobs": "raw", "processed_logprobs": "processed"}
+START_S = 600.0
+KEYS = {"api_key": "FASTDEPLOY_API_KEY", "control_key": "FASTDEPLOY_CONTROL_KEY"}
+
+
+def actor_name(replica_rank: int, suffix: str = "") -> str:
+    return f"{NAME}_server_{replica_rank}_0{suffix}"
+
+
+class FastDeployServer(VerlServer):
+    """The Ray actor behind a replica. Starts a server unless it is given the address of one. keys: by the names of
+    KEYS."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        url: str | None,
+        control_url: str | None,
+        keys: dict[str, str],
+        command: list[str],
+        model: str,
+    ):
+        self._process: subprocess.Popen | None = None
+        if url is None:
+            address, port = ray.util.get_node_ip_address(), _free_port()
+            url = f"http://{address}:{port}"
+            serve = ["serve", "--model", model, "--host", address, "--port", str(port)]
+            environment = os.environ | {KEYS[name]: key for name, key in keys.items() if key}
+            self._process = subprocess.Popen([*command[:1], *serve, *command[1:]], env=environment)
+        super().__init__(url, limits, TokenOutput, control_url=control_url, **keys)
+        self._keys = keys
+
+    async def start(self) -> str:
+        """Wait until the server takes requests; its address. Raises RuntimeError if it ended instead."""
+
+        async def ready(server: Replica) -> dict[str, Any]:
+            if self._process is not None and self._process.poll() is not None:
+                raise RuntimeError(f"the server ended with status {self._process.returncode}; its output says why")
+            return await server.call("GET", "/health", 5.0)
+
+        require_all("the server did not start", await fan_out([self._server], ready, START_S, retry=True))
+        return self._server.url
+
+    def get_server_address(self) -> str:
+        return self._server.url
+
+    def get_access(self) -> dict[str, Any]:
+        """Arguments of a RolloutClient for this server alone."""
+        return {"urls": self._server.url, "control_urls": self._server.control_url, **self._keys}
+
+    async def stop(self) -> None:
+        """End the server that this actor has started."""
+        if self._process is not None:
+            self._process.terminate()
+            await asyncio.to_thread(self._process.wait)
+
+
+class FastDeployReplica(RolloutReplica):
+    """One server for all workers of a replica."""
+
+    async def launch_servers(self) -> None:
+        options = _options(self.config)
+        urls, limits = options.get("urls"), self._limits()
+        actor = ray.remote(FastDeployServer).options(
+            name=actor_name(self.replica_rank, self.name_suffix), max_concurrency=self.max_concurrency, num_cpus=0
+        )
+        command = [*options.get("command", ["fastdeploy"]), *options.get("args", [])]
+        control_urls, index = options.get("control_urls"), self.replica_rank
+        url = urls[index % len(urls)] if urls else None
+        control_url = control_urls[index % len(control_urls)] if control_urls else None
+        model = str(omega_conf_to_dataclass(self.model_config, HFModelConfig).path)
+        handle = actor.remote(limits, url, control_url, keys_of_environment(), command, model)
+        self._server_address = (await handle.start.remote()).removeprefix("http://")
+        self._server_handle = handle
+        self.servers = [handle]
+
+    def _limits(self) -> Limits:
+        config = self.config
+        context = config.max_model_len or config.prompt_length + config.response_length
+        return Limits(
+            prompt_length=config.prompt_length,
+            response_length=config.response_length,
+            max_model_len=context,
+            ignore_eos=config.ignore_eos,
+            # as verl's own backends: a standalone server shares no memory, a colocated one no weight sync
+            sleeps=config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE,
+            frees_kv=config.free_cache_engine and self.rollout_mode is not RolloutMode.COLOCATED,
+            seed=self.replica_rank + config.seed if config.full_determinism else None,
+            logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
+        )
+
+    def rollout_worker_use_gpu(self) -> bool:
+        return False
+
+    async def abort_request(self, request_id: str) -> dict[str, Any]:
+        return await self._server_handle.abort_request.remote(request_id)
+
+
+class FastDeployAdapter(rollout_base.BaseRollout):
+    """What verl's workers hold of a server: its memory and its weights. Rank 0 of a replica does it for all."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any):
+        super().__init__(config, model_config, device_mesh)
+        rank, size = int(os.environ.get("RANK", 0)), self.config.tensor_model_parallel_size
+        size *= self.config.data_parallel_size * self.config.pipeline_model_parallel_size
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.is_leader_rank = rank % size == 0
+        self._handle: Any = None
+
+    def _server(self) -> Any:
+        self._handle = self._handle or ray.get_actor(actor_name(self.replica_rank))
+        return self._handle
+
+    async def resume(self, tags: list[str]) -> None:
+        if self.is_leader_rank and self.config.free_cache_engine:
+            await self._server().wake_up.remote(tags=tags)
+
+    async def release(self) -> None:
+        if self.is_leader_rank and self.config.free_cache_engine:
+            await self._server().sleep.remote()
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]],
+        wire_format: str = "named_tensors",
+        global_steps: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Bring full tensors to this replica's server and commit them as ``global_steps``; None leaves the step as it
+        is. No tensors: they went another way (the checkpoint engine's). Every rank must take its share of a collective
+        iterator."""
+        if wire_format != "named_tensors":
+            raise NotImplementedError(f"expected wire_format 'named_tensors', got {wire_format!r}")
+        head, weights = await peek(weights)
+        if not self.is_leader_rank:
+            async for _pair in weights:
+                pass
+        elif head:
+            where = await self._server().get_access.remote()
+            async with RolloutClient(control_s=CONTROL_S, **where) as client:
+                await bring(client, weights, global_steps, chunk_mb=bucket_mb(self.config))
+
+
+def keys_of_environment() -> dict[str, str]:
+    """The keys of this process, for actors whose environment may lack them."""
+    return {name: os.environ.get(variable, "") for name, variable in KEYS.items()}
+
+
+def bucket_mb(config: Any) -> int:
+    return config.checkpoint_engine.update_weights_bucket_megabytes
+
+
+def _options(config: Any) -> dict[str, Any]:
+    return dict((config.engine_kwargs or {}).get(NAME, {}))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+def register() -> None:
+    RolloutReplicaRegistry.register(NAME, lambda: FastDeployReplica)
+    rollout_base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{FastDeployAdapter.__name__}"
+
+
+register()

@@ -1,0 +1,82 @@
+"""verl 0.9: a checkpoint engine called "fastdeploy". The trainer's rank 0 publishes straight to all servers, in two
+phases: if one of them does not take the tensors, none has committed. Importing this module registers it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import ray
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.frameworks.verl import NAME, actor_name
+from fastdeploy.rl.frameworks.verl_server import CONTROL_S
+from fastdeploy.rl.frameworks.verl_weights import bring
+
+
+@CheckpointEngineRegistry.register(NAME)
+class FastDeployCheckpointEngine(CheckpointEngine):
+    """bucket_size: bytes per chunk. urls, control_urls: of the servers; without them, those that replicas of this Ray
+    job have, and their keys. options: of RolloutClient.publish."""
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        urls: Sequence[str] = (),
+        control_urls: Sequence[str] | None = None,
+        **options: Any,
+    ):
+        self._chunk_mb = max(bucket_size >> 20, 1)
+        self._is_master = is_master
+        self._access: dict[str, Any] = {"urls": list(urls), "control_urls": control_urls}
+        self._options = options
+
+    def prepare(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Nobody needs to know of anybody: every way leads over HTTP."""
+        return {}, {}
+
+    def init_process_group(self, **_: Any) -> None:
+        return None
+
+    def finalize(self) -> None:
+        return None
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        """Publish as version ``global_steps`` (None: the step stays as it is); the time of each part, for the trainer's
+        metrics. Every rank takes its share of the collective iterator. Raises FleetError if not all servers have
+        committed."""
+        if not self._is_master:
+            for _pair in weights:
+                pass
+            return {}
+        access = self._access if self._access["urls"] else await _access()
+        async with RolloutClient(control_s=CONTROL_S, **access) as client:
+            done = await bring(client, weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
+        timings = [report.result.get("timings_ms", {}) for report in done.reports]
+        parts = {name for timing in timings for name in timing}
+        return {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(parts)} | {
+            "weights/sent_bytes": done.nbytes
+        }
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
+        """Nothing: the servers have them from the trainer."""
+        return
+        yield
+
+
+async def _access() -> dict[str, Any]:
+    """Arguments of a RolloutClient for all replicas whose actors this job can look up by name."""
+    prefix = actor_name(0).removesuffix("0_0")
+    names = sorted(name for name in ray.util.list_named_actors() if name.startswith(prefix))
+    if not names:
+        raise RuntimeError(f"no actor {prefix}* in this Ray job: set engine_kwargs.{NAME}.urls")
+    each = [await ray.get_actor(name).get_access.remote() for name in names]
+    return each[0] | {field: [access[field] for access in each] for field in ("urls", "control_urls")}

@@ -1,0 +1,285 @@
+"""What verl calls on a rollout server, over HTTP to one of ours. Imports neither verl nor Ray: the module verl beside
+this one makes Ray actors of it, and gives it verl's own class of a reply.
+
+verl resubmits by itself: its client sends prompt + tokens so far for as long as the stop reason is "aborted", so here
+an abort is answered with what there is, and not gone on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.rl.continuation import Partial, Request
+from fastdeploy.rl.errors import RolloutFailed, is_busy, may_pass
+from fastdeploy.rl.fleet import fan_out
+from fastdeploy.rl.pause import Holds
+from fastdeploy.rl.replica import BACKOFF_S, Replica
+from fastdeploy.rl.rollout import Rollout
+
+CONTROL_S = 120.0
+SILENCE_S = 60.0
+BUSY_S = 120.0  # how long a request asks again at a server that takes none just now
+DRAIN_S = 600.0
+# verl's names of what sleeps, and ours.
+TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
+STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the
+    same of release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a
+    random one each. logprobs_mode: as our server spells it."""
+
+    prompt_length: int
+    response_length: int
+    max_model_len: int
+    ignore_eos: bool = False
+    sleeps: bool = True
+    frees_kv: bool = True
+    seed: int | None = None
+    logprobs_mode: str = "processed"
+
+    def max_tokens(self, asked: int | None, prompt_tokens: int) -> int:
+        """What a request may make at most: as asked, else what is left of the response, within the context."""
+        left = self.max_model_len - prompt_tokens
+        if left < 1:
+            raise InvalidField(
+                "prompt_ids", f"{prompt_tokens} tokens leave no room in a context of {self.max_model_len}"
+            )
+        if asked is None:
+            asked = min(self.response_length, self.prompt_length + self.response_length - prompt_tokens)
+        return max(1, min(asked, left))
+
+
+class VerlServer:
+    """The server handle. ``output`` makes a reply of token_ids, log_probs, stop_reason, num_preempted, extra_fields."""
+
+    def __init__(
+        self,
+        url: str,
+        limits: Limits,
+        output: Callable[..., Any],
+        *,
+        api_key: str | None = None,
+        control_key: str | None = None,
+        control_url: str | None = None,
+    ):
+        self._limits = limits
+        self._output = output
+        http = httpx.AsyncClient(limits=httpx.Limits(), trust_env=False)
+        self._server = Replica(url, http, api_key=api_key, control_key=control_key, control_url=control_url)
+        self._holds = Holds([self._server])
+        own = f"verl-{uuid.uuid4().hex}"
+        self._hold_ids = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
+        self._drain_hold = f"{own}-drain"
+        self._rejecting = False
+
+    async def close(self) -> None:
+        """Close the connections. Holds that stand end by their ttl."""
+        await self._holds.close()
+        await self._server.close()
+
+    # ------------------------------------------------------------------ generation
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+        priority: int = 0,
+    ) -> Any:
+        """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
+        Unreachable or EngineDead if it does not come back, RolloutFailed if the model's logits were not finite. One
+        that takes no requests just now is asked again when it says so; after BUSY_S seconds that counts as an abort
+        without a token. extra_fields: global_steps, min_global_steps and max_global_steps of the weights that made the
+        tokens, and num_cached_tokens."""
+        for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
+            if value:
+                raise InvalidField(field, "not supported by this server: token ids only")
+        params = self._params(sampling_params, len(prompt_ids), request_id) | {"priority": priority}
+        choice = Partial(Request(prompt_ids, params, request_id=request_id))
+        choice.begin(self._server.url)
+        usage: Mapping[str, Any] = {}
+        try:
+            usage = await self._admitted(choice)
+        except FastDeployError as error:
+            if choice.finish_reason is None:
+                if not may_pass(error):
+                    raise
+                if not is_busy(error):
+                    await self._back()
+                choice.cut_off()
+        if choice.finish_reason == "error":
+            raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
+        return await self._reply(choice.rollout(), usage)
+
+    async def _admitted(self, choice: Partial) -> Mapping[str, Any]:
+        """Send the request until the server takes it, and run it. Raises the refusal if that has lasted for BUSY_S; or
+        after one wait where :meth:`abort_all_requests` asked for rejections, since verl has another server for it."""
+        now = asyncio.get_running_loop().time
+        until = now() + BUSY_S
+        while True:
+            try:
+                return await self._stream(choice)
+            except FastDeployError as error:
+                if not is_busy(error):
+                    raise
+                wait = max(error.detail.get("retry_after", 0.0), BACKOFF_S)
+                await asyncio.sleep(max(min(wait, until - now()), 0.0))
+                if self._rejecting or now() >= until:
+                    raise
+
+    async def _stream(self, choice: Partial) -> Mapping[str, Any]:
+        """Take in the stream of the server; return the usage that comes at its end."""
+        usage: Mapping[str, Any] = {}
+        body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
+        async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
+            async for event in events:
+                usage = (event or {}).get("usage") or usage
+                for item in (event or {}).get("choices", ()):
+                    choice.take(item, event.get("system_fingerprint"))
+        return usage
+
+    def _params(self, given: Mapping[str, Any], prompt_tokens: int, request_id: str) -> dict[str, Any]:
+        params = {name: value for name, value in given.items() if name not in ("max_new_tokens", "logprobs")}
+        asked = given.get("max_tokens", given.get("max_new_tokens"))
+        params["max_tokens"] = self._limits.max_tokens(asked, prompt_tokens)
+        params["logprobs"] = 0 if given.get("logprobs") else None
+        params.setdefault("ignore_eos", self._limits.ignore_eos)
+        params.setdefault("logprobs_mode", self._limits.logprobs_mode)
+        if self._limits.seed is not None:
+            # verl keeps the ids of requests over its runs. One seed for all would make equal prompts' answers equal.
+            digest = hashlib.sha256(f"{self._limits.seed}/{request_id}".encode()).digest()
+            params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
+        return params
+
+    async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
+        labels = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
+        steps = [step for label in labels if (step := _step(label)) is not None]
+        fields: dict[str, Any] = {
+            # One number can only be a bound: that of the oldest token, since it decides what is too old.
+            "global_steps": min(steps, default=None),
+            "min_global_steps": min(steps, default=None),
+            "max_global_steps": max(steps, default=None),
+            "num_cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+        }
+        if rollout.prompt_logprobs is not None:
+            fields["prompt_ids"], fields["prompt_logprobs"] = rollout.prompt_ids, rollout.prompt_logprobs
+        return self._output(
+            token_ids=rollout.token_ids,
+            log_probs=rollout.logprobs,
+            stop_reason=STOP_REASONS.get(rollout.finish_reason, rollout.finish_reason),
+            num_preempted=rollout.num_preempted,
+            extra_fields=fields,
+        )
+
+    async def _back(self) -> None:
+        """Wait until the server answers again."""
+        await self._call("GET", "/health")
+
+    # ------------------------------------------------------------------ control
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """End what runs and close the door until :meth:`resume_generation`; the ids of what was ended. Requests that
+        come meanwhile wait, or with ``reject_request`` are answered as aborted."""
+        admission, other = ("reject", "hold") if reject_request else ("hold", "reject")
+        options = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
+        (report,) = await self._holds.pause(options, self._hold_ids[admission], CONTROL_S)
+        self._rejecting = reject_request
+        # Only one of the two stands: the stronger admission would win, and go on doing so.
+        await self._holds.resume(self._hold_ids[other], CONTROL_S)
+        ids = report.result["aborted_ids"]
+        return {"aborted_count": len(ids), "request_ids": ids}
+
+    async def resume_generation(self) -> None:
+        """Open the door again. Raises HoldLost if it was open before, as after a restart of the engine."""
+        self._rejecting = False
+        await self._holds.resume(None, CONTROL_S)
+
+    async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        result = await self._call("POST", "/v1/abort_requests", json={"req_ids": [request_id]})
+        if not result["aborted"]:
+            return {"aborted": False, "error": f"Request {request_id} not found"}
+        if reset_prefix_cache:
+            await self.clear_kv_cache()
+        return {"aborted": True, "request_id": request_id}
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """Label the weights that serve with the trainer's step. Nothing is aborted and no past token is relabelled."""
+        await self._call("POST", "/v1/update_weights", json={"version": str(global_steps)})
+
+    async def clear_kv_cache(self) -> None:
+        await self._call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
+
+    async def wait_for_requests_to_drain(self) -> None:
+        """Return when everything that runs has come to its end; the door is open again afterwards. Raises FleetError if
+        that takes longer than DRAIN_S."""
+        drain = {"mode": "wait", "clear_cache": False, "timeout_s": DRAIN_S, "on_timeout": "cancel"}
+        await self._holds.pause(drain, self._drain_hold, DRAIN_S + CONTROL_S)
+        await self._holds.resume(self._drain_hold, CONTROL_S)
+
+    # ------------------------------------------------------------------ memory
+
+    async def sleep(self) -> None:
+        if self._limits.sleeps:
+            await self._set_asleep({"weight", "kv_cache"})
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        if self._limits.sleeps:
+            woken = set(TAGS.values()) if tags is None else {_tag(tag) for tag in tags}
+            await self._set_asleep(await self._asleep() - woken)
+
+    async def release_kv_cache(self) -> None:
+        """Give the KV's memory back while weights are synced; the weights stay where they are."""
+        if self._limits.frees_kv:
+            await self._set_asleep(await self._asleep() | {"kv_cache"})
+
+    async def resume_kv_cache(self) -> None:
+        if self._limits.frees_kv:
+            await self._set_asleep(await self._asleep() - {"kv_cache"})
+
+    async def _asleep(self) -> set[str]:
+        return set((await self._call("GET", "/v1/weights"))["asleep"])
+
+    async def _set_asleep(self, wanted: set[str]) -> None:
+        """verl sleeps and wakes what may be so already; the server refuses that."""
+        now = await self._asleep()
+        if wanted - now:
+            await self._call("POST", "/v1/sleep", retry=False, json={"tags": sorted(wanted - now)})
+        if now - wanted:
+            await self._call("POST", "/v1/wakeup", retry=False, json={"tags": sorted(now - wanted)})
+
+    async def _call(self, method: str, path: str, retry: bool = True, **kwargs: Any) -> dict[str, Any]:
+        """The result of a route. retry: it may be asked twice, so a server that is gone is waited for, CONTROL_S."""
+
+        async def call(server: Replica) -> dict[str, Any]:
+            return await server.call(method, path, CONTROL_S, **kwargs)
+
+        (report,) = await fan_out([self._server], call, CONTROL_S, retry)
+        if report.result is None:
+            raise report.error
+        return report.result
+
+
+def _tag(tag: str) -> str:
+    if tag not in TAGS:
+        raise InvalidField("tags", f"expected {', '.join(TAGS)}, got {tag!r}")
+    return TAGS[tag]
+
+
+def _step(version: str) -> int | None:
+    """The trainer's step that a label names; None for a label that is none."""
+    return int(version) if version.isdigit() else None

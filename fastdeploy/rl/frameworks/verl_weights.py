@@ -1,0 +1,41 @@
+"""Weights as verl hands them over: pairs of name and tensor, from an iterator that may be asynchronous or empty.
+Imports neither verl nor Ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.frameworks.verl_server import CONTROL_S
+from fastdeploy.rl.publish import Publication
+from fastdeploy.rl.state_source import Pairs, each_pair
+
+
+async def bring(
+    client: RolloutClient,
+    weights: Pairs,
+    global_steps: int | None,
+    **options: Any,
+) -> Publication:
+    """Publish full tensors as ``global_steps``. None keeps the step: the new weights get the label of those that serve,
+    and another epoch. options: of RolloutClient.publish."""
+    version: str | int | None = global_steps
+    if version is None:
+        version = (await client.replicas[0].call("GET", "/v1/weights", CONTROL_S))["version"]
+    return await client.publish(weights, version, **options)
+
+
+async def peek(weights: Pairs) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
+    """Return whether there is a first tensor, and an iterator of all tensors."""
+
+    rest = each_pair(weights)
+    first = await anext(rest, None)
+
+    async def whole() -> AsyncIterator[tuple[str, Any]]:
+        if first is not None:
+            yield first
+            async for pair in rest:
+                yield pair
+
+    return first is not None, whole()

@@ -1,0 +1,28 @@
+"""Messages of errors are bounded and can be sent, whatever text of a client they repeat."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.core.errors import MAX_MESSAGE_CHARS, MAX_NAME_CHARS, InvalidField, WeightUpdateRefused, from_wire
+
+
+@pytest.mark.parametrize("text", ["n" * 10**6, "\ud800", "a" * 900 + "\udfff"], ids=["long", "half a pair", "both"])
+def test_a_message_keeps_its_beginning_and_its_end_and_can_be_sent(text):
+    error = WeightUpdateRefused(f"tensor {text}: is not a tensor of this model", tensor=text, nbytes=3)
+    assert len(error.message) <= MAX_MESSAGE_CHARS and len(error.detail["tensor"]) <= MAX_NAME_CHARS
+    assert error.message.startswith("tensor ") and error.message.endswith(": is not a tensor of this model")
+    (error.message + error.detail["tensor"]).encode()
+    again = from_wire(error.code, error.message, error.detail)
+    assert (again.message, again.detail, str(again)) == (error.message, error.detail, error.message)
+
+
+def test_a_field_of_any_length_is_named_in_short():
+    error = InvalidField("f" * 10**6, "unknown field")
+    assert error.field == error.detail["param"] and len(error.field) <= MAX_NAME_CHARS
+    assert error.message.endswith("unknown field")
+
+
+def test_what_is_short_stays_as_it_is():
+    error = InvalidField("kv", "expected keep or recompute, got 'größer'")
+    assert error.message == "kv: expected keep or recompute, got 'größer'" and error.field == "kv"

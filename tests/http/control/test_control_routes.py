@@ -1,0 +1,379 @@
+"""Control, health and error routes over real HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import reply_with
+
+ERROR_CASES = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": [1, 272]}, "prompt"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [[1], [1, 5000]]}, "prompt[1]"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt"),
+    ({"prompt": list(range(128))}, "prompt"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "stop": [""]}, "stop"),
+    ({"prompt": "a", "stop": 3}, "stop"),
+    ({"prompt": "a", "stop": "x" * 257}, "stop"),
+    ({"prompt": "a", "cache_salt": "x" * 257}, "cache_salt"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt": "a", "seed": -1}, "seed"),
+    ({"prompt": "a", "stream_options": {"what": 1}}, "stream_options.what"),
+    ({"prompt": "a", "tepmerature": 1}, "tepmerature"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "suffix": "x"}, "suffix"),
+    ({"prompt": "a", "logit_bias": {"1": 2}}, "logit_bias"),
+    ({"prompt": "a", "prompt_logprobs": 101}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": True}, "prompt_logprobs"),
+    ({"prompt": "a", "logprobs_mode": "cooked"}, "logprobs_mode"),
+    ({"prompt": [1, 2], "resumed_tokens": 2}, "resumed_tokens"),
+    ({"prompt": [[1, 2], [1, 2]], "resumed_tokens": 1}, "resumed_tokens"),
+    ({"prompt": "a", "resumed_tokens": -1}, "resumed_tokens"),
+    ({"prompt": "a", "first_choice": -1}, "first_choice"),
+    ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    ({"prompt": "a", "return_routed_experts": True}, "return_routed_experts"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": "a", "top_k": 2**31}, "top_k"),
+    ({"prompt": "a", "priority": 2**31}, "priority"),
+    ({"prompt": "a", "priority": -(10**30)}, "priority"),
+    ({"prompt": "a", "stop_token_ids": [1, 10**30]}, "stop_token_ids"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "min_tokens": 10**30}, "min_tokens"),
+    ({"prompt": "a", "seed": 10**30}, "seed"),
+    ({"prompt": "a", "logprobs": 10**30}, "logprobs"),
+    ({"prompt": "a", "n": 1025}, "n"),
+    ({"prompt": [[1]] * 5, "n": 1000}, "n"),
+    ({"prompt": [[1]] * 4097}, "prompt"),
+    ({"prompt": "a " * 5000}, "prompt"),
+    ({"prompt": ["a", "a " * 5000]}, "prompt[1]"),
+]
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+CHAT_ERROR_CASES = [
+    ({"messages": []}, "messages"),
+    ({}, "messages"),
+    ({"messages": [{"content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "evil", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+    (CHAT | {"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"tools": ["search"], "tool_choice": "none"}, "tools.0"),
+    (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
+    (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT | {"max_completion_tokens": 10**30}, "max_completion_tokens"),
+    (CHAT | {"logprobs": True, "top_logprobs": 10**30}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),
+    *(
+        (CHAT | {"chat_template_kwargs": {"mood": "x", key: "x"}}, f"chat_template_kwargs.{key}")
+        for key in (
+            "chat_template",
+            "documents",
+            "tools",
+            "messages",
+            "add_generation_prompt",
+            "conversation",
+            "continue_final_message",
+            "tokenize",
+            "padding",
+            "return_dict",
+            "return_whatever",
+        )
+    ),
+]
+HARMLESS = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True}
+NEUTRAL = {"best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "tools": [], "stop": None, "seed": None}
+
+
+def assert_error(reply, status: int, code: str, param: str | None = None) -> None:
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert (error["code"], error["param"]) == (code, param)
+    assert {"message", "type", "code", "param"} <= error.keys()
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    assert reply.headers["content-type"] == "application/json"
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("body", "field"), ERROR_CASES, ids=lambda case: str(case)[:60])
+def test_a_bad_completion_request_is_a_400_that_names_the_field(module_stack, body, field):
+    reply = module_stack.post("/v1/completions", **body)
+    assert_error(reply, 400, "invalid_field", field)
+    assert reply.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(("body", "field"), CHAT_ERROR_CASES, ids=lambda case: str(case)[:60])
+def test_a_bad_chat_request_is_a_400_that_names_the_field(module_stack, body, field):
+    assert_error(module_stack.post("/v1/chat/completions", **body), 400, "invalid_field", field)
+
+
+def test_harmless_fields_and_neutral_values_are_accepted(module_stack):
+    module_stack.script(reply_with([97]))
+    assert module_stack.post("/v1/completions", prompt="a", **HARMLESS, **NEUTRAL).status_code == 200
+    assert module_stack.post("/v1/chat/completions", **CHAT, response_format={"type": "text"}).status_code == 200
+
+
+def test_bodies_that_are_no_json_objects_and_unknown_paths_are_json_errors(module_stack):
+    assert_error(module_stack.http.post("/v1/completions", content=b"{"), 400, "invalid_field", "body")
+    assert_error(module_stack.http.post("/v1/completions", content=b"[1]"), 400, "invalid_field", "body")
+    for path in ("/v1/completions", "/v1/pause"):
+        reply = module_stack.http.post(path, content=b'{"prompt": ' + b"[" * 50000 + b"]" * 50000 + b"}")
+        assert_error(reply, 400, "invalid_field", "body")
+        assert "nested" in reply.json()["error"]["message"]
+    assert_error(module_stack.http.get("/nope"), 404, "not_found")
+    assert_error(module_stack.http.get("/v1/pause"), 405, "method_not_allowed")
+
+
+def test_a_model_that_is_not_served_is_a_404_and_none_is_the_default(module_stack, model_dir):
+    module_stack.script(reply_with([97]))
+    assert_error(module_stack.post("/v1/completions", prompt="a", model="other"), 404, "model_not_found", "model")
+    for model in ("tiny", model_dir, None):
+        assert module_stack.post("/v1/completions", prompt="a", model=model).json()["model"] == "tiny"
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids_only(make_stack):
+    stack = make_stack(with_tokenizer=False)
+    stack.script(reply_with([5, 6]))
+    reply = stack.post("/v1/completions", prompt=[1], return_token_ids=True, logprobs=0).json()
+    assert reply["choices"][0]["token_ids"] == [5, 6] and reply["choices"][0]["text"] == ""
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["token_id:5", "token_id:6"]
+    assert_error(stack.post("/v1/completions", prompt="a"), 400, "invalid_field", "prompt")
+    assert_error(stack.post("/v1/completions", prompt=[1], stop="a"), 400, "invalid_field", "stop")
+    assert_error(stack.post("/v1/chat/completions", **CHAT), 400, "invalid_field", "messages")
+
+
+def test_template_variables_reach_the_template(stack, tokenizer):
+    stack.script(reply_with([97]))
+    assert stack.post("/v1/chat/completions", **CHAT, chat_template_kwargs={"mood": "!"}).status_code == 200
+    prompt = stack.engine.expect(AddRequest).prompt_token_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == "<user>a!<bot>"
+
+
+def test_tools_are_rendered_where_no_call_of_them_is_to_be_parsed(stack, tokenizer):
+    """As TRL's client sends them. Rendering and tokenising generate nothing: tools are taken whatever the choice is."""
+    stack.script(reply_with([97]))
+    search = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    body = CHAT | {"tools": [search], "tool_choice": "none", "structured_outputs": None}
+    assert stack.post("/v1/chat/completions", **body).status_code == 200
+    prompt = stack.engine.expect(AddRequest).prompt_token_ids
+    assert tokenizer.decode(prompt, skip_special_tokens=False) == "<tools:search><user>a<bot>"
+    for choice in ("none", "auto", None, {"type": "function", "function": {"name": "search"}}):
+        body["tool_choice"] = choice
+        assert stack.post("/v1/chat/completions/render", **body).json()["token_ids"] == prompt
+        assert stack.post("/tokenize", **body).json()["tokens"] == prompt
+    assert stack.post("/v1/chat/completions", **CHAT, tools=[], tool_choice="auto").status_code == 200
+
+
+def test_arguments_of_earlier_tool_calls_reach_the_template_as_objects(make_stack, tokenizer):
+    stack = make_stack(trust_request_chat_template=True)
+    template = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments.q }};{% endfor %}{% endfor %}"
+    calls = [
+        {"type": "function", "function": {"name": "f", "arguments": a}} for a in ('{"q": "x"}', {"q": "y"}, "no {")
+    ]
+    messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    reply = stack.post("/v1/chat/completions/render", messages=messages, chat_template=template)
+    assert tokenizer.decode(reply.json()["token_ids"]) == "x;y;;"
+
+
+def test_a_template_of_a_trusted_client_takes_the_place_of_the_models(make_stack, tokenizer):
+    stack = make_stack(trust_request_chat_template=True)
+    stack.script(reply_with([97]))
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert stack.post("/v1/chat/completions", **CHAT, chat_template=template).status_code == 200
+    assert tokenizer.decode(stack.engine.expect(AddRequest).prompt_token_ids) == "[a]"
+    reply = stack.post("/v1/chat/completions", **CHAT, chat_template="{% for %}")
+    assert_error(reply, 400, "invalid_field", "chat_template")
+
+
+def test_templates_run_beside_the_event_loop_and_what_fails_in_them_is_named(module_stack, tokenizer, monkeypatch):
+    threads = []
+
+    def fail(*args, **kwargs):
+        threads.append(threading.current_thread())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tokenizer._hf, "apply_chat_template", fail)
+    assert_error(module_stack.post("/v1/chat/completions", **CHAT), 400, "invalid_field", "messages")
+    reply = module_stack.post("/v1/chat/completions", **CHAT, chat_template_kwargs={"mood": 1})
+    assert_error(reply, 400, "invalid_field", "chat_template_kwargs")
+    assert module_stack.server._thread not in threads
+
+
+def test_a_text_that_no_context_can_hold_is_not_even_tokenised(module_stack, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "encode_now", None)
+    assert_error(module_stack.post("/v1/completions", prompt="a " * 5000), 400, "invalid_field", "prompt")
+
+
+def test_more_choices_than_the_engine_ever_queues_are_a_400(stack):
+    stack.script(reply_with([97]))
+    stack.server.client.model_info["max_waiting"] = 2
+    assert_error(stack.post("/v1/completions", prompt="a", n=3), 400, "invalid_field", "n")
+    assert_error(stack.post("/v1/chat/completions", **CHAT, n=3), 400, "invalid_field", "n")
+    assert stack.post("/v1/completions", prompt="a", n=2).status_code == 200
+
+
+# ---------------------------------------------------------------------- control
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def test_pause_takes_a_body_a_query_or_nothing(module_stack):
+    answer(module_stack, m.PauseArgs, {"state": "paused"})
+    full = {"mode": "wait", "clear_cache": True, "admission": "hold", "timeout_s": 5.0, "on_timeout": "cancel",
+            "ttl_s": 9.0, "hold_id": "mine"}  # fmt: skip
+    query = {name: str(value).lower() for name, value in full.items()}
+    for call in (
+        lambda: module_stack.post("/v1/pause", **full),
+        lambda: module_stack.http.post("/v1/pause", params=query),
+        lambda: module_stack.http.post("/v1/pause/", params={"mode": "keep"}, json=full),
+    ):
+        reply = call().json()
+        assert reply["status"] == "success" and reply["error_message"] is None and reply["request_id"]
+        assert reply["result"] == {"state": "paused"}
+        assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs(**full)
+    module_stack.http.post("/v1/pause")
+    assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs()
+    assert module_stack.post("/v1/pause", **dict.fromkeys(full)).status_code == 200
+    assert module_stack.engine.expect(m.PauseArgs).args == m.PauseArgs()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mode", "stop"), ("admission", "x"), ("timeout_s", -1), ("on_timeout", "x"), ("ttl_s", 0), ("hold_id", ""),
+     ("clear_cache", "maybe"), ("lora_name", "a"), ("tiemout", 1)],
+)  # fmt: skip
+def test_a_bad_pause_is_a_400_that_names_the_field(module_stack, field, value):
+    assert_error(module_stack.post("/v1/pause", **{field: value}), 400, "invalid_field", field)
+
+
+@pytest.mark.parametrize("path", ["/v1/resume", "/v1/abort_requests", "/v1/update_weights"])
+def test_a_control_call_for_an_adapter_is_refused_rather_than_applied_to_all(module_stack, path):
+    body = {"lora_name": "a", "model_path": "/x", "abort_all": True}
+    assert_error(module_stack.post(path, **body), 400, "invalid_field", "lora_name")
+
+
+def test_resume_and_is_paused(module_stack):
+    answer(module_stack, m.ResumeArgs, {"state": "running"})
+    assert module_stack.post("/v1/resume", hold_id="h").json()["result"] == {"state": "running"}
+    assert module_stack.engine.expect(m.ResumeArgs).args.hold_id == "h"
+    assert module_stack.http.post("/v1/resume/").status_code == 200
+    for path in ("/v1/is_paused", "/v1/is_paused/"):
+        reply = module_stack.http.request("GET", path, json={})
+        assert reply.json()["result"]["is_paused"] is False
+
+
+def test_abort_requests_needs_ids_or_all(module_stack):
+    answer(module_stack, m.AbortArgs, {"aborted": [], "not_found": ["x"]})
+    assert_error(module_stack.http.post("/v1/abort_requests"), 400, "invalid_field", "req_ids")
+    assert module_stack.post("/v1/abort_requests", req_ids=["x"]).json()["result"]["not_found"] == ["x"]
+    assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=["x"])
+    module_stack.post("/v1/abort_requests", abort_all=True)
+    assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(abort_all=True)
+    for params in ({"req_ids": ["x", "y"]}, {"req_ids": "x"}):
+        module_stack.http.post("/v1/abort_requests", params=params, json={"abort_all": None})
+        assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=list(params["req_ids"]))
+    both = module_stack.post("/v1/abort_requests", abort_all=True, req_ids=["x"])
+    assert_error(both, 400, "invalid_field", "req_ids")
+    assert "abort_all" in both.json()["error"]["message"]
+
+
+def test_update_weights_passes_folder_label_and_kv(module_stack):
+    answer(module_stack, m.UpdateWeightsArgs, {"version": "7", "epoch": 1})
+    reply = module_stack.post("/v1/update_weights", model_path="/m", version=7, kv="recompute")
+    assert reply.json()["result"]["epoch"] == 1
+    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs(
+        FolderSource("/m"), "7", kv="recompute"
+    )
+    assert_error(module_stack.post("/v1/update_weights"), 400, "invalid_field", "model_path")
+    assert_error(module_stack.post("/v1/update_weights", model_path="/m", kv="x"), 400, "invalid_field", "kv")
+    for version in ("", True, [1], 1.5, "x" * 257, 10**4000):
+        reply = module_stack.post("/v1/update_weights", model_path="/m", version=version)
+        assert_error(reply, 400, "invalid_field", "version")
+    module_stack.post("/v1/update_weights", model_path="/m", version=None, kv=None)
+    assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs(FolderSource("/m"))
+
+
+def test_a_pause_that_failed_answers_with_its_status_and_the_report(stack):
+    answer(stack, m.PauseArgs, {"state": "running"}, m.Failure("pause_timeout", "still running", {}))
+    reply = stack.post("/v1/pause", mode="wait")
+    assert_error(reply, 504, "pause_timeout")
+    assert reply.json()["error"]["report"] == {"state": "running"}
+
+
+def test_death_of_the_engine_answers_an_open_pause_at_once(stack):
+    stack.engine.replies[m.PauseArgs] = lambda call: None
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(stack.post("/v1/pause", timeout_s=600)))
+    thread.start()
+    stack.engine.expect(m.PauseArgs)
+    stack.engine.die()
+    thread.join(10)
+    assert_error(results[0], 503, "engine_dead")
+    stack.restart_engine()
+
+
+def test_a_stalled_engine_is_a_504(make_stack):
+    stack = make_stack(stall_s=0.2)
+    stack.engine.replies[m.MetricsArgs] = lambda call: None
+    stack.engine.beating = False
+    assert_error(stack.http.get("/metrics"), 504, "engine_stalled")
+    stack.engine.beating = True
+
+
+# ---------------------------------------------------------------------- health
+
+
+def test_health_and_ready_while_paused_rejecting_dead_and_restarted(stack):
+    def statuses() -> tuple[int, int]:
+        return tuple(stack.http.get(path).status_code for path in ("/health", "/ready"))
+
+    assert statuses() == (200, 200)
+    stack.engine.status |= {"is_paused": True, "rejecting_new_requests": True, "admission": "hold"}
+    assert statuses() == (200, 200), "a pause that holds requests must not make a router evict this server"
+    stack.engine.status |= {"admission": "reject"}
+    assert statuses() == (200, 503)
+    boot = stack.http.get("/health").json()["boot_id"]
+    stack.engine.die()
+    deadline = time.monotonic() + 10
+    while statuses() != (503, 503):
+        assert time.monotonic() < deadline
+    assert_error(stack.http.get("/v1/models"), 503, "engine_dead")
+    stack.restart_engine(boot_id="boot-2")
+    stack.server.wait_connected()
+    assert stack.http.get("/health").json()["boot_id"] == "boot-2" != boot
+
+
+def test_models_metrics_and_version(module_stack):
+    model = module_stack.http.get("/v1/models").json()["data"][0]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 128)
+    metrics = module_stack.http.get("/metrics/")
+    assert metrics.text.startswith("fastdeploy:") and metrics.headers["content-type"].startswith("text/plain")
+    assert module_stack.http.get("/version").json()["version"]
+
+
+def test_connections_stay_open_for_longer_than_two_seconds(module_stack):
+    assert module_stack.server._server.config.timeout_keep_alive > 2

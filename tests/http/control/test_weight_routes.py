@@ -1,0 +1,173 @@
+"""Native weight routes over real HTTP: what reaches the engine, and what comes back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.inter_communicator import messages as m
+
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def assert_invalid(reply, field: str) -> None:
+    assert reply.status_code == 400, reply.text
+    assert (reply.json()["error"]["code"], reply.json()["error"]["param"]) == ("invalid_field", field)
+
+
+CASES = [
+    (
+        "/v1/update_weights",
+        {"model_path": "/m", "version": 7, "expected_version": "6", "kv": "recompute", "partial": True,
+         "in_place": True, "checksums": {"a": "ff"}, "verify_checksum": True},
+        m.UpdateWeightsArgs(FolderSource("/m"), "7", "6", "recompute", True, True, {"a": "ff"}, True),
+    ),
+    ("/v1/update_weights", {"model_path": "/m"}, m.UpdateWeightsArgs(FolderSource("/m"))),
+    ("/v1/update_weights", {"model_path": "/m", "version": None}, m.UpdateWeightsArgs(FolderSource("/m"))),
+    ("/v1/update_weights", {"shared_memory": "/s"}, m.UpdateWeightsArgs(SharedMemorySource("/s"))),
+    ("/v1/update_weights", {"shared_memory": "s", "nbytes": 9}, m.UpdateWeightsArgs(SharedMemorySource("s", 9))),
+    ("/v1/update_weights", {"version": "v"}, m.SetVersionArgs("v")),
+    ("/v1/update_weights", {"version": 8}, m.SetVersionArgs("8")),
+    ("/v1/weights/begin", {}, m.BeginUpdateArgs()),
+    (
+        "/v1/weights/begin",
+        {"version": 1, "expected_version": 0, "kv": "recompute", "partial": True, "in_place": True, "lease_s": 9},
+        m.BeginUpdateArgs("1", "0", "recompute", True, True, 9.0),
+    ),
+    (
+        "/v1/weights/chunk",
+        {"session_id": "s", "model_path": "/m", "checksums": {"a": "ff"}, "verify_checksum": True},
+        m.UpdateChunkArgs("s", FolderSource("/m"), checksums={"a": "ff"}, verify_checksum=True),
+    ),
+    ("/v1/weights/chunk", {"session_id": "s", "shared_memory": "x", "nbytes": 3},
+     m.UpdateChunkArgs("s", SharedMemorySource("x", 3))),
+    ("/v1/weights/commit", {"session_id": "s"}, m.CommitUpdateArgs("s")),
+    ("/v1/weights/commit", {"session_id": "s", "version": 3, "kv": "keep"}, m.CommitUpdateArgs("s", "3", "keep")),
+    ("/v1/weights/abort", {}, m.AbortUpdateArgs()),
+    ("/v1/weights/abort", {"session_id": "s"}, m.AbortUpdateArgs("s")),
+    ("/v1/sleep", {}, m.SleepArgs()),
+    ("/v1/sleep", {"tags": ["weight", "kv_cache"], "mode": "abort", "discard": True, "timeout_s": 3},
+     m.SleepArgs(("weight", "kv_cache"), "abort", True, 3.0)),
+    ("/v1/wakeup", {}, m.WakeArgs()),
+    ("/v1/wakeup", {"tags": ["weight"]}, m.WakeArgs(("weight",))),
+    ("/v1/reset", {}, m.ResetArgs()),
+    ("/v1/reset", {"version": 0}, m.ResetArgs("0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "args"), CASES, ids=str)
+def test_a_body_becomes_the_engines_call_and_its_result_comes_in_the_envelope(module_stack, path, body, args):
+    answer(module_stack, type(args), {"told": 1})
+    reply = module_stack.post(path, **body)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["result"] == {"told": 1} and reply.json()["status"] == "success"
+    assert reply.json()["error_message"] is None and reply.json()["request_id"]
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    assert module_stack.engine.expect(type(args)).args == args
+
+
+@pytest.mark.parametrize(
+    ("query", "args"),
+    [
+        ("/v1/sleep?tags=weight,kv_cache&mode=wait", m.SleepArgs(("weight", "kv_cache"), "wait")),
+        ("/v1/sleep?tags=weight&tags=kv_cache&discard=true", m.SleepArgs(("weight", "kv_cache"), discard=True)),
+        ("/v1/sleep/?tags=weight", m.SleepArgs(("weight",))),
+        ("/v1/wakeup?tags=kv_cache", m.WakeArgs(("kv_cache",))),
+        ("/v1/weights/begin?partial=true&lease_s=4.5", m.BeginUpdateArgs(partial=True, lease_s=4.5)),
+        ("/v1/weights/commit?session_id=s&version=3", m.CommitUpdateArgs("s", "3")),
+        ("/v1/update_weights?model_path=/m&version=3", m.UpdateWeightsArgs(FolderSource("/m"), "3")),
+        ("/v1/reset?version=3", m.ResetArgs("3")),
+    ],
+)
+def test_a_query_without_a_body_works_too(module_stack, query, args):
+    answer(module_stack, type(args))
+    assert module_stack.http.post(query).status_code == 200
+    assert module_stack.engine.expect(type(args)).args == args
+
+
+def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    for kind in (m.UpdateWeightsArgs, m.UpdateChunkArgs):
+        answer(stack, kind)
+    sums = json.dumps({"a": "ff"})
+    query = {"version": "7", "kv": "recompute", "partial": "true", "checksums": sums}
+    assert stack.http.post("/v1/update_weights", params=query, content=b"{x", headers=OCTETS).status_code == 200
+    args = stack.engine.expect(m.UpdateWeightsArgs).args
+    assert isinstance(args.source, FileSource)
+    assert args == m.UpdateWeightsArgs(args.source, "7", kv="recompute", partial=True, checksums={"a": "ff"})
+    query = {"session_id": "s", "checksums": sums, "verify_checksum": "true"}
+    assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
+    args = stack.engine.expect(m.UpdateChunkArgs).args
+    assert args == m.UpdateChunkArgs("s", args.source, checksums={"a": "ff"}, verify_checksum=True)
+
+
+def test_info_with_and_without_checksums(module_stack):
+    answer(module_stack, m.WeightInfoArgs, {"version": "0"})
+    for path, wanted in (("/v1/weights", False), ("/v1/weights?checksums=true", True), ("/v1/weights/", False)):
+        assert module_stack.http.get(path).json()["result"] == {"version": "0"}
+        assert module_stack.engine.expect(m.WeightInfoArgs).args.checksums is wanted
+
+
+BAD = [
+    ("/v1/update_weights", {}, "model_path"),
+    ("/v1/update_weights", {"version": None}, "model_path"),
+    ("/v1/update_weights", {"kv": "keep"}, "model_path"),
+    ("/v1/update_weights", {"model_path": "/m", "shared_memory": "s"}, "model_path"),
+    ("/v1/update_weights", {"model_path": ""}, "model_path"),
+    ("/v1/update_weights", {"model_path": "/m", "kv": "x"}, "kv"),
+    ("/v1/update_weights", {"model_path": "/m", "checksums": {"a": 1}}, "checksums.a"),
+    ("/v1/update_weights", {"model_path": "/m", "nbytes": -1}, "nbytes"),
+    ("/v1/update_weights", {"model_path": "/m", "serialized": "x"}, "serialized"),
+    ("/v1/update_weights", {"version": "v", "in_place": True}, "in_place"),
+    ("/v1/update_weights", {"version": "v", "expected_version": "u"}, "expected_version"),
+    ("/v1/update_weights", {"version": "x" * 257}, "version"),
+    ("/v1/update_weights", {"version": 1.5}, "version"),
+    ("/v1/weights/begin", {"lease_s": 0}, "lease_s"),
+    ("/v1/weights/begin", {"lease_s": 86401}, "lease_s"),
+    ("/v1/weights/begin", {"lora_name": "a"}, "lora_name"),
+    ("/v1/weights/begin", {"model_path": "/m"}, "model_path"),
+    ("/v1/weights/chunk", {"model_path": "/m"}, "session_id"),
+    ("/v1/weights/chunk", {"session_id": "s"}, "model_path"),
+    ("/v1/weights/commit", {}, "session_id"),
+    ("/v1/weights/commit", {"session_id": "s", "kv": "x"}, "kv"),
+    ("/v1/sleep", {"tags": ["weights"]}, "tags.0"),
+    ("/v1/sleep", {"tags": [1]}, "tags.0"),
+    ("/v1/sleep", {"tags": {"weight": 1}}, "tags"),
+    ("/v1/sleep", {"mode": "nap"}, "mode"),
+    ("/v1/sleep", {"level": 1}, "level"),
+    ("/v1/wakeup", {"tags": ["x"]}, "tags.0"),
+    ("/v1/reset", {"version": ""}, "version"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), BAD, ids=str)
+def test_a_call_that_makes_no_sense_is_a_400_that_names_the_field(module_stack, path, body, field):
+    assert_invalid(module_stack.post(path, **body), field)
+
+
+def test_an_upload_names_no_other_source_and_its_checksums_are_json(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    for path in ("/v1/update_weights?model_path=/m", "/v1/weights/chunk?session_id=s&shared_memory=x"):
+        assert_invalid(stack.http.post(path, content=b"x", headers=OCTETS), "model_path")
+    reply = stack.http.post("/v1/update_weights?checksums=a", content=b"x", headers=OCTETS)
+    assert_invalid(reply, "checksums")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("weight_update_refused", 400), ("update_in_progress", 409), ("session_not_found", 404), ("session_expired", 409),
+     ("version_conflict", 409), ("wrong_order", 409), ("out_of_space", 507), ("resume_refused", 409)],
+)  # fmt: skip
+def test_what_the_engine_refuses_has_its_status_and_carries_the_report(module_stack, code, status):
+    answer(module_stack, m.CommitUpdateArgs, {"version": "0"}, m.Failure(code, "because", {"tensor": "a"}))
+    reply = module_stack.post("/v1/weights/commit", session_id="s")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["message"]) == (status, code, "because")
+    assert error["tensor"] == "a" and error["report"] == {"version": "0"}

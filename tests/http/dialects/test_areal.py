@@ -1,0 +1,80 @@
+"""AReaL's private vLLM routes over real HTTP, before a scripted engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import one_output, replace, reply_with
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+# What AReaL's VLLMBackend.build_generation_request makes of its defaults.
+PAYLOAD = {"top_p": 1.0, "top_k": 100_000_000, "max_tokens": 9, "temperature": 1.0, "stop_token_ids": [],
+           "stream": False, "ignore_eos": False, "skip_special_tokens": True, "frequency_penalty": 0.0, "logprobs": 0,
+           "return_tokens_as_token_ids": True, "use_beam_search": False, "prompt": [1, 2]}  # fmt: skip
+
+
+def ids_of(choice: dict) -> list[int]:
+    return [int(token.split(":")[1]) for token in choice["logprobs"]["tokens"]]
+
+
+def test_a_completion_names_ids_and_needs_no_model(stack):
+    stack.script(reply_with([97, 98]))
+    reply = stack.post("/v1/completions", **PAYLOAD)
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    assert (ids_of(choice), choice["logprobs"]["token_logprobs"]) == ([97, 98], [-0.5, -0.5])
+
+
+def test_an_abort_before_the_first_token_has_empty_arrays(stack):
+    stack.script(lambda request: [replace(one_output(request, 0, [], 0), finish_reason="abort")])
+    choice = stack.post("/v1/completions", **PAYLOAD).json()["choices"][0]
+    assert choice["finish_reason"] == "abort"
+    assert (choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]) == ([], [])
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_pause_and_continue(make_stack, mode):
+    stack = make_stack(areal_pause_mode=mode)
+    answer(stack, m.PauseArgs, {"state": "paused"})
+    answer(stack, m.ResumeArgs, {"state": "running"})
+    assert stack.post("/areal_pause_generation").json()["success"] is True
+    args = stack.engine.expect(m.PauseArgs).args
+    assert (args.mode, args.admission, args.on_timeout, args.placed_by) == (mode, "hold", "keep", "areal")
+    assert stack.post("/areal_continue_generation").json()["success"] is True
+    assert stack.engine.expect(m.ResumeArgs).args == m.ResumeArgs()
+
+
+def test_an_update_is_one_commit_that_neither_pauses_nor_resumes(stack):
+    answer(stack, m.UpdateWeightsArgs, {"version": "4"})
+    reply = stack.post("/areal_update_weights", model_path="/ckpt").json()
+    assert (reply["success"], reply["report"]) == (True, {"version": "4"})
+    assert stack.engine.seen.get(timeout=5).args == m.UpdateWeightsArgs(FolderSource("/ckpt"), kv="recompute")
+    assert stack.engine.seen.empty()
+
+
+def test_a_refused_update_says_so_in_areals_shape(stack):
+    answer(stack, m.UpdateWeightsArgs, failure=m.Failure("weight_update_refused", "no such folder"))
+    reply = stack.post("/areal_update_weights", model_path="/nowhere")
+    assert reply.status_code == 400
+    assert (reply.json()["success"], reply.json()["message"]) == (False, "no such folder")
+    assert reply.json()["error"]["code"] == "weight_update_refused"
+    assert stack.post("/areal_update_weights").json()["error"]["param"] == "model_path"
+    told = stack.post("/areal_update_weights", model_path="/x", abort_all_requests=True)
+    assert told.json()["error"]["param"] == "abort_all_requests"
+
+
+@pytest.mark.parametrize(
+    "path", ["init_weights_update_group", "set_update_weight_meta", "update_weights_xccl", "update_weights_lora",
+             "set_update_weight_meta_lora", "update_weights_lora_xccl"],
+)  # fmt: skip
+def test_what_this_device_has_not_is_a_refusal_that_says_what_works(module_stack, path):
+    reply = module_stack.post(f"/areal_{path}", group_name="g")
+    assert reply.status_code == 400
+    assert reply.json()["success"] is False
+    assert "/areal_update_weights" in reply.json()["message"]

@@ -1,0 +1,472 @@
+"""SGLang's generation and control routes over real HTTP, before a scripted engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+
+import httpx
+import numpy as np
+import pytest
+
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.http.dialects.sglang import generate as sglang_generate
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import one_output, replace, reply_with
+
+HELLO = list(b"hey you")
+LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1"}
+COUNTS = {"running": 2, "frozen": 1, "queued": 4}
+
+
+# What slime's rollout sends with every top_p but 1.
+KEEP = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    """The engine replies so to every call of ``kind``."""
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def generate(stack, **body) -> httpx.Response:
+    return stack.post("/generate", **body)
+
+
+def events(response: httpx.Response) -> list:
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def refused(response: httpx.Response, field: str) -> None:
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(field), response.text
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+def test_a_generation_has_the_shape_that_slime_and_areal_read(stack):
+    stack.script(reply_with(HELLO, version="step-7"))
+    sampling = {"max_new_tokens": 7, "temperature": 0.8}
+    reply = generate(stack, input_ids=[1, 2, 3], sampling_params=sampling, return_logprob=True, rid="mine")
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    body = reply.json()
+    assert (body["text"], body["output_ids"]) == ("hey you", HELLO)
+    meta = body["meta_info"]
+    assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == ("mine", 3, 7, 2)
+    assert meta["finish_reason"] == {"type": "length", "length": 7}
+    assert meta["output_token_logprobs"] == [[-0.5, token, None] for token in HELLO]
+    assert meta["input_token_logprobs"] == []
+    assert meta["weight_version"] == "step-7"
+    assert meta["weight_versions"] == [{"version": "step-7", "epoch": 1, "start": 0, "end": 7}]
+    add = stack.engine.expect(AddRequest)
+    assert (add.request_id, add.prompt_token_ids, add.sampling.logprobs) == ("mine", [1, 2, 3], 0)
+
+
+def test_a_prompt_can_be_text_and_logprobs_can_name_it(stack):
+    stack.script(reply_with(HELLO))
+    asked = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    meta = generate(stack, text="hello", **asked).json()["meta_info"]
+    assert stack.engine.expect(AddRequest).prompt_token_ids == [259]
+    assert [entry[2] for entry in meta["output_token_logprobs"]] == list("hey you")
+    assert [len(entry) for entry in meta["output_top_logprobs"]] == [2] * 7
+
+
+def test_without_return_logprob_none_are_computed_or_sent(stack):
+    stack.script(reply_with(HELLO))
+    meta = generate(stack, input_ids=[1]).json()["meta_info"]
+    assert "output_token_logprobs" not in meta
+    assert stack.engine.expect(AddRequest).sampling.logprobs is None
+
+
+def test_sglangs_own_defaults_hold(stack):
+    """Among them logprobs of the distribution after the temperature."""
+    stack.script(reply_with([97]))
+    for params, expected in (({}, 126), ({"max_new_tokens": 9}, 9)):
+        generate(stack, input_ids=[1, 2], sampling_params=params)
+        sampling = stack.engine.expect(AddRequest).sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (expected, 1.0, 0)
+        assert sampling.logprobs_mode == "temperature"
+    generate(stack, input_ids=[1], sampling_params={"max_new_tokens": 1, "logprobs_mode": "raw"})
+    assert stack.engine.expect(AddRequest).sampling.logprobs_mode == "raw"
+
+
+def test_the_default_of_max_new_tokens_is_128(stack):
+    stack.engine.die()
+    stack.restart_engine(script=reply_with([97]), max_model_len=1000)
+    stack.server.wait_connected()
+    for params, expected in ((None, 128), ({}, 128), ({"max_new_tokens": None}, 998)):
+        generate(stack, input_ids=[1, 2], sampling_params=params)
+        assert stack.engine.expect(AddRequest).sampling.max_tokens == expected
+
+
+def test_sampling_parameters_reach_the_engine(stack):
+    stack.script(reply_with([97]))
+    same = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
+            "frequency_penalty": 0.3, "ignore_eos": True}  # fmt: skip
+    own = {"max_new_tokens": 5, "min_new_tokens": 1, "top_k": -1, "stop_token_ids": [3], "sampling_seed": 7}
+    harmless = {"spaces_between_special_tokens": False, "stream_interval": 4}
+    extra = {"routed_dp_rank": 0, "log_metrics": False, "image_data": [None], "lora_path": None, "unheard_of": 1}
+    reply = generate(stack, input_ids=[1], sampling_params=same | own | harmless, priority=2, cache_salt="s", **extra)
+    assert reply.status_code == 200, reply.text
+    add = stack.engine.expect(AddRequest)
+    assert {name: getattr(add.sampling, name) for name in same} == same
+    sampling = add.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k, sampling.seed) == (5, 1, 0, 7)
+    assert (sampling.stop_token_ids, add.priority, add.cache_salt) == ((3,), 2, "s")
+
+
+@pytest.mark.parametrize(
+    "field", ["image_data", "input_embeds", "lora_path", "return_routed_experts", "return_hidden_states",
+              "session_params", "custom_logit_processor", "token_ids_logprob"],
+)  # fmt: skip
+def test_a_field_that_would_change_the_data_is_refused_by_name(module_stack, field):
+    """known failure 34"""
+    refused(generate(module_stack, input_ids=[1], **{field: ["x"]}), field)
+
+
+@pytest.mark.parametrize("field", ["json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params"])
+def test_a_sampling_parameter_that_would_change_the_data_is_refused_by_name(module_stack, field):
+    refused(generate(module_stack, input_ids=[1], sampling_params={field: {"a": "b"}}), f"sampling_params.{field}")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [1, "2"]}, "input_ids"),
+        ({"input_ids": [[1], [99999]]}, "input_ids[1]"),
+        ({"text": 3}, "text"),
+        ({"text": []}, "text"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"input_ids": [1], "sampling_params": {"top_k": "many"}}, "sampling_params.top_k"),
+        ({"input_ids": [1], "sampling_params": {"no_such": 1}}, "sampling_params.no_such"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params"),
+        ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid"),
+        ({"input_ids": [1], "rid": 5}, "rid"),
+        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
+        ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
+        ({"input_ids": [1], "stream": "perhaps"}, "stream"),
+        ({"input_ids": [1], "return_logprob": False, "sampling_params": KEEP}, "return_logprob"),
+        (
+            {"input_ids": [1], "return_logprob": True, "sampling_params": KEEP | {"logprobs_mode": "raw"}},
+            "logprobs_mode",
+        ),
+    ],
+)
+def test_a_malformed_request_is_refused_by_the_name_of_its_field(module_stack, body, field):
+    refused(generate(module_stack, **body), field)
+
+
+def int32(value: str) -> list[int]:
+    """As slime decodes an array of meta_info."""
+    return np.frombuffer(base64.b64decode(value), np.int32).tolist()
+
+
+def with_kept(rows: list[list[int]]):
+    """A script: a token per row, which was drawn from the row's ids."""
+    entries = [Logprob(-0.5, (), np.array(row, "<i4").tobytes()) for row in rows]
+
+    def script(add: AddRequest) -> list[m.Output]:
+        outputs = [replace(one_output(add, 0, [97], i), logprobs=[e]) for i, e in enumerate(entries)]
+        return [*outputs[:-1], replace(outputs[-1], finish_reason="length")]
+
+    return script
+
+
+def test_the_ids_that_top_p_kept_have_the_shape_that_slime_reads(stack):
+    rows = [[5, 97], [97], [1, 2, 97]]
+    stack.script(with_kept(rows))
+    body = {"input_ids": [1], "sampling_params": KEEP, "return_logprob": True}
+    meta = generate(stack, **body).json()["meta_info"]
+    assert int32(meta["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
+    assert int32(meta["top_p_token_offsets"]) == [0, 2, 3, 6]
+    sampling = stack.engine.expect(AddRequest).sampling
+    assert sampling.return_kept and sampling.logprobs_mode == "processed", "the logprobs are over these ids"
+    *early, last, done = events(generate(stack, **body, stream=True))
+    assert done == "[DONE]" and int32(last["meta_info"]["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
+    assert early and all("top_p_token_ids" not in chunk["meta_info"] for chunk in early), "only the last tells them"
+
+
+def test_where_nothing_is_cut_no_ids_are_told_and_without_tokens_they_are_empty(stack):
+    stack.script(reply_with(HELLO))
+    body = {"input_ids": [1], "sampling_params": KEEP, "return_logprob": True}
+    assert "top_p_token_ids" not in generate(stack, **body).json()["meta_info"]
+    stack.script(lambda add: [replace(one_output(add, 0, [], 0), finish_reason="abort")])
+    meta = generate(stack, **body).json()["meta_info"]
+    assert (int32(meta["top_p_token_ids"]), int32(meta["top_p_token_offsets"])) == ([], [0])
+
+
+def test_kept_ids_are_bounded_by_their_bytes(stack, monkeypatch):
+    monkeypatch.setattr(sglang_generate, "MAX_KEPT_BYTES", 8)
+    stack.script(with_kept([[5, 97], [97]]))
+    refused(generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True), "sampling_params.custom_params")
+    stack.script(with_kept([[97], [97]]))
+    assert generate(stack, input_ids=[1], sampling_params=KEEP, return_logprob=True).status_code == 200
+
+
+# ---------------------------------------------------------------------- ends
+
+
+def test_every_way_to_end_has_sglangs_reason(stack):
+    stack.script(lambda add: [replace(reply_with([97, 98], "stop")(add)[-1], stop_reason=98)])
+    assert generate(stack, input_ids=[1]).json()["meta_info"]["finish_reason"] == {"type": "stop", "matched": 98}
+    stack.script(reply_with(list(b"abYZq")))
+    for trimmed, text in ((False, "ab"), (True, "abYZ")):
+        body = {"stop": "YZ", "no_stop_trim": trimmed}
+        reply = generate(stack, input_ids=[1], sampling_params=body).json()
+        assert (reply["text"], reply["output_ids"]) == (text, list(b"abYZ"))
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "YZ"}
+
+
+def test_an_abort_returns_200_with_every_token_and_its_logprob(stack):
+    stack.script(reply_with(HELLO, finish_reason="abort"))
+    reply = generate(stack, input_ids=[1], return_logprob=True)
+    meta = reply.json()["meta_info"]
+    assert reply.status_code == 200 and meta["finish_reason"]["type"] == "abort"
+    assert [entry[1] for entry in meta["output_token_logprobs"]] == reply.json()["output_ids"] == HELLO
+
+
+@pytest.mark.parametrize("message", ["Abort before prefill: a pause", "queue_timeout", ""])
+def test_an_abort_before_any_token_has_the_full_shape_and_says_so(stack, message):
+    """AReaL tells by the message that there is nothing to read."""
+    answer(stack, m.PauseStatusArgs, {"version": "step-9", "is_paused": False})
+    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", message=message)])
+    for body in (generate(stack, input_ids=[1], return_logprob=True).json(),
+                 events(generate(stack, input_ids=[1], return_logprob=True, stream=True))[-2]):  # fmt: skip
+        meta = body["meta_info"]
+        assert meta["finish_reason"]["message"].startswith("Abort before prefill")
+        assert (body["text"], body["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+        assert (meta["completion_tokens"], meta["weight_version"], meta["weight_versions"]) == (0, "step-9", [])
+
+
+def test_no_new_tokens_scores_the_prompt_and_returns_none(stack):
+    """max_new_tokens 0 is how SGLang is asked for the logprobs of a prompt alone."""
+    stack.script(lambda add: [one_output(add, 0, [97], 0), m.Output(add.request_id, 0, finish_reason="length")])
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    body = generate(stack, input_ids=[1, 2], sampling_params=sampling, return_logprob=True).json()
+    meta = body["meta_info"]
+    assert (body["text"], body["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+    assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["weight_versions"] == []
+    assert stack.engine.expect(AddRequest).sampling.max_tokens == 1
+
+
+def test_the_prompts_logprobs_begin_where_asked(stack):
+    """Its first token has none. Beside each, as many others as asked for."""
+    prompt = [5, 6, 7, 8]
+
+    def script(add: AddRequest) -> list[m.Output]:
+        entries = [Logprob(-float(t), ((t, -float(t)), (1, -9.0))) for t in prompt[1:]]
+        return [replace(out, prompt_logprobs=entries) for out in reply_with([97])(add)]
+
+    stack.script(script)
+    asked = {"input_ids": prompt, "return_logprob": True, "top_logprobs_num": 2}
+    meta = generate(stack, **asked, logprob_start_len=0).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 5, None], [-6.0, 6, None], [-7.0, 7, None], [-8.0, 8, None]]
+    assert meta["input_top_logprobs"][:2] == [None, [[-6.0, 6, None], [-9.0, 1, None]]]
+    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs == 2
+    meta = generate(stack, **asked, logprob_start_len=2).json()["meta_info"]
+    assert meta["input_token_logprobs"] == [[-7.0, 7, None], [-8.0, 8, None]]
+    stack.script(reply_with([97]))
+    generate(stack, **asked)
+    stack.engine.expect(AddRequest)
+    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs is None
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_every_chunk_of_a_stream_holds_everything_so_far(stack):
+    stack.script(reply_with(list(b"abcd"), step=2, version="v2"))
+    chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))
+    assert chunks.pop() == "[DONE]"
+    assert [chunk["text"] for chunk in chunks] == ["ab", "abcd"]
+    assert [chunk["output_ids"] for chunk in chunks] == [[97, 98], [97, 98, 99, 100]]
+    metas = [chunk["meta_info"] for chunk in chunks]
+    assert [meta["finish_reason"] for meta in metas] == [None, {"type": "length", "length": 4}]
+    assert [len(meta["output_token_logprobs"]) for meta in metas] == [2, 4]
+    assert [meta["weight_versions"][-1]["end"] for meta in metas] == [2, 4]
+    assert "index" not in chunks[0]
+
+
+def test_a_late_reader_gets_chunks_whose_parts_belong_together(stack):
+    """Three steps have come before it looks: the text is that of the ids, and the end is told once."""
+
+    def at_once(request: AddRequest) -> list[m.Output]:
+        outputs = reply_with(list(b"abcd"))(request)
+        stack.engine.send(m.Outputs(outputs[1:]))
+        return outputs[:1]
+
+    stack.engine.taken = lambda: True
+    stack.script(at_once)
+    chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))[:-1]
+    for chunk in chunks:
+        assert chunk["text"].encode() == bytes(chunk["output_ids"])
+        assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
+    assert [bool(chunk["meta_info"]["finish_reason"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["text"] == "abcd"
+
+
+def test_a_stream_shows_no_text_that_a_stop_string_may_take_back(stack):
+    stack.script(reply_with(list(b"abYZ")))
+    chunks = events(generate(stack, input_ids=[1], stream=True, sampling_params={"stop": ["YZ"]}))
+    assert [chunk["text"] for chunk in chunks[:-1]] == ["a", "ab", "ab", "ab"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_cancels_its_request(stack, stream):
+    body = {"input_ids": [1], "stream": stream, "rid": "gone"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(stack.server.url + "/generate", json=body, timeout=httpx.Timeout(20, read=0.3))
+    assert stack.engine.expect(m.CancelRequest) == m.CancelRequest("gone", None, "abort")
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_a_batch_answers_a_list_with_parameters_of_each_prompt(stack):
+    stack.script(lambda add: reply_with([add.prompt_token_ids[0], 89, 90])(add))
+    sampling = [{"max_new_tokens": 2, "stop": "YZ"}, {"max_new_tokens": 3, "no_stop_trim": True, "stop": "Z"}]
+    replies = generate(stack, input_ids=[[97], [98]], sampling_params=sampling, rid=["x", "y"]).json()
+    assert [(r["text"], r["meta_info"]["id"]) for r in replies] == [("a", "x"), ("bYZ", "y")]
+    adds = [stack.engine.expect(AddRequest) for _ in replies]
+    assert [(a.request_id, a.group, a.sampling.max_tokens) for a in adds] == [("x", "", 2), ("y", "", 3)]
+
+
+def test_one_rid_of_a_batch_becomes_one_for_each_prompt_and_aborts_them_all(stack):
+    stack.script(reply_with([97]))
+    replies = generate(stack, text=["a", "b"], rid="job", return_logprob=[True, False]).json()
+    assert [r["meta_info"]["id"] for r in replies] == ["job_0", "job_1"]
+    assert ["output_token_logprobs" in r["meta_info"] for r in replies] == [True, False]
+    assert [(a.request_id, a.group) for a in stack.engine.requests.values()] == [("job_0", "job"), ("job_1", "job")]
+    assert len(generate(stack, input_ids=[[1]]).json()) == 1, "a batch of one answers a list"
+
+
+def test_n_samples_answer_a_list_and_number_their_chunks(stack):
+    stack.script(reply_with(list(b"ab")))
+    replies = generate(stack, input_ids=[1], sampling_params={"n": 2}, rid="one").json()
+    assert [r["text"] for r in replies] == ["ab", "ab"]
+    assert stack.engine.expect(AddRequest).n == 2
+    chunks = events(generate(stack, input_ids=[1], sampling_params={"n": 2}, stream=True))[:-1]
+    assert sorted((c["index"], c["text"]) for c in chunks) == [(0, "a"), (0, "ab"), (1, "a"), (1, "ab")]
+
+
+# ---------------------------------------------------------------------- pause, resume, abort
+
+
+@pytest.mark.parametrize(
+    ("body", "mode", "clear_cache"),
+    [({}, "abort", None), ({"mode": "abort"}, "abort", True), ({"mode": "retract"}, "keep", True),
+     ({"mode": "in_place"}, "keep", False)],
+)  # fmt: skip
+def test_a_pause_holds_what_comes_and_never_escalates(stack, body, mode, clear_cache):
+    answer(stack, m.PauseArgs, {"status": "paused", "state": "paused"})
+    reply = stack.post("/pause_generation", **body)
+    assert reply.status_code == 200 and reply.json()["status"] == "ok" and "content-length" in reply.headers
+    args = stack.engine.expect(m.PauseArgs).args
+    assert (args.mode, args.clear_cache, args.admission) == (mode, clear_cache, "hold")
+    assert (args.on_timeout, args.placed_by, args.hold_id) == ("keep", "sglang", None)
+
+
+def test_the_mode_of_a_client_that_sends_none_is_configurable(make_stack):
+    stack = make_stack(sglang_pause_mode="keep")
+    answer(stack, m.PauseArgs, {})
+    stack.http.post("/pause_generation")
+    assert stack.engine.expect(m.PauseArgs).args.mode == "keep"
+    refused(stack.post("/pause_generation", mode="freeze"), "mode")
+
+
+def test_continue_releases_the_anonymous_holds(stack):
+    answer(stack, m.ResumeArgs, {"released": ["anonymous-1"], "still_held_by": []})
+    reply = stack.post("/continue_generation", torch_empty_cache=False)
+    assert reply.json()["status"] == "ok" and reply.json()["message"]
+    assert stack.engine.expect(m.ResumeArgs).args == m.ResumeArgs()
+
+
+def test_an_abort_names_what_it_hit_and_what_it_did_not_find(stack):
+    """known failure 11: by the id that the client gave, and never in silence."""
+    hit = {"aborted": [{"request_id": "a", "output_token_count": 3}], "not_found": ["b"]}
+    answer(stack, m.AbortArgs, hit)
+    for body, args in (
+        ({"rid": "a"}, m.AbortArgs(request_ids=["a"])),
+        ({"rid": ["a", "b"]}, m.AbortArgs(request_ids=["a", "b"])),
+        ({"rid": "", "abort_all": True}, m.AbortArgs(abort_all=True)),
+    ):
+        reply = stack.post("/abort_request", **body)
+        assert reply.status_code == 200 and reply.json()["not_found"] == ["b"]
+        assert stack.engine.expect(m.AbortArgs).args == args
+    for body in ({}, {"rid": ""}, {"rid": []}, {"abort_all": False}):
+        refused(stack.post("/abort_request", **body), "rid")
+
+
+@pytest.mark.parametrize("paused", [True, False])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_flush_is_never_refused_and_reaches_frozen_requests(stack, method, paused):
+    """known failure 29"""
+    answer(stack, m.PauseStatusArgs, {"is_paused": paused})
+    answer(stack, m.ResetCacheArgs, {"success": True, "requests_to_recompute": 2})
+    reply = stack.http.request(method, "/flush_cache", params={"reset_connector": "true"})
+    assert reply.status_code == 200 and reply.json()["requests_to_recompute"] == 2
+    assert stack.engine.expect(m.ResetCacheArgs).args.running is paused
+
+
+def test_the_load_counts_frozen_and_held_requests(stack):
+    answer(stack, m.PauseStatusArgs, {"is_paused": True, "counts": COUNTS})
+    load = stack.http.get("/v1/loads?include=core").json()["loads"]
+    assert load == [{"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 4, "num_reqs": 7, "num_total_reqs": 7}]
+    assert stack.http.get("/get_load").json() == load
+
+
+# ---------------------------------------------------------------------- memory and information
+
+
+@pytest.mark.parametrize(
+    ("body", "tags"),
+    [({}, ()), ({"tags": None}, ()), ({"tags": ["weights"]}, ("weight",)),
+     ({"tags": ["kv_cache", "weights", "cuda_graph"]}, ("kv_cache", "weight"))],
+)  # fmt: skip
+def test_memory_is_released_and_taken_by_sglangs_names(stack, body, tags):
+    answer(stack, m.SleepArgs, {"asleep": ["weight"], "freed_bytes": 10})
+    answer(stack, m.WakeArgs, {"asleep": []})
+    assert stack.post("/release_memory_occupation", **body).json()["freed_bytes"] == 10
+    assert stack.engine.expect(m.SleepArgs).args.tags == tags
+    assert stack.post("/resume_memory_occupation", **body).status_code == 200
+    assert stack.engine.expect(m.WakeArgs).args.tags == tags
+
+
+def test_memory_in_the_wrong_order_is_a_4xx_and_cuda_graphs_are_none_of_ours(stack):
+    answer(stack, m.WakeArgs, failure=m.Failure("wrong_order", "kv_cache does not sleep"))
+    reply = stack.post("/resume_memory_occupation", tags=["kv_cache"])
+    assert reply.status_code == 409 and reply.json()["error"]["code"] == "wrong_order"
+    assert stack.post("/release_memory_occupation", tags=["cuda_graph"]).status_code == 200
+    refused(stack.post("/release_memory_occupation", tags=["disk"]), "tags")
+
+
+def test_information_names_the_weights_and_the_shape_of_the_deployment(stack):
+    answer(stack, m.WeightInfoArgs, {**LABEL, "session": None, "asleep": []})
+    assert stack.http.get("/get_weight_version").json()["weight_version"] == "step-7"
+    for path in ("/model_info", "/get_model_info"):
+        info = stack.http.get(path).json()
+        assert info["weight_version"] == "step-7" and info["is_generation"] is True
+    info = stack.http.get("/get_server_info").json()
+    assert [info[size] for size in ("tp_size", "pp_size", "ep_size", "dp_size", "num_gpus")] == [1] * 5
+    assert stack.server.url == f"http://{info['host']}:{info['port']}"
+    assert info["served_model_name"] == "tiny" and info["sglang_pause_mode"] == "abort"
+    slime = {"enable_memory_saver": False, "enable_return_routed_experts": False, "disaggregation_mode": "null"}
+    assert slime.items() <= info.items(), "compared with slime's own settings by SGLangEngine.init"
+    assert stack.http.get("/health_generate").status_code == 200
+
+
+def test_a_held_request_blocks_until_its_tokens_come(stack):
+    results: list = []
+    call = threading.Thread(target=lambda: results.append(generate(stack, input_ids=[1], rid="held")), daemon=True)
+    call.start()
+    add = stack.engine.expect(AddRequest)
+    assert call.is_alive() and not results
+    stack.engine.send(m.Outputs([replace(one_output(add, 0, [97], 0), finish_reason="length")]))
+    call.join(10)
+    assert results[0].json()["output_ids"] == [97]

@@ -1,0 +1,400 @@
+"""vLLM's generation, control and information routes over real HTTP, before a scripted engine."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import one_output, replace, reply_with
+
+HELLO = list(b"hey you")
+LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1", "session": None, "asleep": []}
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    """The engine replies so to every call of ``kind``."""
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def generate(stack, token_ids=(1, 2, 3), headers=None, **body) -> httpx.Response:
+    return stack.http.post("/inference/v1/generate", json={"token_ids": list(token_ids), **body}, headers=headers)
+
+
+def events(response: httpx.Response) -> list:
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def refused(response: httpx.Response, field: str) -> None:
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"].startswith(field), response.text
+
+
+# ---------------------------------------------------------------------- generate
+
+
+def test_a_generation_has_the_shape_that_skyrl_and_trl_read(stack):
+    stack.script(reply_with(HELLO, version="step-7"))
+    sampling = {"max_tokens": 7, "temperature": 0.8, "logprobs": 2, "output_kind": 2, "n": 1}
+    reply = generate(stack, sampling_params=sampling, model="tiny", request_id="mine", priority=1, cache_salt="s")
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    body = reply.json()
+    assert body["request_id"] == "mine"
+    assert body["prompt_logprobs"] is None
+    (choice,) = body["choices"]
+    assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (0, HELLO, "length")
+    content = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == [-0.5] * 7
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in HELLO]
+    assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [["token_id:0", "token_id:1"]] * 7
+    assert choice["weight_versions"] == [{"version": "step-7", "epoch": 1, "start": 0, "end": 7}]
+    assert "prompt_token_ids" not in choice and "text" not in choice
+    assert body["usage"]["completion_tokens"] == 7
+    add = stack.engine.expect(AddRequest)
+    assert (add.request_id, add.prompt_token_ids, add.priority, add.cache_salt) == ("mine", [1, 2, 3], 1, "s")
+    assert (add.sampling.max_tokens, add.sampling.temperature, add.sampling.logprobs) == (7, 0.8, 2)
+
+
+def test_every_sampling_parameter_reaches_the_engine(stack):
+    stack.script(reply_with([97]))
+    same = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
+            "presence_penalty": 0.2, "frequency_penalty": 0.3, "ignore_eos": True, "seed": 7,
+            "max_tokens": 5}  # fmt: skip
+    harmless = {
+        "skip_special_tokens": False,
+        "detokenize": True,
+        "output_kind": 0,
+        "spaces_between_special_tokens": True,
+    }
+    neutral = {"stop": None, "bad_words": [], "logit_bias": None, "structured_outputs": None, "extra_args": None,
+               "truncate_prompt_tokens": None, "unheard_of": None}  # fmt: skip
+    reply = generate(stack, sampling_params={**same, **harmless, **neutral, "stop_token_ids": [3]}, features=None)
+    assert reply.status_code == 200, reply.text
+    sampling = stack.engine.expect(AddRequest).sampling
+    assert {name: getattr(sampling, name) for name in same} == same
+    assert sampling.stop_token_ids == (3,)
+
+
+def test_without_max_tokens_the_context_is_the_limit(stack):
+    """vLLM's route does so too; its SamplingParams alone would say 16."""
+    stack.script(reply_with([97]))
+    for params in ({}, {"max_tokens": None}):
+        generate(stack, sampling_params=params)
+        assert stack.engine.expect(AddRequest).sampling.max_tokens == 125
+
+
+def test_without_logprobs_there_are_none(stack):
+    stack.script(reply_with([97]))
+    assert generate(stack, sampling_params={}).json()["choices"][0]["logprobs"] is None
+    assert stack.engine.expect(AddRequest).sampling.logprobs is None
+
+
+def test_n_samples_are_n_choices(stack):
+    stack.script(reply_with([97, 98]))
+    choices = generate(stack, sampling_params={"n": 3, "logprobs": 0}).json()["choices"]
+    assert [(c["index"], c["token_ids"], len(c["logprobs"]["content"])) for c in choices] == [
+        (i, [97, 98], 2) for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("ids", [[], [97, 98]], ids=["before the first token", "after two"])
+def test_an_aborted_request_is_a_200_with_aligned_arrays(stack, ids):
+    stack.script(lambda request: [replace(one_output(request, 0, ids, 0), finish_reason="abort", message="paused")])
+    reply = generate(stack, sampling_params={"logprobs": 0})
+    assert reply.status_code == 200
+    choice = reply.json()["choices"][0]
+    assert (choice["finish_reason"], choice["token_ids"]) == ("abort", ids)
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == [-0.5] * len(ids)
+
+
+def test_a_stream_adds_tokens_and_ends_with_done(stack):
+    stack.script(reply_with(HELLO, version="step-7", step=3))
+    reply = generate(stack, stream=True, sampling_params={"logprobs": 0}, request_id="s")
+    *chunks, done = events(reply)
+    assert done == "[DONE]"
+    assert {chunk["request_id"] for chunk in chunks} == {"s"}
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert sum((choice["token_ids"] for choice in choices), []) == HELLO
+    assert [len(choice["logprobs"]["content"]) for choice in choices] == [3, 3, 1]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
+    assert [span["start"] for choice in choices for span in choice["weight_versions"]] == [0, 3, 6]
+
+
+@pytest.mark.parametrize("session", ["0", "7", "trajectory-1"])
+def test_session_zero_is_a_session(stack, session):
+    """known failure 32: 0 counts as an id, and is served as any other"""
+    stack.script(reply_with(HELLO))
+    reply = generate(stack, sampling_params={}, headers={"X-Session-ID": session})
+    assert reply.json()["choices"][0]["token_ids"] == HELLO
+    for how in ({"params": {"session_id": session}}, {"json": {"session_id": session}}):
+        reply = stack.http.post("/finish_session", **how)
+        assert (reply.status_code, str(reply.json()["session_id"])) == (200, session)
+    refused(stack.http.post("/finish_session"), "session_id")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("features", {"mm_hashes": {"image": ["x"]}}), ("kv_transfer_params", {"a": 1}), ("unheard_of", 1),
+     ("return_routed_experts", True), ("token_ids", []), ("token_ids", ["a"]), ("token_ids", [10**6])],
+)  # fmt: skip
+def test_a_field_that_would_change_the_data_is_refused_by_name(module_stack, field, value):
+    """known failure 34"""
+    name = "prompt" if value == [10**6] else field
+    refused(module_stack.post("/inference/v1/generate", **({"token_ids": [1]} | {field: value})), name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("structured_outputs", {"regex": "a"}), ("bad_words", ["x"]), ("logit_bias", {"1": 2}), ("best_of", 2),
+     ("allowed_token_ids", [1]), ("extra_args", {"a": 1}), ("unheard_of", 1), ("top_p", 2), ("max_tokens", 0)],
+)  # fmt: skip
+def test_a_sampling_parameter_that_cannot_be_honoured_is_refused_by_name(module_stack, field, value):
+    refused(generate(module_stack, sampling_params={field: value}), field)
+
+
+@pytest.mark.parametrize("field", ["prompt", "model", "stream", "token_ids"])
+def test_sampling_params_cannot_smuggle_in_another_request(module_stack, field):
+    refused(generate(module_stack, sampling_params={field: "x"}), f"sampling_params.{field}")
+
+
+def test_another_model_is_a_404_and_a_missing_one_the_default(stack):
+    stack.script(reply_with(HELLO))
+    assert generate(stack, model="my-adapter").status_code == 404
+    assert generate(stack).status_code == 200
+
+
+# ---------------------------------------------------------------------- pause, resume, abort
+
+
+@pytest.mark.parametrize(
+    ("query", "mode", "clear_cache"),
+    [("", "wait", True), ("?mode=keep", "keep", True), ("?mode=keep&clear_cache=false", "keep", False),
+     ("?mode=abort&clear_cache=True", "abort", True), ("?mode=wait&clear_cache=0", "wait", False),
+     ("?wait_for_inflight_requests=true", "wait", True)],
+)  # fmt: skip
+def test_a_pause_holds_and_never_escalates_to_abort(make_stack, query, mode, clear_cache):
+    """Caches are cleared unless told otherwise, frozen requests or not: TRL counts on vLLM's default."""
+    stack = make_stack(vllm_pause_mode="wait")
+    answer(stack, m.PauseArgs, {"state": "paused"})
+    reply = stack.http.post("/pause" + query)
+    assert reply.json() == {"status": "paused", "report": {"state": "paused"}}
+    args = stack.engine.expect(m.PauseArgs).args
+    assert (args.mode, args.clear_cache) == (mode, clear_cache)
+    assert (args.admission, args.on_timeout, args.placed_by, args.hold_id) == ("hold", "keep", "vllm", None)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/areal_pause_generation", "/pause_generation"])
+def test_no_dialects_pause_aborts_what_does_not_end_in_time(module_stack, path):
+    answer(module_stack, m.PauseArgs, {})
+    assert module_stack.http.post(path).status_code == 200
+    args = module_stack.engine.expect(m.PauseArgs).args
+    assert (args.on_timeout, args.admission) == ("keep", "hold")
+
+
+def test_the_fields_of_a_pause_may_be_a_body_and_the_path_end_in_a_slash(stack):
+    answer(stack, m.PauseArgs, {})
+    assert stack.http.post("/pause/", json={"mode": "keep", "clear_cache": False}).status_code == 200
+    args = stack.engine.expect(m.PauseArgs).args
+    assert (args.mode, args.clear_cache) == ("keep", False)
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=freeze", "/pause?clear_cache=maybe", "/pause?lora_name=a"])
+def test_a_wrong_pause_is_refused_by_name(module_stack, path):
+    refused(module_stack.http.post(path), path.split("?")[1].split("=")[0])
+
+
+def test_resume_and_is_paused(stack):
+    answer(stack, m.ResumeArgs, {"state": "running", "still_held_by": []})
+    assert stack.http.post("/resume").json()["status"] == "resumed"
+    assert stack.engine.expect(m.ResumeArgs).args.hold_id is None
+    assert stack.http.post("/resume", json={}).status_code == 200
+    assert stack.http.get("/is_paused").json()["is_paused"] is False
+    refusal = m.Failure("resume_refused", "no whole weights")
+    answer(stack, m.ResumeArgs, failure=refusal)
+    reply = stack.http.post("/resume")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "resume_refused")
+
+
+def test_abort_requests_takes_the_clients_ids_and_says_what_it_did_not_find(stack):
+    """known failure 11"""
+    done = {"aborted": [{"request_id": "a", "output_token_count": 2}], "not_found": ["b"]}
+    answer(stack, m.AbortArgs, done)
+    reply = stack.post("/abort_requests", request_ids=["a", "b"]).json()
+    assert (reply["status"], reply["aborted"], reply["not_found"]) == ("aborted", 1, ["b"])
+    assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=["a", "b"])
+    assert stack.post("/inference/v1/abort_requests", request_ids=["a", "b"]).json() == done
+    assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=["a", "b"])
+
+
+@pytest.mark.parametrize("how", [{"json": {"request_ids": []}}, {"json": {}}, {}])
+def test_no_ids_abort_all(stack, how):
+    answer(stack, m.AbortArgs, {"aborted": [], "not_found": []})
+    assert stack.http.post("/abort_requests", **how).json()["aborted"] == 0
+    assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(abort_all=True)
+
+
+def test_a_misspelled_abort_is_not_an_abort_of_all(module_stack):
+    refused(module_stack.post("/abort_requests", request_id="a"), "request_id")
+    refused(module_stack.post("/abort_requests", request_ids="a"), "request_ids")
+    refused(module_stack.post("/inference/v1/abort_requests"), "request_ids")
+
+
+# ---------------------------------------------------------------------- caches and memory
+
+
+@pytest.mark.parametrize(
+    ("how", "running"),
+    [({}, False), ({"json": {"reset_running_requests": True}}, True),
+     ({"params": {"reset_running_requests": "True"}}, True), ({"params": {"reset_running_requests": "false"}}, False)],
+)  # fmt: skip
+def test_the_prefix_cache_is_reset_in_every_state(stack, how, running):
+    """known failure 29"""
+    stack.engine.status["is_paused"] = True
+    answer(stack, m.ResetCacheArgs, {"success": True, "requests_to_recompute": 2})
+    reply = stack.http.post("/reset_prefix_cache", **how)
+    assert reply.json() == {"success": True, "requests_to_recompute": 2}
+    assert stack.engine.expect(m.ResetCacheArgs).args.running is running
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [({}, (("weight", "kv_cache"), "keep", False)),
+     ({"params": {"level": "2"}}, (("weight", "kv_cache"), "keep", True)),
+     ({"params": {"level": "2", "tags": ["kv_cache"]}}, (("kv_cache",), "keep", False)),
+     ({"params": {"tags": ["weights", "kv_cache"], "mode": "wait"}}, (("weight", "kv_cache"), "wait", False)),
+     ({"params": {"tags": "weights,kv_cache"}}, (("weight", "kv_cache"), "keep", False)),
+     ({"json": {"level": 2, "tags": ["weights"]}}, (("weight",), "keep", True))],
+)  # fmt: skip
+def test_sleep_takes_every_form_its_clients_send(make_stack, how, expected):
+    stack = make_stack(vllm_pause_mode="keep")
+    answer(stack, m.WeightInfoArgs, LABEL)
+    answer(stack, m.SleepArgs, {"asleep": ["kv_cache"], "freed_bytes": 5})
+    reply = stack.http.post("/sleep", **how)
+    assert (reply.status_code, reply.json()["freed_bytes"]) == (200, 5)
+    args = stack.engine.expect(m.SleepArgs).args
+    assert (args.tags, args.mode, args.discard) == expected
+
+
+def test_to_sleep_while_asleep_and_to_wake_while_awake_are_no_errors(stack):
+    answer(stack, m.WeightInfoArgs, LABEL | {"asleep": ["kv_cache", "weight"]})
+    assert stack.http.post("/sleep").json() == {"status": "sleeping", "asleep": ["kv_cache", "weight"]}
+    assert stack.http.get("/is_sleeping").json()["is_sleeping"] is True
+    answer(stack, m.WeightInfoArgs, LABEL)
+    assert stack.http.post("/wake_up").json() == {"status": "awake", "asleep": []}
+    assert stack.http.get("/is_sleeping").json()["is_sleeping"] is False
+    while not stack.engine.seen.empty():
+        assert isinstance(stack.engine.seen.get().args, m.WeightInfoArgs)  # nothing but questions
+
+
+def test_waking_names_only_what_sleeps(stack):
+    answer(stack, m.WeightInfoArgs, LABEL | {"asleep": ["kv_cache", "weight"]})
+    answer(stack, m.WakeArgs, {"asleep": ["kv_cache"]})
+    assert stack.http.post("/wake_up?tags=weights").json()["asleep"] == ["kv_cache"]
+    assert stack.engine.expect(m.WakeArgs).args.tags == ("weight",)
+    answer(stack, m.WeightInfoArgs, LABEL | {"asleep": ["kv_cache"]})
+    stack.http.post("/wake_up", params={"tags": ["weights", "kv_cache"]})
+    assert stack.engine.expect(m.WakeArgs).args.tags == ("kv_cache",)
+
+
+@pytest.mark.parametrize("path", ["/sleep?tags=cuda", "/wake_up?tags=cuda", "/sleep?level=3", "/sleep?level=x"])
+def test_memory_that_does_not_exist_is_refused_by_name(module_stack, path):
+    answer(module_stack, m.WeightInfoArgs, LABEL)
+    refused(module_stack.http.post(path), path.split("?")[1].split("=")[0])
+
+
+# ---------------------------------------------------------------------- information
+
+
+def test_get_world_size_takes_a_get_with_a_body(module_stack):
+    reply = module_stack.http.request("GET", "/get_world_size", json={})
+    assert reply.json() == {"world_size": 1}
+    assert int(reply.headers["content-length"]) == len(reply.content)
+
+
+def test_server_info_has_what_trl_and_sglangs_clients_read(stack):
+    answer(stack, m.WeightInfoArgs, LABEL)
+    info = stack.http.get("/server_info", params={"config_format": "json"}).json()
+    config = info["vllm_config"]
+    assert config["model_config"]["dtype"] == "torch.float32"
+    assert config["model_config"]["max_model_len"] == 128
+    assert config["lora_config"] is None and config["weight_transfer_config"] is None
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert (info["tp_size"], info["weight_version"], info["world_size"]) == (1, "step-7", 1)
+    assert isinstance(stack.http.get("/server_info").json()["vllm_config"], str)
+
+
+@pytest.mark.parametrize("version", ["step-8", 8])
+def test_a_new_version_is_a_label_and_aborts_nothing(stack, version):
+    """known failure 26"""
+    answer(stack, m.SetVersionArgs)
+    reply = stack.post("/update_weight_version", new_version=version, abort_all_requests=True).json()
+    assert (reply["success"], reply["new_version"], reply["weight_version"]) == (True, str(version), str(version))
+    while not isinstance(call := stack.engine.seen.get(timeout=5), m.Call) or call.args != m.SetVersionArgs(
+        str(version)
+    ):
+        assert not isinstance(getattr(call, "args", None), m.AbortArgs | m.PauseArgs)
+    assert stack.engine.seen.empty()
+    refused_reply = stack.post("/update_weight_version").json()
+    assert refused_reply["success"] is False and "new_version" in refused_reply["error"]["message"]
+
+
+def test_weight_info(stack):
+    answer(stack, m.WeightInfoArgs, LABEL)
+    info = stack.http.get("/weight_info").json()
+    assert (info["weight_version"], info["epoch"]) == ("step-7", 3)
+
+
+def test_the_weight_checker_tells_checksums_and_compares_them(stack):
+    sums = {"a": "11", "b": "22"}
+    answer(stack, m.WeightInfoArgs, LABEL | {"checksums": sums, "checksum": "33"})
+    assert stack.post("/weight_checker", action="checksum").json()["checksums"] == sums
+    assert stack.engine.expect(m.WeightInfoArgs).args.checksums is True
+    same = stack.post("/weight_checker", action="compare", baseline=sums).json()
+    assert same == {"match": True, "mismatches": []}
+    other = stack.post("/weight_checker", action="compare", baseline={"a": "11", "b": "0", "c": "1"}).json()
+    assert other == {"match": False, "mismatches": ["b", "c"]}
+    refused(stack.post("/weight_checker", action="reset"), "action")
+    refused(stack.post("/weight_checker", action="compare"), "baseline")
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter"])
+def test_adapters_are_a_feature_that_is_off(module_stack, path):
+    reply = module_stack.post(path, lora_name="a", lora_path="/x", load_inplace=False)
+    assert reply.status_code == 404
+    assert "adapters" in reply.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------------- text
+
+
+def test_tokenize_and_detokenize(module_stack):
+    reply = module_stack.post("/tokenize", model="tiny", prompt="hello", add_special_tokens=False).json()
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == ([259], 1, 128)
+    assert module_stack.post("/detokenize", model="tiny", tokens=HELLO).json() == {"prompt": "hey you"}
+    assert module_stack.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+    refused(module_stack.post("/tokenize"), "prompt")
+    refused(module_stack.post("/detokenize", tokens=[10**6]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=["a"]), "tokens")
+    refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
+    assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
+    long = module_stack.post("/detokenize", tokens=[97] * 70000).json()["error"]
+    assert "expected at most 128" in long["message"], "the context is the only bound"
+    assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
+
+
+def test_render_and_tokenize_say_what_a_chat_would_generate_from(stack):
+    stack.script(reply_with(HELLO))
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    stack.post("/v1/chat/completions", **chat)
+    expected = stack.engine.expect(AddRequest).prompt_token_ids
+    rendered = stack.post("/v1/chat/completions/render", **chat, max_tokens=1, temperature=0.5).json()
+    assert (rendered["token_ids"], rendered["features"]) == (expected, None)
+    assert rendered["sampling_params"] == {"max_tokens": 1, "temperature": 0.5}
+    assert stack.post("/tokenize", **chat).json()["tokens"] == expected
+    assert stack.engine.seen.empty()
+    images = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    refused(stack.post("/v1/chat/completions/render", messages=images), "messages")

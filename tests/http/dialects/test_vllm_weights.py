@@ -1,0 +1,195 @@
+"""vLLM's weight-transfer routes, and SkyRL's by /collective_rpc, over real HTTP, before a scripted engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
+from fastdeploy.inter_communicator import messages as m
+
+LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1", "asleep": []}
+OPEN = {"session": {"session_id": "s-1", "placed_by": "vllm"}}
+BEGUN = {"session_id": "s-1", "lease_s": 300.0}
+NCCL = {"master_address": "10.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2, "packed": True}
+SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
+
+
+def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def with_session(stack, session: dict | None) -> None:
+    answer(stack, m.WeightInfoArgs, {**LABEL, "session": session})
+
+
+def refused(response: httpx.Response, field: str, *words: str) -> None:
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith(field) and all(word in message for word in words), message
+
+
+def rpc(stack, method: str, **kwargs) -> httpx.Response:
+    return stack.post("/collective_rpc", method=method, **({"kwargs": kwargs} if kwargs else {}))
+
+
+# ---------------------------------------------------------------------- what does not exist here
+
+
+@pytest.mark.parametrize("info", [NCCL, {"backend": "nccl"}])
+def test_a_transport_that_does_not_exist_is_refused_before_anybody_waits_for_it(module_stack, info):
+    refused(module_stack.post("/init_weight_transfer_engine", init_info=info), "init_info", "model_path")
+    refused(rpc(module_stack, "init_weight_transfer_engine_rdt", init_info=info), "init_info", "shared_memory")
+
+
+@pytest.mark.parametrize("info", [{}, {"backend": "upload"}])
+def test_what_works_needs_no_setup(module_stack, info):
+    assert module_stack.post("/init_weight_transfer_engine", init_info=info).status_code == 200
+
+
+def test_a_missing_init_info_is_refused(module_stack):
+    refused(module_stack.post("/init_weight_transfer_engine"), "init_info")
+
+
+@pytest.mark.parametrize(
+    "info", [SENT, {**SENT, "packed": True}, {**SENT, "ipc_handles_pickled": "gASV"}, {}, None, "x"]
+)
+def test_an_update_by_another_transport_says_what_works(module_stack, info):
+    refused(module_stack.post("/update_weights", update_info=info), "update_info", "model_path", "octet-stream")
+    refused(rpc(module_stack, "update_weights_ipc", update_info=info), "update_info", "shared_memory")
+    refused(rpc(module_stack, "update_weights_nccl", update_info=info), "update_info", "shared_memory")
+
+
+@pytest.mark.parametrize(
+    ("info", "field"),
+    [({"model_path": "/x", "shared_memory": "y"}, "update_info"), ({"model_path": "/x", "unheard_of": 1}, "unheard_of"),
+     ({"model_path": ""}, "model_path"), ({"model_path": "/x", "kv": "drop"}, "kv")],
+)  # fmt: skip
+def test_a_malformed_update_is_refused_by_name(module_stack, info, field):
+    refused(module_stack.post("/update_weights", update_info=info), field)
+
+
+# ---------------------------------------------------------------------- without a session
+
+
+def test_an_update_without_a_session_is_one_commit(stack):
+    with_session(stack, None)
+    answer(stack, m.UpdateWeightsArgs, {"status": "committed", "version": "8", "epoch": 4})
+    info = {"model_path": "/ckpt", "weight_version": 8, "kv": "recompute"}
+    assert stack.post("/update_weights", update_info=info).json()["report"]["epoch"] == 4
+    expected = m.UpdateWeightsArgs(FolderSource("/ckpt"), version="8", kv="recompute")
+    assert stack.engine.expect(m.UpdateWeightsArgs).args == expected
+
+
+def test_another_trainers_session_is_left_alone(stack):
+    with_session(stack, {"session_id": "s-9", "placed_by": "native"})
+    answer(stack, m.UpdateWeightsArgs, failure=m.Failure("update_in_progress", "another session is open"))
+    reply = stack.post("/update_weights", update_info={"model_path": "/ckpt"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "update_in_progress")
+    assert stack.post("/finish_weight_update").status_code == 409
+
+
+def test_an_upload_is_a_file_until_the_reply(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    with_session(stack, None)
+    seen = []
+
+    def commit(call: m.Call) -> m.Reply:
+        seen.append((call.args, Path(call.args.source.path).read_bytes()))
+        return m.Reply(call.call_id, {"version": "9"})
+
+    stack.engine.replies[m.UpdateWeightsArgs] = commit
+    data = b"\x10\0\0\0\0\0\0\0" + bytes(100_000)
+    reply = stack.http.post(
+        '/update_weights?weight_version=9&partial=true&checksums={"a": "11"}',
+        content=data,
+        headers={"content-type": "application/octet-stream"},
+    )
+    assert reply.status_code == 200, reply.text
+    ((args, content),) = seen
+    assert (content, args.version, args.partial, args.checksums) == (data, "9", True, {"a": "11"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    with_session(stack, None)
+    answer(stack, m.UpdateWeightsArgs, failure=m.Failure("weight_update_refused", "no such tensor"))
+    octets = {"headers": {"content-type": "application/octet-stream"}}
+    assert stack.http.post("/update_weights", content=b"x" * 99, **octets).status_code == 400
+    refused(stack.http.post("/update_weights", content=b"", **octets), "body")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- a session
+
+
+def test_start_update_finish_are_begin_chunk_commit(stack):
+    answer(stack, m.BeginUpdateArgs, BEGUN)
+    answer(stack, m.UpdateChunkArgs, {"tensors": 3})
+    answer(stack, m.CommitUpdateArgs, {"version": "9", "epoch": 4})
+    assert stack.post("/start_weight_update", is_checkpoint_format=True).json()["session_id"] == "s-1"
+    assert stack.engine.expect(m.BeginUpdateArgs).args == m.BeginUpdateArgs(placed_by="vllm")
+    with_session(stack, OPEN["session"])
+    memory = {"shared_memory": "/seg", "nbytes": 64, "checksums": {"a": "11"}}
+    assert stack.post("/update_weights", update_info=memory).json()["report"] == {"tensors": 3}
+    expected = m.UpdateChunkArgs("s-1", SharedMemorySource("/seg", 64), checksums={"a": "11"})
+    assert stack.engine.expect(m.UpdateChunkArgs).args == expected
+    finished = stack.post("/finish_weight_update", weight_version=9).json()
+    assert (finished["weight_version"], finished["report"]["epoch"]) == ("9", 4)
+    assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs("s-1", version="9")
+
+
+def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
+    """TRL finishes an update after its sending failed; the engine then refuses what is not whole."""
+    answer(stack, m.BeginUpdateArgs, BEGUN)
+    for body, partial in (({}, False), ({"partial": True}, True)):
+        stack.post("/start_weight_update", **body)
+        assert stack.engine.expect(m.BeginUpdateArgs).args.partial is partial
+    with_session(stack, OPEN["session"])
+    info = {"model_path": "/x", "partial": True}
+    refused(stack.post("/update_weights", update_info=info), "update_info.partial")
+
+
+def test_finishing_what_was_never_started_is_a_wrong_order(stack):
+    with_session(stack, None)
+    for reply in (stack.http.post("/finish_weight_update"), rpc(stack, "skyrl_finish_weight_update")):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "wrong_order")
+
+
+def test_the_kernels_own_format_is_unknown_here(module_stack):
+    refused(module_stack.post("/start_weight_update", is_checkpoint_format=False), "is_checkpoint_format")
+
+
+def test_a_refused_chunk_says_why(stack):
+    with_session(stack, OPEN["session"])
+    answer(stack, m.UpdateChunkArgs, failure=m.Failure("weight_update_refused", "a: expected shape [2], got [3]"))
+    reply = stack.post("/update_weights", update_info={"model_path": "/x"})
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "a: expected shape [2], got [3]")
+
+
+# ---------------------------------------------------------------------- SkyRL's names
+
+
+def test_skyrls_worker_methods_are_the_same_session(stack):
+    answer(stack, m.BeginUpdateArgs, BEGUN)
+    answer(stack, m.UpdateChunkArgs, {"tensors": 3})
+    answer(stack, m.CommitUpdateArgs, {"version": "9"})
+    started = rpc(stack, "skyrl_start_weight_update", is_checkpoint_format=True)
+    assert started.json() == {"results": [BEGUN]}
+    with_session(stack, OPEN["session"])
+    for method in ("update_weights_disk", "update_weights_ipc", "update_weights_nccl", "update_weights_rdt"):
+        assert rpc(stack, method, update_info={"model_path": "/c"}).json() == {"results": [{"tensors": 3}]}
+        assert stack.engine.expect(m.UpdateChunkArgs).args.source == FolderSource("/c")
+    assert rpc(stack, "skyrl_finish_weight_update").json() == {"results": [{"version": "9"}]}
+
+
+@pytest.mark.parametrize("body", [{"method": "os.system"}, {}, {"method": "update_weights", "args": ["x"]}])
+def test_an_unknown_worker_method_is_refused(module_stack, body):
+    refused(module_stack.post("/collective_rpc", **body), "args" if "args" in body else "method")
+
+
+def test_the_refusal_names_the_methods_there_are(module_stack):
+    refused(rpc(module_stack, "layerwise_reload"), "method", "skyrl_start_weight_update", "update_weights_disk")

@@ -1,0 +1,239 @@
+"""Which key opens which route: the table, the rules, and the answers on a real socket."""
+
+from __future__ import annotations
+
+import http.client
+
+import httpx
+import openai
+import pytest
+from fastapi.routing import iter_route_contexts
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.entrypoints.api_server import create_app
+from fastdeploy.http.guards.access import ROUTES, Policy, Request, bearer_key, refusal
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import reply_with
+
+DATA, CONTROL = b"data-key-1", b"control-key-1"
+BOTH = Keys((b"data-key-0", DATA), (CONTROL, b"control-key-2"))
+ONLY_DATA, ONLY_CONTROL = Keys(data=(DATA,)), Keys(control=(CONTROL,))
+OPEN_ROUTE, DATA_ROUTE, CONTROL_ROUTE = "/health", "/v1/completions", "/v1/pause"
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+def bearer(key: bytes) -> dict[str, str]:
+    return {"authorization": f"Bearer {key.decode()}"}
+
+
+def code(
+    path: str,
+    key: bytes | None = None,
+    keys: Keys = NO_KEYS,
+    host: str = "127.0.0.1",
+    port: int = 8180,
+    is_upload: bool = False,
+    **settings,
+) -> str | None:
+    """The code of the refusal, or None."""
+    policy = Policy.of(ServeConfig(model="m", host=host, **settings), keys)
+    error = refusal(Request(path, port, key, is_upload), policy)
+    return error and error.code
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_every_route_of_the_app_has_a_class():
+    app = create_app(None, None, ServeConfig(model="m"))
+    paths = {context.path for context in iter_route_contexts(app.routes)}
+    assert paths - ROUTES.keys() == set(), "new routes: give each a class in entrypoints/access.py"
+    assert ROUTES.keys() - paths == set(), "these routes are gone"
+
+
+def test_a_path_without_a_class_is_guarded_as_control_and_looks_absent():
+    assert code("/v1/new", keys=BOTH) == "invalid_api_key"
+    assert code("/v1/new", DATA, BOTH) == "not_found"
+    assert code("/v1/new", CONTROL, BOTH) is None
+    assert code("/v1/new", host="0.0.0.0") == "not_found"
+    assert code("/v1/new", control_port=9000) == "not_found"
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "data_route", "control_route"),
+    [
+        (NO_KEYS, None, None, None),
+        (NO_KEYS, b"any", None, None),
+        (BOTH, None, "invalid_api_key", "invalid_api_key"),
+        (BOTH, b"wrong", "invalid_api_key", "invalid_api_key"),
+        (BOTH, b"", "invalid_api_key", "invalid_api_key"),
+        (BOTH, DATA[:-1], "invalid_api_key", "invalid_api_key"),
+        (BOTH, DATA, None, "forbidden"),
+        (BOTH, b"data-key-0", None, "forbidden"),
+        (BOTH, CONTROL, None, None),
+        (BOTH, b"control-key-2", None, None),
+        (ONLY_CONTROL, None, None, "invalid_api_key"),
+        (ONLY_CONTROL, CONTROL, None, None),
+        (ONLY_DATA, None, "invalid_api_key", "invalid_api_key"),
+        (ONLY_DATA, DATA, None, None),
+    ],
+)
+def test_on_loopback_the_keys_that_there_are_decide(keys, key, data_route, control_route):
+    assert code(OPEN_ROUTE, key, keys) is None
+    assert code(DATA_ROUTE, key, keys) == data_route
+    assert code(CONTROL_ROUTE, key, keys) == control_route
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "rollout-7", ""])
+def test_where_others_can_connect_control_needs_a_control_key(host):
+    assert code(DATA_ROUTE, host=host) is None
+    for keys, key in ((NO_KEYS, None), (ONLY_DATA, None), (ONLY_DATA, DATA)):
+        assert code(CONTROL_ROUTE, key, keys, host) == "forbidden"
+    assert code(CONTROL_ROUTE, CONTROL, ONLY_CONTROL, host) is None
+    assert code(CONTROL_ROUTE, None, ONLY_CONTROL, host) == "invalid_api_key"
+
+
+def test_insecure_control_answers_without_a_key_but_takes_no_upload():
+    insecure = {"host": "0.0.0.0", "insecure_control": True, "model_roots": ("/checkpoints",)}
+    assert code(CONTROL_ROUTE, **insecure) is None
+    assert code("/v1/update_weights", **insecure) is None, "a folder: --model-root decides"
+    assert code("/v1/update_weights", is_upload=True, **insecure) == "forbidden"
+    assert code("/v1/update_weights", CONTROL, ONLY_CONTROL, is_upload=True, **insecure) is None
+    assert code(CONTROL_ROUTE, None, ONLY_DATA, **insecure) == "invalid_api_key", "no more than data is open"
+    assert code("/v1/update_weights", is_upload=True) is None, "on loopback"
+
+
+def test_the_control_port_is_the_only_one_for_control_and_answers_all():
+    for port, expected in ((8180, "forbidden"), (9000, None)):
+        assert code(CONTROL_ROUTE, port=port, control_port=9000) == expected
+        assert code(CONTROL_ROUTE, CONTROL, BOTH, port=port, control_port=9000) == expected
+        assert code(DATA_ROUTE, DATA, BOTH, port=port, control_port=9000) is None
+        assert code(OPEN_ROUTE, port=port, control_port=9000) is None
+    assert code(CONTROL_ROUTE, DATA, BOTH, port=9000, control_port=9000) == "forbidden"
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ([b"Bearer abc"], b"abc"),
+        ([b"bearer   abc "], b"abc"),
+        ([], None),
+        ([b"Basic abc"], None),
+        ([b"abc"], None),
+        ([b"Bearer"], b""),
+        ([b"Bearer abc", b"Bearer abd"], None),
+    ],
+)
+def test_the_key_is_the_bearer_of_the_one_authorization_header(values, key):
+    assert bearer_key([(b"host", b"x"), *((b"authorization", value) for value in values)]) == key
+
+
+# ---------------------------------------------------------------------- on a socket
+
+
+@pytest.fixture(scope="module")
+def guarded(make_module_stack):
+    """A stack with keys of both kinds and a control port, whose engine counts its pauses."""
+    stack = make_module_stack(keys=BOTH, control_port=0)
+    stack.script(reply_with([97]))
+    stack.engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"paused": True})
+    return stack
+
+
+def test_missing_and_wrong_keys_are_a_401_as_openais(guarded):
+    for headers in ({}, bearer(b"wrong"), {"authorization": "Basic " + DATA.decode()}):
+        reply = guarded.http.post("/v1/completions", json={"prompt": [97]}, headers=headers)
+        assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
+        error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "wrong" not in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/pause", "/v1/pause/", "/v1/%70ause", "/pause", "/v1/update_weights"])
+def test_an_api_key_opens_no_control_route_however_its_path_is_written(guarded, path):
+    url = guarded.server.control_url + path
+    assert httpx.post(url, json={}).status_code == 401
+    reply = httpx.post(url, json={}, headers=bearer(DATA))
+    assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
+    assert guarded.http.head("/flush_cache", headers=bearer(DATA)).status_code == 403
+
+
+def test_operation_needs_no_key(guarded):
+    for path in ("/health", "/ready", "/version", "/metrics", "/health_generate"):
+        assert guarded.http.get(path).status_code == 200
+
+
+def test_control_is_answered_on_the_control_port_which_answers_all(guarded):
+    reply = guarded.http.post("/v1/pause", headers=bearer(CONTROL))
+    port = guarded.server.control_url.rpartition(":")[2]
+    assert reply.status_code == 403 and port in reply.json()["error"]["message"]
+    with httpx.Client(base_url=guarded.server.control_url, headers=bearer(CONTROL)) as control:
+        assert control.post("/v1/pause").json()["result"] == {"paused": True}
+        assert control.post("/v1/completions", json={"prompt": [97]}).status_code == 200
+        assert control.get("/health").status_code == 200
+    assert guarded.http.get("/v1/nothing", headers=bearer(CONTROL)).status_code == 404
+    assert guarded.http.get("/v1/is_paused", headers=bearer(CONTROL)).status_code == 200
+
+
+def test_no_key_is_in_the_servers_information(guarded):
+    for path in ("/server_info", "/get_server_info"):
+        guarded.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(call.call_id, {"version": "v", "epoch": 1})
+        reply = guarded.http.get(path, headers=bearer(DATA))
+        assert reply.status_code == 200
+        assert not any(key.decode() in reply.text for key in (*BOTH.data, *BOTH.control))
+
+
+def test_the_openai_package_sends_its_api_key(guarded):
+    base_url = guarded.server.url + "/v1"
+    with openai.OpenAI(base_url=base_url, api_key=DATA.decode(), max_retries=0) as client:
+        assert client.completions.create(model="tiny", prompt=[97], max_tokens=1).choices[0].finish_reason == "length"
+        assert client.models.list().data[0].id == "tiny"
+    with openai.OpenAI(base_url=base_url, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as info:
+            client.completions.create(model="tiny", prompt=[97], stream=True)
+        assert info.value.code == "invalid_api_key"
+    client = openai.OpenAI(base_url=guarded.server.control_url, api_key=DATA.decode(), max_retries=0)
+    with client, pytest.raises(openai.PermissionDeniedError):
+        client.post("/pause", cast_to=object)
+
+
+def test_a_refused_body_is_not_waited_for(guarded):
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.http.base_url.port, timeout=20)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-length", "1000000")
+    connection.endheaders()
+    reply = connection.getresponse()
+    assert reply.status == 401 and reply.read(), "before any of the body has come"
+    assert reply.headers["connection"] == "close", "the client need not send the body to use the connection again"
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [("/v1/update_weights", OCTETS), ("/v1/weights/chunk?session_id=s", OCTETS), ("/update_weights_from_tensor", {})],
+)
+def test_an_upload_to_an_exposed_server_needs_the_control_key(make_stack, path, headers):
+    stack = make_stack(host="0.0.0.0", insecure_control=True, model_roots=("/",))
+    for kind in (m.UpdateWeightsArgs, m.ResumeArgs):
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"epoch": 1})
+    for content in (b"tensors", iter([b"tensors"])):
+        reply = stack.http.post(path, content=content, headers=headers)
+        assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
+    assert stack.http.post("/resume", headers=OCTETS).status_code == 200, "aiohttp's way to send no body"
+    assert stack.post("/v1/update_weights", model_path="/checkpoints/1").status_code == 200
+
+
+def test_an_exposed_server_without_a_key_says_what_to_set(make_stack):
+    stack = make_stack(host="0.0.0.0")
+    stack.script(reply_with([97]))
+    for path in ("/v1/pause", "/pause_generation", "/sleep", "/flush_cache"):
+        reply = stack.post(path)
+        assert reply.status_code == 403
+        for name in ("--control-key", "FASTDEPLOY_CONTROL_KEY", "--insecure-control"):
+            assert name in reply.json()["error"]["message"]
+    assert stack.post("/v1/completions", prompt=[97]).status_code == 200
+    assert stack.engine.seen.empty() or all(not isinstance(x, m.Call) for x in stack.engine.seen.queue)

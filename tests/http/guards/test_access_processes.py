@@ -1,0 +1,153 @@
+"""Keys and the control port through the command line, the supervisor and real API server processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from fastdeploy.entrypoints.cli import main
+from fastdeploy.http.guards.keys import CONTROL_KEY
+
+TESTS = Path(__file__).parents[2]
+DATA, CONTROL = "data-key-of-this-test", "control-key-of-this-test"
+
+
+class Served:
+    """``fastdeploy serve`` over a scripted engine. urls: of its ports, as it printed them."""
+
+    def __init__(self, root: Path, *flags: str, **environment: str):
+        (root / "config.json").write_text("{}")
+        self.log_path = root / "log"
+        env = os.environ | {"FASTDEPLOY_IPC_ROOT": str(root), "PYTHONPATH": f"{TESTS.parent}:{TESTS}"} | environment
+        command = [
+            sys.executable,
+            str(TESTS / "support" / "serve_main.py"),
+            "serve",
+            "--model",
+            str(root),
+            "--port",
+            "0",
+            *flags,
+        ]
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+        self.line = self.process.stdout.readline()
+        self.urls = re.findall(r"http://[^\s,]+", self.line)
+
+    def children(self) -> dict[str, list[int]]:
+        """Process ids of the API servers and of the engine."""
+        task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        found: dict[str, list[int]] = {"api_server": [], "fake_engine_main": []}
+        for pid in map(int, task.read_text().split()):
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                for name in found:
+                    if name in command:
+                        found[name].append(pid)
+        return found
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        status = self.process.wait(30)
+        self.process.stdout.close()
+        return status
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("guarded")
+    (root / "api").write_text(f"rotated-out\n{DATA}\n")
+    flags = ("--api-key", str(root / "api"), "--control-port", "0", "--workers", "2")
+    served = Served(root, *flags, **{CONTROL_KEY: CONTROL})
+    yield served
+    assert served.stop() == 0
+
+
+def test_both_ports_are_served_by_every_api_server_and_by_its_successor(guarded):
+    data, control = guarded.urls
+    headers = {"authorization": f"Bearer {CONTROL}", "connection": "close"}
+
+    def statuses() -> set[tuple[int, int]]:
+        return {
+            tuple(httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}, headers=headers).status_code
+                  for url in (data, control))
+            for _ in range(8)
+        }  # fmt: skip
+
+    assert statuses() == {(403, 200)}
+    killed = guarded.children()["api_server"]
+    assert len(killed) == 2
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while True:  # the listeners stay open: a request waits for the new process, or was with the killed one
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(control + "/health", headers=headers, timeout=20).status_code == 200:
+                break
+        assert time.monotonic() < deadline
+    while statuses() != {(403, 200)}:
+        assert time.monotonic() < deadline
+    assert not set(killed) & set(guarded.children()["api_server"])
+
+
+def test_the_openai_package_uses_the_data_port_with_its_key(guarded):
+    with openai.OpenAI(base_url=guarded.urls[0] + "/v1", api_key=DATA) as client:
+        assert client.completions.create(model=client.models.list().data[0].id, prompt=[97]).usage.completion_tokens
+    bad = openai.OpenAI(base_url=guarded.urls[0] + "/v1", api_key="rotated-out-and-gone", max_retries=0)
+    with bad, pytest.raises(openai.AuthenticationError):
+        bad.models.list()
+
+
+def test_keys_are_on_no_command_line_in_no_log_and_not_with_the_engine(guarded):
+    children = guarded.children()
+    secrets = (DATA.encode(), CONTROL.encode())
+    for pid in (guarded.process.pid, *children["api_server"], *children["fake_engine_main"]):
+        assert not any(secret in Path(f"/proc/{pid}/cmdline").read_bytes() for secret in secrets)
+    [engine] = children["fake_engine_main"]
+    environment = Path(f"/proc/{engine}/environ").read_bytes()
+    assert environment and not any(secret in environment for secret in secrets)
+    httpx.post(guarded.urls[0] + "/v1/pause", headers={"authorization": f"Bearer {DATA}"})
+    assert not any(secret.decode() in guarded.log_path.read_text() for secret in secrets)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--insecure-control"], "--insecure-control: anyone who reaches 0.0.0.0"), ([], "control routes are refused")],
+)
+def test_an_exposed_server_warns_once_at_start(tmp_path, flags, said):
+    served = Served(tmp_path, "--host", "0.0.0.0", *flags)
+    try:
+        url = served.urls[0].replace("0.0.0.0", "127.0.0.1")
+        status = httpx.post(url + "/v1/update_weights", json={"model_path": "/x"}).status_code
+        assert status == (200 if flags else 403)
+    finally:
+        assert served.stop() == 0
+    assert served.log_path.read_text().count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--api-key", "sk-secret"], "--api-key"),
+        (["--control-key", "/"], "--control-key"),
+        (["--control-port", "8180"], "--control-port"),
+        (["--allowed-origins", "localhost"], "--allowed-origins"),
+    ],
+)
+def test_a_bad_flag_is_named_and_a_key_is_not_repeated(tmp_path, capsys, flags, named):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as info:
+        main(["serve", "--model", str(tmp_path), *flags])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert info.value.code == 2 and named in error and "sk-secret" not in error

@@ -1,0 +1,199 @@
+"""A page in a browser cannot use the server; a program can, whatever it sends."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.guards.browser_guard import Policy, host_name, refusal
+from fastdeploy.http.guards.keys import Keys
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import reply_with
+
+OWN = "127.0.0.1:8180"
+EVIL = {"origin": "http://evil.example"}
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+def code(method: str = "POST", host: str | None = OWN, bound: str = "127.0.0.1", settings=None, **headers: str):
+    """The code of the refusal, or None; underscores in names of headers stand for hyphens."""
+    policy = Policy.of(ServeConfig(model="m", host=bound, **(settings or {})))
+    given = ({} if host is None else {"host": host}) | headers
+    error = refusal(method, [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()], policy)
+    return error and error.code
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8180", "localhost", "LOCALHOST:1", "localhost.:80", "[::1]:8180", "::1", "127.8.0.1:80", "", None],
+)
+def test_loopback_names_are_answered_on_loopback(host):
+    assert code(host=host) is None
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8180", "localhost.evil.example", "10.0.0.5", "[::2]:1"])
+def test_other_names_are_refused_on_loopback_only_and_can_be_allowed(host):
+    assert code(host=host) == "forbidden"
+    assert code(host=host, bound="0.0.0.0") is None
+    assert code(host=host, settings={"allowed_hosts": ("a", host_name(host).upper())}) is None
+    assert code(host=host, settings={"allowed_hosts": ("*",)}) is None
+    assert code(host=host, bound="0.0.0.0", settings={"allowed_hosts": ("a",)}) == "forbidden"
+    assert code(host="localhost:8180", bound="0.0.0.0", settings={"allowed_hosts": ("a",)}) is None
+
+
+def test_every_host_header_must_be_allowed():
+    policy = Policy.of(ServeConfig(model="m"))
+    assert refusal("GET", [(b"host", OWN.encode()), (b"host", b"evil.example")], policy).code == "forbidden"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS", "DELETE"])
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": ""},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "http://127.0.0.1:8180.evil.example"},
+        {"origin": "http://localhost:8180"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"origin": "http://evil.example", "sec_fetch_site": "same-origin"},
+    ],
+)
+def test_a_page_of_another_origin_is_refused(method, bound, headers):
+    assert code(method, bound=bound, content_type="application/json", **headers) == "forbidden"
+
+
+def test_a_page_without_an_origin_is_not_taken_for_a_request_without_a_host():
+    assert code(host=None, origin="null") == "forbidden"
+    assert code(host="", origin="http://") == "forbidden"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"origin": "http://127.0.0.1:8180"},
+        {"origin": "http://127.0.0.1:8180", "sec_fetch_site": "same-origin"},
+        {"sec_fetch_site": "none"},
+        {"sec_fetch_site": "same-origin"},
+    ],
+)
+def test_own_pages_typed_addresses_and_programs_are_answered(headers):
+    assert code("GET", **headers) is None and code("POST", **headers) is None
+
+
+def test_pages_of_allowed_origins_are_answered():
+    allowed = {"allowed_origins": ("http://localhost:3000",)}
+    assert code(origin="http://localhost:3000", sec_fetch_site="same-site", settings=allowed) is None
+    assert code(origin="http://localhost:3001", settings=allowed) == "forbidden"
+    assert code(origin="http://evil.example", settings={"allowed_origins": ("*",)}) is None
+
+
+@pytest.mark.parametrize(
+    ("content_type", "refused"),
+    [
+        ("application/json", False),
+        ("Application/JSON; charset=utf-8", False),
+        ("application/octet-stream", False),
+        ("application/x-www-form-urlencoded", False),  # curl -d
+        ("text/plain", True),
+        ("text/plain;charset=UTF-8", True),
+        ("multipart/form-data; boundary=x", True),
+        ("application/csp-report", True),
+        ("application/json, text/plain", True),
+        ("", True),
+    ],
+)
+def test_a_body_has_a_type_that_programs_send(content_type, refused):
+    assert code(content_type=content_type) == ("unsupported_media_type" if refused else None)
+    assert code("PUT", content_type=content_type) == ("unsupported_media_type" if refused else None)
+    assert code("GET", content_type=content_type) is None
+
+
+@pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/"])
+def test_what_can_be_no_origin_is_refused_at_the_start(origin):
+    with pytest.raises(InvalidField, match="allowed_origins"):
+        ServeConfig(model="m", allowed_origins=(origin,)).check()
+
+
+def test_an_ipv6_server_answers_its_address():
+    assert code(host="[::1]:8180", bound="::1") is None
+    assert code(host="localhost:1", bound="::1") is None
+    assert code(host="evil.example", bound="::1") == "forbidden"
+
+
+# ---------------------------------------------------------------------- on a socket
+
+
+@pytest.fixture(scope="module")
+def served(make_module_stack):
+    stack = make_module_stack()
+    stack.script(reply_with([97]))
+    for kind in (m.PauseArgs, m.ResetCacheArgs):
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"done": True})
+    return stack
+
+
+def controls_seen(stack) -> list:
+    return [x for x in stack.engine.seen.queue if isinstance(x, m.Call) and not isinstance(x.args, m.PauseStatusArgs)]
+
+
+def test_no_page_reaches_the_engine_on_any_route_that_changes_something(served):
+    before = len(controls_seen(served))
+    for reply in (
+        served.http.post("/v1/pause", content="{}", headers={**EVIL, "content-type": "text/plain"}),
+        served.http.post("/v1/pause", content="{}", headers={"content-type": "text/plain"}),
+        served.http.post("/v1/pause", headers=EVIL),
+        served.http.post("/v1/pause", headers={"host": "evil.example"}),
+        served.http.get("/flush_cache", headers={"sec-fetch-site": "cross-site"}),
+        served.http.get("/flush_cache", headers={"sec-fetch-site": "same-site"}),
+        served.http.post("/flush_cache", headers={"origin": "null"}),
+    ):
+        assert reply.status_code in (403, 415)
+        assert reply.json()["error"]["type"] == "invalid_request_error" and int(reply.headers["content-length"])
+    assert len(controls_seen(served)) == before
+    assert served.http.post("/v1/pause").status_code == 200 and len(controls_seen(served)) == before + 1
+
+
+def test_a_preflight_of_another_origin_gets_no_permission(served):
+    for headers in (EVIL | PREFLIGHT, PREFLIGHT):
+        reply = served.http.options("/v1/pause", headers=headers)
+        assert reply.status_code in (403, 405)
+        assert not any(name.startswith("access-control") for name in reply.headers)
+
+
+@pytest.mark.parametrize("host", [b"", b"Host: localhost:1\r\n", b"Host: [::1]:8180\r\n"])
+def test_http_1_0_with_and_without_host(served, host):
+    with socket.create_connection(("127.0.0.1", served.http.base_url.port), timeout=20) as connection:
+        connection.sendall(b"GET /version HTTP/1.0\r\n" + host + b"\r\n")
+        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
+    assert b" 200 " in head and "version" in json.loads(body)
+
+
+def test_the_way_curl_and_the_json_clients_send_is_taken(served):
+    body = b'{"prompt": [97]}'
+    for headers in ({"content-type": "application/x-www-form-urlencoded"}, {"content-type": "application/json"}, {}):
+        assert served.http.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+def test_an_allowed_origin_gets_permission_and_an_error_that_it_can_read(make_stack):
+    origin = {"origin": "http://localhost:3000"}
+    stack = make_stack(allowed_origins=("http://localhost:3000",), keys=Keys(data=(b"key",)))
+    stack.script(reply_with([97]))
+    reply = stack.http.options("/v1/completions", headers=origin | PREFLIGHT)
+    assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == origin["origin"]
+    for headers, status in (({}, 401), ({"authorization": "Bearer key"}, 200)):
+        reply = stack.http.post("/v1/completions", json={"prompt": [97]}, headers=origin | headers)
+        assert reply.status_code == status
+        assert reply.headers["access-control-allow-origin"] == origin["origin"]
+    assert stack.http.options("/v1/completions", headers=EVIL | PREFLIGHT).status_code == 403

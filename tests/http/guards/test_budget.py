@@ -1,0 +1,64 @@
+"""Requests share a bounded amount in the order in which they asked, and nothing of it is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fastdeploy.core.errors import ServerBusy
+from fastdeploy.http.guards.budget import Budget
+
+
+def test_who_finds_too_little_waits_in_line_behind_those_who_asked_before():
+    async def main() -> None:
+        budget, done = Budget(10, 60.0, "units"), []
+
+        async def use(name: str, units: int) -> None:
+            taken = await budget.take(units)
+            done.append(name)
+            await asyncio.sleep(0)
+            budget.give(taken)
+
+        first = await budget.take(8)
+        tasks = [asyncio.create_task(use(name, units)) for name, units in (("large", 9), ("small", 1), ("all", 99))]
+        await asyncio.sleep(0)
+        assert done == [], "the small one does not overtake the large one, which would never have its turn"
+        budget.give(first)
+        await asyncio.gather(*tasks)
+        assert done == ["large", "small", "all"]
+        assert await budget.take(10) == 10, "all of it is back"
+
+    asyncio.run(main())
+
+
+def test_a_wait_that_is_too_long_is_an_error_and_leaves_the_line():
+    async def main() -> None:
+        budget = Budget(1, 0.01, "units")
+        async with budget.hold():
+            with pytest.raises(ServerBusy, match="units"):
+                await budget.take(1)
+        async with budget.hold():
+            pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_who_gives_up_loses_nothing(granted):
+    async def main() -> None:
+        budget = Budget(1, 60.0, "units")
+        taken = await budget.take(1)
+        waiting = asyncio.create_task(budget.take(1))
+        behind = asyncio.create_task(budget.take(1))
+        await asyncio.sleep(0)
+        if granted:
+            budget.give(taken)  # its turn has come, and it is cancelled before it runs
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        if not granted:
+            budget.give(taken)
+        assert await behind == 1
+
+    asyncio.run(main())

@@ -1,0 +1,51 @@
+"""Where keys come from, and where they are never seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, read_keys, take_keys
+
+SECRET = "sk-do-not-show-me"
+
+
+def test_each_line_of_a_file_is_a_key_and_a_file_wins_over_the_environment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(b"old-key\r\n\n  new-key  \n")
+    environment = {API_KEY: "from-environment", CONTROL_KEY: "c1\nc2"}
+    assert read_keys(str(file), None, environment) == Keys((b"old-key", b"new-key"), (b"c1", b"c2"))
+    assert read_keys(None, None, environment).data == (b"from-environment",)
+    assert read_keys(None, None, {}) == NO_KEYS
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"two words", b"\xc3\xa9", b"x" * (65 << 10)])
+def test_a_file_without_a_usable_key_is_refused_by_name_and_not_shown(tmp_path, content):
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(InvalidField, match="control_key: expected") as info:
+        read_keys(None, str(file), {})
+    assert not content.strip() or content.decode() not in str(info.value)
+
+
+def test_an_empty_variable_is_refused_rather_than_taken_for_no_key():
+    with pytest.raises(InvalidField, match=f"control_key: .*{CONTROL_KEY}"):
+        read_keys(None, None, {CONTROL_KEY: ""})
+
+
+@pytest.mark.parametrize("path", [SECRET, "/", SECRET + "\0"])
+def test_a_key_in_place_of_a_path_is_not_repeated(path):
+    with pytest.raises(InvalidField, match="api_key: expected the path of a file") as info:
+        read_keys(path, None, {})
+    assert SECRET not in str(info.value)
+
+
+def test_keys_survive_the_way_through_an_environment_which_then_holds_none():
+    keys = Keys((b"a", b"b"), (b"c",))
+    environment = keys.environment({"PATH": "/bin", API_KEY: "other"})
+    assert take_keys(environment) == keys and environment == {"PATH": "/bin"}
+    assert NO_KEYS.environment({"PATH": "/bin", CONTROL_KEY: "c"}) == {"PATH": "/bin"}
+
+
+def test_the_text_of_keys_does_not_show_them():
+    assert SECRET not in repr(Keys((SECRET.encode(),), (SECRET.encode(),)))

@@ -1,0 +1,215 @@
+"""What a reply says of its tokens: which weights, which distribution, which prompt logprobs; and what is refused since
+it would change what the tokens are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.http.openai.protocol import IGNORED, UNSUPPORTED
+from fastdeploy.inter_communicator import messages as m
+from support.fake_engine_server import replace, reply_with
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ROUTES = [("/v1/completions", {"prompt": [1, 2, 3]}), ("/v1/chat/completions", CHAT)]
+OLD, NEW, RENAMED = ("v1", 1), ("v2", 2), ("v2b", 2)
+
+
+def chunks(reply) -> list[dict]:
+    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def labelled(tokens: list[int], *labels: tuple[str, int]):
+    """A script: one output per token, token i of every choice by weights labels[i]; the last label goes on."""
+
+    def script(add: AddRequest) -> list[m.Output]:
+        outputs = []
+        for i, token in enumerate(tokens):
+            for choice in range(add.n):
+                version, epoch = labels[min(i + choice, len(labels) - 1)]
+                last = i == len(tokens) - 1
+                span = Span(version=version, epoch=epoch, start=i, end=i + 1)
+                logprobs = [Logprob(-0.5)] if add.sampling.logprobs is not None else []
+                reason = "length" if last else None
+                outputs.append(
+                    m.Output(add.request_id, choice, [token], logprobs, [span], reason, num_preempted=int(last))
+                )
+        return outputs
+
+    return script
+
+
+def versions(choice: dict) -> tuple:
+    spans = [(s["version"], s["epoch"], s["start"], s["end"]) for s in choice["weight_versions"]]
+    return spans, choice["min_weight_version"], choice["max_weight_version"]
+
+
+# ---------------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_every_choice_tells_its_own_weight_versions_and_their_bounds(stack, path, body):
+    """known failure 22: of n choices only the first was labelled."""
+    stack.script(labelled([97, 98, 99, 100], OLD, OLD, NEW))
+    expected = [
+        ([("v1", 1, 0, 2), ("v2", 2, 2, 4)], "v1", "v2"),
+        ([("v1", 1, 0, 1), ("v2", 2, 1, 4)], "v1", "v2"),
+        ([("v2", 2, 0, 4)], "v2", "v2"),
+    ]
+    reply = stack.post(path, **body, n=3).json()
+    assert [versions(choice) for choice in reply["choices"]] == expected
+    assert [choice["num_preempted"] for choice in reply["choices"]] == [1, 1, 1]
+    of_chunks: dict[int, list] = {0: [], 1: [], 2: []}
+    for chunk in chunks(stack.post(path, **body, n=3, stream=True)):
+        choice = chunk["choices"][0]
+        (span,) = choice["weight_versions"]
+        of_chunks[choice["index"]].append((span["version"], span["start"], span["end"]))
+        assert ("min_weight_version" in choice) == (choice["finish_reason"] is not None)
+        if choice["finish_reason"] is not None:
+            bounds = expected[choice["index"]][1:]
+            assert (choice["min_weight_version"], choice["max_weight_version"]) == bounds
+    assert of_chunks[1] == [("v1", 0, 1), ("v2", 1, 2), ("v2", 2, 3), ("v2", 3, 4)]
+    assert of_chunks[2] == [("v2", i, i + 1) for i in range(4)]
+
+
+def test_a_label_that_changes_within_an_epoch_makes_two_spans_and_bounds_go_by_time(stack):
+    stack.script(labelled([97, 98, 99], ("later", 2), RENAMED))
+    choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
+    assert versions(choice) == ([("later", 2, 0, 1), ("v2b", 2, 1, 3)], "later", "v2b")
+
+
+def test_bounds_go_by_epoch_not_by_how_labels_sort(stack):
+    stack.script(labelled([97, 98], ("step-9", 1), ("step-10", 2)))
+    choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
+    assert versions(choice)[1:] == ("step-9", "step-10")
+
+
+def test_versions_are_cut_where_a_stop_string_cuts_the_tokens(stack):
+    stack.script(labelled(list(b"ab.cd"), OLD, OLD, OLD, NEW))
+    for choice in stack.post("/v1/completions", prompt=[1], stop=".", return_token_ids=True).json()["choices"]:
+        assert choice["token_ids"] == list(b"ab.") and versions(choice) == ([("v1", 1, 0, 3)], "v1", "v1")
+
+
+def test_a_choice_without_tokens_has_no_versions(stack):
+    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", message="Abort before prefill")])
+    choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
+    assert versions(choice) == ([], None, None)
+
+
+# ---------------------------------------------------------------------- logprobs
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_the_mode_of_logprobs_is_the_servers_unless_the_request_names_one(make_stack, path, body):
+    stack = make_stack(logprobs_mode="temperature")
+    stack.script(reply_with([97]))
+    for named, expected in ((None, "temperature"), ("raw", "raw"), ("processed", "processed")):
+        assert stack.post(path, **body, logprobs_mode=named).status_code == 200
+        assert stack.engine.expect(AddRequest).sampling.logprobs_mode == expected
+
+
+def with_prompt_logprobs(entries: list[Logprob]):
+    def script(add: AddRequest) -> list[m.Output]:
+        return [
+            replace(out, prompt_logprobs=entries if i == 0 else [])
+            for i, out in enumerate(reply_with([97, 98], step=1)(add))
+        ]
+
+    return script
+
+
+ENTRIES = [Logprob(-1.5, ((9, -0.25), (2, -1.5))), Logprob(-7.0, ((8, -0.5), (9, -0.75)))]
+SHAPED = [None, {"2": -1.5, "9": -0.25}, {"3": -7.0, "8": -0.5, "9": -0.75}]
+
+
+def shape(told: list) -> list:
+    return [entry and {token: value["logprob"] for token, value in entry.items()} for entry in told]
+
+
+def test_prompt_logprobs_have_vllms_shape_with_the_first_choice_of_each_prompt(stack):
+    stack.script(with_prompt_logprobs(ENTRIES))
+    body = {"prompt": [1, 2, 3], "n": 2, "prompt_logprobs": 2}
+    first, second = stack.post("/v1/completions", **body).json()["choices"]
+    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs == 2
+    assert shape(first["prompt_logprobs"]) == SHAPED and "prompt_logprobs" not in second
+    assert list(first["prompt_logprobs"][1]) == ["2", "9"], "the prompt's own token comes first"
+    assert [entry["rank"] for entry in first["prompt_logprobs"][1].values()] == [2, 1]
+    assert first["prompt_logprobs"][2]["3"]["rank"] is None, "beyond the best"
+    told = [c["choices"][0].get("prompt_logprobs") for c in chunks(stack.post("/v1/completions", **body, stream=True))]
+    assert [shape(t) for t in told if t is not None] == [SHAPED], "in the first chunk of the first choice"
+
+
+def test_a_chat_has_prompt_logprobs_at_the_top(stack):
+    stack.script(with_prompt_logprobs(ENTRIES))
+    reply = stack.post("/v1/chat/completions", **CHAT, prompt_logprobs=0).json()
+    assert len(reply["prompt_logprobs"]) == 3 and "prompt_logprobs" not in reply["choices"][0]
+    assert "prompt_logprobs" not in stack.post("/v1/chat/completions", **CHAT).json()
+
+
+def test_an_abort_in_the_middle_of_the_prompt_has_the_part_that_is_known(stack):
+    stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", prompt_logprobs=ENTRIES[:1])])
+    choice = stack.post("/v1/completions", prompt=[1, 2, 3], prompt_logprobs=1).json()["choices"][0]
+    assert shape(choice["prompt_logprobs"]) == SHAPED[:2]
+
+
+def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
+    """A reply's size is: each of them takes up to 100 bytes there."""
+    stack.script(reply_with([97]))
+    fitting, too_many = [[1] * 120] * 43, [[1] * 120] * 44  # 43 x 120 x 101 is just below 2^19
+    assert stack.post("/v1/completions", prompt=fitting, prompt_logprobs=100).status_code == 200
+    assert stack.engine.expect(AddRequest).sampling.prompt_logprobs == 100
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20}
+    for path, body, field in (
+        ("/v1/completions", {"prompt": too_many, "prompt_logprobs": 100}, "prompt_logprobs"),
+        ("/generate", {"input_ids": [[1] * 120] * 209, **asked}, "top_logprobs_num"),
+        ("/generate", {"input_ids": [1], **asked, "top_logprobs_num": 21}, "top_logprobs_num"),
+    ):
+        error = stack.post(path, **body).json()["error"]
+        assert error["param"] == field and ("524288" in error["message"] or "20" in error["message"])
+
+
+# ---------------------------------------------------------------------- resubmission
+
+
+def test_a_resubmission_passes_its_seed_choice_and_tokens_and_its_text_begins_with_theirs(stack):
+    stack.script(reply_with(list(b"you")))
+    body = {"prompt": [1, *b"hey "], "resumed_tokens": 4, "first_choice": 2, "seed": 5, "return_token_ids": True}
+    choice = stack.post("/v1/completions", **body).json()["choices"][0]
+    assert choice["text"] == "hey you" and choice["token_ids"] == list(b"you")
+    add = stack.engine.expect(AddRequest)
+    assert (add.resumed_tokens, add.first_choice, add.sampling.seed) == (4, 2, 5)
+    assert add.prompt_token_ids == [1, *b"hey "]
+
+
+# ---------------------------------------------------------------------- fields
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
+def test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing(module_stack, field):
+    """known failure 34: an unsupported field was ignored and changed the data."""
+    module_stack.script(reply_with([97]))
+    for path, body in ROUTES:
+        reply = module_stack.post(path, **body, **{field: {"not": "neutral"}})
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+        for neutral in UNSUPPORTED[field]:
+            assert module_stack.post(path, **body, **{field: neutral}).status_code == 200, (field, neutral)
+
+
+@pytest.mark.parametrize("field", sorted(IGNORED))
+def test_bookkeeping_and_hints_are_taken_and_dropped(module_stack, field):
+    module_stack.script(reply_with([97]))
+    for path, body in ROUTES:
+        assert module_stack.post(path, **body, **{field: "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image_embeds"])
+def test_content_that_is_not_text_is_refused(module_stack, kind):
+    """known failure 34."""
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}, "text": "b"}]}
+    reply = module_stack.post("/v1/chat/completions", messages=[message])
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.0.content.1"

@@ -1,0 +1,166 @@
+"""verl's own classes, unmodified, on the replicas of fastdeploy.rl.frameworks.verl. Run by test_verl.py in an
+environment that has verl; prints one line of JSON.
+
+usage: verl_child.py MODEL SAFETENSORS URL...      (SAFETENSORS: other weights of the same model)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
+
+BACKEND = "fastdeploy.rl.frameworks.verl_checkpoint_engine"
+MAX_TOKENS = 1500
+
+
+class Trainer(Worker):
+    """What an actor worker of verl does at a weight sync, without a model to train."""
+
+    def __init__(self, weights: str):
+        super().__init__()
+        import importlib
+
+        importlib.import_module(BACKEND)
+        self._weights = weights
+        self._engine = CheckpointEngineRegistry.new("fastdeploy", is_master=True, bucket_size=1 << 20)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto"):
+        return await self._engine.send_weights(iter(load_file(self._weights).items()), global_steps=global_steps)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any):
+        return getattr(self._engine, method)(*args, **kwargs)
+
+
+def config(model: str, urls: list[str]) -> DictConfig:
+    """verl's own defaults, and what its documentation says to change for another backend."""
+    rollout = {
+        "name": "fastdeploy",
+        "nnodes": 1,
+        "n_gpus_per_node": len(urls),
+        "tensor_model_parallel_size": 1,
+        "prompt_length": 64,
+        "response_length": 400,
+        "max_model_len": 2048,
+        "engine_kwargs": {"fastdeploy": {"urls": urls}},
+        "checkpoint_engine": {
+            "backend": "fastdeploy",
+            "custom_backend_module": BACKEND,
+            "update_weights_bucket_megabytes": 1,
+        },
+    }
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        defaults = compose("ppo_trainer")
+    model_changes = {"path": model, "external_lib": "fastdeploy.rl.frameworks.verl"}
+    changes = {"actor_rollout_ref": {"rollout": rollout, "model": model_changes}}
+    OmegaConf.set_struct(defaults, False)
+    return OmegaConf.merge(defaults, changes)
+
+
+async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
+    import fastdeploy.rl.frameworks.verl  # noqa: F401  as external_lib does
+
+    cfg = config(model, urls)
+    manager = await LLMServerManager.create(cfg)
+    pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, name_prefix="trainer")
+    trainer = RayWorkerGroup(
+        pool, RayClassWithInitArgs(ray.remote(Trainer), weights=weights), use_gpu=False, device_name="cpu"
+    )
+    sync = CheckpointEngineManager(
+        omega_conf_to_dataclass(cfg.actor_rollout_ref.rollout.checkpoint_engine, CheckpointEngineConfig),
+        trainer,
+        manager.get_replicas(),
+    )
+    for replica in manager.get_replicas():
+        await replica.server_handle.set_global_steps.remote(0)
+    client: FullyAsyncLLMServerClient = manager.get_client(FullyAsyncLLMServerClient)
+    plain: LLMServerClient = manager.get_client()
+    params = {"temperature": 0.0, "logprobs": True, "ignore_eos": True, "max_tokens": MAX_TOKENS}
+    prompts = [[40 + i for i in range(20)] + [100 + k] for k in range(4)]
+
+    async def all_of(these: LLMServerClient) -> list[Any]:
+        calls = (these.generate(f"r{k}", prompt_ids=p, sampling_params=params) for k, p in enumerate(prompts))
+        return await asyncio.gather(*calls)
+
+    alone = await all_of(plain)
+    running = asyncio.create_task(all_of(client))
+    await under_way(urls)
+    aborted = [await replica.server_handle.abort_all_requests.remote() for replica in manager.get_replicas()]
+    await sync.resume_generation_replicas()  # a pause without an update: what goes on is what would have been
+    resumed = await running
+    running = asyncio.create_task(all_of(client))
+    await under_way(urls)
+    metrics = await asyncio.to_thread(sync.update_weights, 7)
+    straddling = await running
+    after = await all_of(plain)
+    await asyncio.to_thread(sync.update_weights)  # without a step
+    unlabelled = await all_of(plain)
+    (first, *_) = manager.get_replicas()
+    asleep = []
+    for change in (first.release_kv_cache, first.resume_kv_cache):
+        await change()
+        asleep.append((await get(f"{urls[0]}/v1/weights"))["result"]["asleep"])
+    return {
+        "max_tokens": MAX_TOKENS,
+        "alone": [dump(o) for o in alone],
+        "resumed": [dump(o) for o in resumed],
+        "resumed_after_abort": sum(report["aborted_count"] for report in aborted),
+        "aborted_ids": [name for report in aborted for name in report["request_ids"]],
+        "straddling": [dump(o) for o in straddling if o.extra_fields["min_global_steps"] == 0],
+        "after": [dump(o) for o in after],
+        "unlabelled": [dump(o) for o in unlabelled],
+        "metrics": sorted(metrics),
+        "asleep": asleep,
+    }
+
+
+async def get(url: str) -> Any:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(url)).json()
+
+
+async def under_way(urls: list[str]) -> None:
+    """Return when requests run on every server."""
+    for url in urls:
+        while (await get(f"{url}/v1/is_paused"))["result"]["counts"]["running"] == 0:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+
+
+def dump(output: Any) -> dict[str, Any]:
+    return {
+        "ids": output.token_ids,
+        "logprobs": output.log_probs,
+        "stop": output.stop_reason,
+        "steps": [output.extra_fields[f"{which}_global_steps"] for which in ("min", "max")],
+    }
+
+
+if __name__ == "__main__":
+    root = str(Path(__file__).resolve().parents[3])
+    environment = {"env_vars": {"PYTHONPATH": f"{root}:{root}/tests/rl/frameworks"}}
+    # A device that is none: verl reserves one per replica, ours need none of this process.
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+    try:
+        print("RESULT " + json.dumps(asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:]))), flush=True)
+    finally:
+        ray.shutdown()
+    os._exit(0)

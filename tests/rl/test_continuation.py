@@ -1,0 +1,237 @@
+"""Failure 31: what a client makes of an answer that was cut off. The joined answer is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl.client import RolloutClient
+from fastdeploy.rl.continuation import REST_OF_CONTEXT, Partial, Request
+from fastdeploy.rl.errors import MalformedReply, RolloutFailed
+from fastdeploy.rl.rollout import Rollout
+from rl.fake_server import EOS, FakeServer, Fault, token_at
+
+PROMPT = [11, 12, 13, 14, 15]
+PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "prompt_logprobs": 0}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def rollouts(*faults: Fault | None, params=PARAMS, n: int = 1) -> tuple[list[Rollout], FakeServer]:
+    async def go():
+        async with FakeServer(*faults) as server, RolloutClient(server.url) as client:
+            return await client.generate_group(PROMPT, params, n=n), server
+
+    return run(go())
+
+
+def rollout(*faults: Fault | None, params=PARAMS) -> tuple[Rollout, FakeServer]:
+    (one,), server = rollouts(*faults, params=params)
+    return one, server
+
+
+def said(r: Rollout) -> tuple:
+    spans = [(s.version, s.epoch, s.start, s.end) for s in r.spans]
+    return r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.finish_reason, r.stop_reason, r.index
+
+
+@pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
+@pytest.mark.parametrize("k", range(13))
+def test_cut_off_at_any_token_the_joined_answer_is_that_of_an_undisturbed_run(k, kind):
+    alone, _ = rollout()
+    assert len(alone.token_ids) == 12 == len(alone.logprobs) and alone.finish_reason == "length"
+    joined, server = rollout(Fault(kind, k))
+    assert said(joined) == said(alone)
+    assert joined.num_resumes == len(server.requests) - 1 == (1 if k < 12 else 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    faults=st.lists(
+        st.builds(Fault, st.sampled_from(["abort", "drop", "engine_dead", "reject", "full"]), st.integers(0, 9)),
+        max_size=6,
+    ),
+    n=st.integers(1, 3),
+    params=st.fixed_dictionaries(
+        {"seed": st.integers(0, 50), "max_tokens": st.integers(1, 40), "min_tokens": st.integers(0, 1)},
+        optional={
+            "ignore_eos": st.booleans(),
+            "prompt_logprobs": st.just(0),
+            "logprobs": st.sampled_from([None, 0, 2]),
+        },
+    ),
+)
+def test_any_schedule_of_faults_leaves_no_trace_in_the_answer(faults, n, params):
+    before = copy.deepcopy(params)
+    alone, _ = rollouts(params=params, n=n)
+    joined, server = rollouts(*faults, params=params, n=n)
+    assert [said(r) for r in joined] == [said(r) for r in alone]
+    for r in joined:
+        assert len(r.token_ids) <= params["max_tokens"]
+        assert r.logprobs is None if params.get("logprobs", 0) is None else len(r.logprobs) == len(r.token_ids)
+    assert params == before, "the caller's parameters are its own"
+
+
+def test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_are_the_same():
+    joined, server = rollout(Fault("abort", 4), Fault("drop", 3), params=PARAMS | {"min_tokens": 6, "temperature": 0.7})
+    first, second, third = server.requests
+    assert [b["max_tokens"] for b in server.requests] == [12, 8, 5]
+    assert [b["min_tokens"] for b in server.requests] == [6, 2, 0]
+    assert [b.get("resumed_tokens") for b in server.requests] == [None, 4, 7]
+    assert [len(b["prompt"]) for b in server.requests] == [5, 9, 12]
+    assert {b["seed"] for b in server.requests} == {3} and {b["temperature"] for b in server.requests} == {0.7}
+    assert third["prompt"] == PROMPT + joined.token_ids[:7]
+    assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "they are asked for once"
+    assert len(joined.prompt_logprobs) == len(PROMPT) and joined.prompt_logprobs[1] == {12: {"logprob": -0.5}}
+    assert joined.num_preempted == 2  # of the attempts that lived to tell: the first and the last
+
+
+def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_original_prompt():
+    request = Request(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
+    partial = Partial(request)
+    partial.begin("a")
+    partial.take({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    body = request.body([partial])
+    assert body["prompt_logprobs"] == 0
+    partial.begin("b")
+    whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
+    partial.take({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    assert len(partial.prompt_logprobs) == len(PROMPT)
+    assert "prompt_logprobs" not in request.body([partial])
+
+
+def test_a_group_of_which_some_are_cut_off_goes_on_with_the_others_numbers():
+    group, server = rollouts(Fault("drop", 5), n=4)
+    assert [r.token_ids for r in group] == [[token_at(3, k, position) for position in range(5, 17)] for k in range(4)]
+    assert server.requests[0]["n"] == 4 and "first_choice" not in server.requests[0]
+    assert sorted((b["n"], b.get("first_choice", 0)) for b in server.requests[1:]) == [(1, k) for k in range(4)]
+
+
+def test_a_seed_is_chosen_by_the_client_and_stays_the_same():
+    joined, server = rollout(Fault("abort", 5), params={"max_tokens": 12, "ignore_eos": True})
+    assert {b["seed"] for b in server.requests} == {joined.seed}
+    again, _ = rollout(params={"max_tokens": 12, "ignore_eos": True, "seed": joined.seed})
+    assert again.token_ids == joined.token_ids
+
+
+def test_without_max_tokens_the_rest_of_the_context_is_asked_for():
+    seed = next(s for s in range(1000) if EOS in [token_at(s, 0, p) for p in range(9, 30)] and
+                EOS not in [token_at(s, 0, p) for p in range(5, 9)])  # fmt: skip
+    joined, server = rollout(Fault("abort", 4), params={"seed": seed})
+    assert {b["max_tokens"] for b in server.requests} == {REST_OF_CONTEXT} and joined.finish_reason == "stop"
+
+
+def test_an_end_that_was_asked_for_is_not_resumed():
+    done, server = rollout(Fault("deadline", 4), params=PARAMS | {"deadline_s": 1.0})
+    assert (done.finish_reason, done.stop_reason, len(done.token_ids)) == ("abort", "deadline", 4)
+    assert len(server.requests) == 1
+
+
+def test_a_deadline_is_that_of_all_attempts_together():
+    _, server = rollout(Fault("abort", 4), Fault("abort", 3), params=PARAMS | {"deadline_s": 5.0})
+    given = [b["deadline_s"] for b in server.requests]
+    assert 5.0 > given[0] > given[1] > given[2] > 0
+    request = Request(PROMPT, {"deadline_s": 1e-9})
+    assert request.body([Partial(request)])["deadline_s"] > 0, "0 would be refused"
+
+
+def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
+    request = Request(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
+    for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
+        partial = Partial(request)
+        partial.begin("a")
+        partial.take({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial.cut_off()
+        assert partial.finish_reason == end, tokens
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}},
+        {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, None]}},
+        {"token_ids": [1, 2], "logprobs": None},
+        {"token_ids": [1] * 4, "logprobs": {"token_logprobs": [-1.0] * 4}},
+    ],
+)
+def test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data(chunk):
+    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
+    partial.begin("a")
+    with pytest.raises(MalformedReply):
+        partial.take(chunk, None)
+
+
+def test_a_budget_that_was_reached_though_the_last_chunk_was_lost_is_not_asked_for_again():
+    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
+    partial.begin("a")
+    partial.take({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+    partial.cut_off()
+    assert partial.finish_reason == "length"
+
+
+@pytest.mark.parametrize("field", ["n", "stream", "prompt", "request_id", "resumed_tokens"])
+def test_a_parameter_that_the_client_sets_itself_is_refused_by_name(field):
+    with pytest.raises(InvalidField, match=field):
+        Request(PROMPT, {field: 1})
+
+
+def test_a_request_that_makes_no_sense_is_told_at_once_and_not_repeated():
+    async def go():
+        async with FakeServer() as server, RolloutClient(server.url) as client:
+            with pytest.raises(InvalidField):
+                await client.generate([1000], PARAMS)
+            assert len(server.requests) == 1
+            assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
+
+    run(go())
+
+
+def test_what_is_given_up_keeps_its_tokens():
+    async def go():
+        async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
+            async with RolloutClient(server.url, max_failures=3) as client:
+                with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
+                    await client.generate(PROMPT, PARAMS)
+            assert len(failed.value.partial[0].token_ids) == 4
+            assert failed.value.partial[0].finish_reason == "abort"
+        async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
+            with pytest.raises(RolloutFailed, match="in time") as failed:
+                await client.generate(PROMPT, PARAMS, timeout_s=0.3)
+            assert len(failed.value.partial[0].token_ids) == 2
+
+    run(go())
+
+
+def test_a_caller_that_goes_takes_its_stream_with_it():
+    async def go():
+        async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
+            task = asyncio.create_task(client.generate(PROMPT, PARAMS))
+            while not server.streams:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            while server.streams:
+                await asyncio.sleep(0.01)
+            assert client.replicas[0].in_flight == 0
+
+    run(go())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_logits_that_are_not_finite_are_a_failure_with_all_tokens_and_not_tried_again(n):
+    async def go():
+        async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
+            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+                await client.generate_group(PROMPT, PARAMS, n=n)
+            assert len(server.requests) == 1
+            return failed.value.partial
+
+    rollouts = asyncio.run(go())
+    assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
+    assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)

@@ -1,0 +1,60 @@
+"""Stands in for the engine process under the supervisor: the fake engine, in a process that can be killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import uuid
+
+from fastdeploy.core.config import EngineConfig, from_json
+from fastdeploy.entrypoints.engine_main import Lifeline
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.event_pipe import EventPipe
+from support.fake_engine_server import FakeEngine, reply_with
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--config", "--socket-dir"):
+        parser.add_argument(name)
+    for name in ("--supervisor", "--event-fd"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--bound-s", type=float)
+    parser.add_argument("--lost-commit", action="store_true")
+    args = parser.parse_args()
+    config = from_json(args.config, EngineConfig)
+    stopped = threading.Event()
+    lifeline = Lifeline(args.supervisor, args.socket_dir, args.bound_s)
+    lifeline.stop = stopped.set
+    events = EventPipe(args.event_fd)
+    if config.served_model_name == "broken":
+        return events.refuse(ValueError("config.json: is broken"))
+    if config.served_model_name == "once":  # the second one dies before it is ready
+        try:
+            os.close(os.open(os.path.join(args.socket_dir, "started"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return 1
+    if config.served_model_name == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    script = None if config.served_model_name == "silent" else reply_with([104, 105])
+    engine = FakeEngine(ipc_dir.endpoint(args.socket_dir), script, boot_id=uuid.uuid4().hex, pid=os.getpid())
+    engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}
+
+    def commit(call: m.Call) -> m.Reply:
+        events.send("commit", epoch=1)
+        return m.Reply(call.call_id, {"epoch": 1})
+
+    engine.replies[m.UpdateWeightsArgs] = commit
+    events.send("ready", boot_id=engine.boot_id)
+    while not stopped.wait(3600):
+        pass
+    engine.die()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

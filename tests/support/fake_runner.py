@@ -1,0 +1,215 @@
+"""A runner without a model that knows what KV is: it writes every computed token into simulated blocks, and refuses a
+step whose context is not, slot by slot, what the sequence says. The next token is a hash of the whole sequence and of
+the weights, so an undisturbed run can be computed from outside with :func:`expected_tokens`."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.outputs import Logprob
+from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.runner import ChunkReceipt, ModelInfo
+from fastdeploy.core.weight_source import SharedMemorySource, Source
+
+EOS = 0
+
+
+def nothing() -> None: ...
+
+
+class Slot(NamedTuple):
+    token: int
+    position: int
+    weights: int
+    context: int  # checksum of the tokens before it
+
+
+def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = ()) -> int:
+    """What the model with these weights says after ``token_ids``."""
+    token = zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
+    while token in banned:
+        token = (token + 1) % vocab
+    return token
+
+
+def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int = 1000) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, weights, vocab))
+    return tokens[len(prompt) :]
+
+
+class FakeStaging:
+    """Chunks are folders "w<k>": the weights k, of which the last to come counts. Any other name is refused, and so is
+    one that came before. Partial: k is added to what serves. In place: there are no weights from the first chunk on."""
+
+    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
+        self._runner, self._partial, self._in_place = runner, partial, in_place
+        self.names: list[str] = []
+        self.abandoned = False
+
+    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+        assert self._runner.may_stage.wait(30)
+        self._check_wanted()
+        name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
+        if name == "garbage":
+            raise ValueError("a reader that did not expect this")
+        if not name.startswith("w") or name in self.names:
+            raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
+        if self._in_place:
+            self._runner.has_weights = False
+        self.names.append(name)
+        return ChunkReceipt(3, 12)
+
+    def finish(self) -> tuple[int, bool]:
+        assert self._runner.may_stage.wait(30)
+        self._check_wanted()
+        if not self.names and not self._partial:
+            raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
+        serving = self._runner.weights if self._partial else 0
+        last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
+        return serving + int(last), recompute != "recompute"
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+    def _check_wanted(self) -> None:
+        if self.abandoned:
+            raise WeightUpdateRefused("given up")
+
+
+class FakeRunner:
+    """``weights`` is an int, see FakeStaging. After a commit of
+    "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
+
+    in_step: called in the middle of the next step, once. plans: those that were computed to the end.
+    mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
+    fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
+    poison: tokens behind which the logits are not finite. bad_weights: weights that have none which are.
+    may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
+    work_in_pieces(beat): the long part of a sleep or a wake-up.
+    """
+
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
+        self.info = ModelInfo("fake", "float32", vocab, max_model_len, (EOS,), num_blocks, block_size)
+        self.slots: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.weights = 0
+        self.plans: list[StepPlan] = []
+        self.fail_next = False
+        self.poison: set[int] = set()
+        self.bad_weights: set[int] = set()
+        self.in_step: Callable[[], object] = nothing
+        self.step_s = 0.001
+        self.computed_tokens = 0
+        self.may_stage = threading.Event()
+        self.may_stage.set()
+        self.has_weights, self.no_space = True, False
+        self._spilled = False
+        self.asleep: frozenset[str] = frozenset()
+        self.stagings: list[FakeStaging] = []
+        self.mixed_ok: set[tuple[str, int]] = set()
+        self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
+        self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
+
+    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
+        assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
+        if self.fail_next:
+            raise RuntimeError("the worker died")
+        for copy in plan.copies:
+            self.slots[copy.target] = list(self.slots[copy.source])
+        for chunk in plan.chunks:  # half-way through, the KV of these positions is worth nothing
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
+                self.slots[chunk.block_table[position // self.info.block_size]][position % self.info.block_size] = None
+        in_step, self.in_step = self.in_step, nothing
+        in_step()
+        if between_layers is not None:
+            between_layers()
+        self.plans.append(plan)
+        keys = [chunk.key for chunk in plan.chunks]
+        assert len(set(keys)) == len(keys), "a sequence is in the plan twice"
+        sampled = [self._run(chunk) for chunk in plan.chunks]
+        of_prompts = {i: self._prompt_logprobs(c) for i, c in enumerate(plan.chunks) if c.prompt_logprobs}
+        return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
+
+    def _spoiled(self, tokens: list[int]) -> bool:
+        return self.weights in self.bad_weights or not self.poison.isdisjoint(tokens)
+
+    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob] | NonFinite:
+        """Logprob -1 - weights of every prompt token, beside the token itself."""
+        for position in range(chunk.start, chunk.start + chunk.prompt_logprobs):
+            if self._spoiled(chunk.all_token_ids[: position + 1]):
+                return NonFinite(position + 1)
+        asked = chunk.all_token_ids[chunk.start + 1 :][: chunk.prompt_logprobs]
+        return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
+
+    def _run(self, chunk: ScheduledChunk) -> Sampled | NonFinite | None:
+        size, tokens = self.info.block_size, list(chunk.all_token_ids)
+        end = chunk.start + len(chunk.token_ids)
+        assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
+        if chunk.start != self._end.get(chunk.key):
+            self.mixed_ok.discard(chunk.key)
+        self._end[chunk.key] = end
+        for position in range(chunk.start):
+            slot = self.slots[chunk.block_table[position // size]][position % size]
+            assert slot is not None, f"{chunk.key}: position {position} was never computed"
+            assert (slot.token, slot.position) == (tokens[position], position), f"{chunk.key}: foreign KV at {position}"
+            assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{chunk.key}: foreign context"
+            assert slot.weights == self.weights or chunk.key in self.mixed_ok, f"{chunk.key}: stale KV at {position}"
+        for position in range(chunk.start, end):
+            slot = Slot(tokens[position], position, self.weights, zlib.crc32(repr(tokens[:position]).encode()))
+            self.slots[chunk.block_table[position // size]][position % size] = slot
+        self.computed_tokens += len(chunk.token_ids)
+        assert chunk.sample == (end == len(tokens))
+        if not chunk.sample:
+            return None
+        if self._spoiled(tokens):
+            return NonFinite(end)
+        token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
+        return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
+
+    def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
+        if "weight" in self.asleep or (partial and not self.has_weights):
+            raise WrongOrder("asleep, or nothing to complete")
+        self.stagings.append(FakeStaging(self, partial, in_place))
+        return self.stagings[-1]
+
+    def commit(self, staged: Any) -> None:
+        assert "weight" not in self.asleep
+        self.weights, keeps_kv = staged
+        self.has_weights = True
+        self.mixed_ok = set(self._end) if keeps_kv else set()
+
+    def checksums(self) -> dict[str, str]:
+        assert self.may_stage.wait(30)
+        if not self.has_weights:
+            raise WrongOrder("there are no whole weights")
+        return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
+
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
+        assert not self.asleep & set(tags)
+        self.work_in_pieces(beat)
+        if self.no_space and "weight" in tags and not discard:
+            raise OutOfSpace("no room for the weights")
+        if "weight" in tags:
+            self.has_weights, self._spilled = False, self.has_weights and not discard
+        if "kv_cache" in tags:
+            self.slots = [[None] * self.info.block_size for _ in self.slots]
+        self.asleep |= set(tags)
+        return 1000 * len(tags)
+
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
+        assert set(tags) <= self.asleep
+        self.work_in_pieces(beat)
+        if self.no_space:
+            raise OutOfSpace("no memory to wake up")
+        if "weight" in tags:
+            self.has_weights = self._spilled
+        self.asleep -= set(tags)
+
+    def close(self) -> None:
+        pass

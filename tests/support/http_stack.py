@@ -1,0 +1,152 @@
+"""A real uvicorn server on a real socket before a fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import msgspec
+import pytest
+import uvloop
+
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.entrypoints.api_server import make_server
+from fastdeploy.entrypoints.supervisor import bind
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.inter_communicator import ipc_dir
+from support.fake_engine_server import FakeEngine
+from support.tiny_tokenizer import save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    save_tokenizer(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_dir) -> Tokenizer:
+    return load_tokenizer(model_dir)
+
+
+class Server:
+    """One API server in a thread. ``url`` is its address, ``control_url`` that of its control port, if it has one.
+
+    It is bound to loopback, whatever ``config.host`` says."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
+        self._listeners: list[socket.socket] = [bind("127.0.0.1", 0)]
+        if config.control_port is not None:
+            self._listeners.append(bind("127.0.0.1", 0))
+            config = msgspec.structs.replace(config, control_port=self._listeners[1].getsockname()[1])
+        urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._listeners]
+        self.url, self.control_url = urls[0], urls[-1]
+        self._keys = keys
+        self._config = config
+        self._tokenizer = tokenizer
+        self._endpoint = endpoint
+        self._made = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._made.wait()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.client = EngineClient(self._endpoint, self._config.stall_s)
+            self._server = make_server(self.client, self._tokenizer, self._config, self._keys)
+            self._made.set()
+            await self._server.serve(sockets=self._listeners)
+
+        uvloop.run(serve())
+
+    def all_taken(self) -> bool:
+        """Every reader has taken the outputs that came for it."""
+        return not any(stream._outputs for stream in tuple(self.client._streams.values()))
+
+    def wait_connected(self) -> None:
+        for _ in range(1000):
+            if self.http.get("/health").status_code == 200:
+                return
+        raise AssertionError("never connected")
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.http.close()
+
+
+class Stack:
+    """Fake engine and API server; ``restart_engine`` replaces the engine on the same socket."""
+
+    def __init__(self, endpoint: str, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys):
+        self._endpoint = endpoint
+        self.server = Server(endpoint, tokenizer, config, keys)
+        self.restart_engine()
+        self.server.wait_connected()
+
+    @property
+    def http(self) -> httpx.Client:
+        return self.server.http
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return self.server.post(path, **body)
+
+    def script(self, script) -> None:
+        self.engine._script = script
+
+    def restart_engine(self, **fields) -> None:
+        self.engine = FakeEngine(self._endpoint, **fields)
+        self.engine.taken = self.server.all_taken
+
+    def close(self) -> None:
+        self.server.stop()
+        self.engine.die()
+
+
+@contextlib.contextmanager
+def stacks(model_dir: str, tokenizer: Tokenizer) -> Iterator[Callable[..., Stack]]:
+    path, made = ipc_dir.create(), []
+
+    def make(with_tokenizer: bool = True, keys: Keys = NO_KEYS, **settings) -> Stack:
+        config = ServeConfig(model=model_dir, served_model_name="tiny", **settings)
+        made.append(Stack(ipc_dir.endpoint(path), tokenizer if with_tokenizer else None, config, keys))
+        return made[-1]
+
+    yield make
+    for stack in made:
+        stack.close()
+    ipc_dir.remove(path)
+
+
+@pytest.fixture
+def make_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
+    with stacks(model_dir, tokenizer) as make:
+        yield make
+
+
+@pytest.fixture
+def stack(make_stack) -> Stack:
+    return make_stack()
+
+
+@pytest.fixture(scope="module")
+def make_module_stack(model_dir, tokenizer) -> Iterator[Callable[..., Stack]]:
+    with stacks(model_dir, tokenizer) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def module_stack(make_module_stack) -> Stack:
+    """For tests that leave the engine as they found it."""
+    return make_module_stack()

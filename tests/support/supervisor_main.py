@@ -1,0 +1,18 @@
+"""The supervisor over fake_engine_main: ``python supervisor_main.py MODEL_DIR NAME WORKERS SHUTDOWN_S``."""
+
+from __future__ import annotations
+
+import sys
+
+from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.logger import setup_logging
+from fastdeploy.entrypoints.supervisor import Supervisor
+
+if __name__ == "__main__":
+    model, name, workers, shutdown_s = sys.argv[1:]
+    setup_logging("supervisor")
+    engine = EngineConfig(model=model, served_model_name=name)
+    serve = ServeConfig(
+        model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=2.0
+    )
+    sys.exit(Supervisor(engine, serve, engine_module="support.fake_engine_main", first_delay_s=0.05).run())

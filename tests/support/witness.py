@@ -1,0 +1,175 @@
+"""What the clients of a harness saw, held against what an undisturbed run of the model says, message by message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.outputs import Span
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.inter_communicator import messages as m
+from support.fake_runner import EOS, next_token
+from support.harness import Harness
+
+
+@dataclass
+class Expected:
+    """One choice of one accepted request. ``sent_epoch``: of the weights that served when it was sent. ``closed``: its
+    client wants no more of it, or is gone; ``closing``: it has said so, and only an abort that the engine reads before
+    that may still be answered."""
+
+    add: AddRequest
+    limit: int  # of output tokens
+    sent_epoch: int
+    tokens: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    reason: str | None = None
+    closing: bool = False
+    closed: bool = False
+
+    @property
+    def open(self) -> bool:
+        return self.reason is None and not self.closed
+
+
+class Witness:
+    """Follows all clients of one harness. ``weights[epoch]`` and ``versions[epoch]`` are what was committed as epoch;
+    whoever updates weights must tell. ``may_abort`` says why a request may end by an abort at present."""
+
+    def __init__(self, harness: Harness):
+        self.h = harness
+        self.weights = {0: 0}
+        self.versions = {0: "0"}
+        self.streams: dict[tuple[str, str, int], Expected] = {}
+        self.undecided: list[tuple[str, AddRequest, int]] = []
+        self.calls: dict[tuple[str, int], m.Args] = {}
+        self.replies: list[tuple[m.Args, m.Reply]] = []
+        self.dropped: set[str] = set()
+        self._read: dict[str, int] = {}
+
+    # ---------------------------------------------------------------- what the clients did
+
+    def added(self, client: str, add: AddRequest) -> None:
+        self.undecided.append((client, add, self.h.engine.epoch))
+
+    def called(self, client: str, call_id: int, args: m.Args) -> None:
+        self.calls[client, call_id] = args
+
+    def cancelled(self, client: str, request_id: str, choice: int | None) -> None:
+        for (owner, rid, index), stream in self.streams.items():
+            if (owner, rid) == (client, request_id) and choice in (None, index):
+                stream.closing = True
+
+    def lost(self, client: str) -> None:
+        """It died, or the engine gave it up: nobody owes it anything."""
+        self.dropped.add(client)
+        self.undecided = [x for x in self.undecided if x[0] != client]
+        self.calls = {key: args for key, args in self.calls.items() if key[0] != client}
+        for (owner, _, _), stream in self.streams.items():
+            stream.closed |= owner == client
+
+    # ---------------------------------------------------------------- what they saw
+
+    def look(self) -> int:
+        """Read every new message; returns how many tokens there were."""
+        self._accept()
+        count = 0
+        for client, sent in self.h.transport.sent.items():
+            start, self._read[client] = self._read.get(client, 0), len(sent)
+            for message in sent[start:]:
+                if isinstance(message, m.Outputs):
+                    count += sum(self._output(client, output) for output in message.outputs)
+                elif isinstance(message, m.Rejected):
+                    self._rejected(client, message)
+                elif isinstance(message, m.Reply):
+                    args = self.calls.pop((client, message.call_id))  # KeyError: answered twice, or never asked
+                    self.replies.append((args, message))
+                elif isinstance(message, m.Goodbye) and client not in self.dropped:
+                    self.lost(client)
+        for stream in self.streams.values():
+            stream.closed |= stream.closing
+        return count
+
+    def _accept(self) -> None:
+        """What was sent has been handled by now: it is rejected (see _rejected) or accepted."""
+        rejected = {
+            (client, message.request_id)
+            for client, sent in self.h.transport.sent.items()
+            for message in sent[self._read.get(client, 0) :]
+            if isinstance(message, m.Rejected)
+        }
+        for client, add, sent_epoch in self.undecided:
+            if (client, add.request_id) in rejected:
+                continue
+            limit = min(add.sampling.max_tokens, self.h.runner.info.max_model_len - len(add.prompt_token_ids))
+            for choice in range(add.n):
+                key = client, add.request_id, choice
+                assert key not in self.streams or not self.streams[key].open, f"{key} was accepted while alive"
+                self.streams[key] = Expected(add, limit, sent_epoch)
+        self.undecided = []
+
+    def _rejected(self, client: str, message: m.Rejected) -> None:
+        assert message.failure.code in ("rejecting_new_requests", "duplicate_request_id", "queue_full"), message
+
+    def _output(self, client: str, output: m.Output) -> int:
+        stream = self.streams[client, output.request_id, output.choice]
+        where = f"{client} {output.request_id}[{output.choice}] at {len(stream.tokens)}"
+        assert stream.open, f"{where}: an output after its end"
+        assert not stream.closing or output.finish_reason == "abort", f"{where}: an output after it was cancelled"
+        sampling = stream.add.sampling
+        assert len(output.spans) == len(output.token_ids), where
+        if sampling.logprobs is None:
+            assert not output.logprobs, where
+        else:
+            assert [x.logprob for x in output.logprobs] == [-float(t) for t in output.token_ids], where
+        for token, span in zip(output.token_ids, output.spans, strict=True):
+            self._token(stream, token, span, where)
+        self._end(stream, output, where)
+        return len(output.token_ids)
+
+    def _token(self, stream: Expected, token: int, span: Span, where: str) -> None:
+        sampling = stream.add.sampling
+        at = len(stream.tokens)
+        assert (span.start, span.end) == (at, at + 1), f"{where}: {span}"
+        assert span.epoch == self.h.engine.epoch and span.version == self.versions[span.epoch], f"{where}: {span}"
+        assert not stream.epochs or stream.epochs[-1] <= span.epoch, where
+        if span.recomputed:
+            # It may be its prompt alone that was computed under the earlier epoch, and lost after the first token.
+            assert stream.epochs and stream.sent_epoch < span.epoch, f"{where}: nothing of another epoch was lost"
+        banned = (EOS, *sampling.stop_token_ids) if at < sampling.min_tokens else ()
+        so_far = stream.add.prompt_token_ids + stream.tokens
+        expected = next_token(so_far, self.weights[span.epoch], self.h.runner.info.vocab_size, banned)
+        assert token == expected, f"{where}: {token} where an undisturbed run has {expected}"
+        assert not (stream.tokens and ends(sampling, stream.tokens[-1])), f"{where}: a token after the last one"
+        assert at < stream.limit, f"{where}: more than max_tokens"
+        stream.tokens.append(token)
+        stream.epochs.append(span.epoch)
+
+    def _end(self, stream: Expected, output: m.Output, where: str) -> None:
+        last = stream.tokens[-1] if output.token_ids else None
+        stop = last is not None and ends(stream.add.sampling, last)
+        if stop:
+            assert output.finish_reason == "stop", where
+            assert output.stop_reason == (last if last in stream.add.sampling.stop_token_ids else None), where
+        elif last is not None and len(stream.tokens) == stream.limit:
+            assert output.finish_reason == "length", where
+        else:
+            assert output.finish_reason in (None, "abort", "error") and output.token_ids or output.finish_reason, where
+            assert output.finish_reason not in ("stop", "length"), where
+        if output.stop_reason == NonFiniteLogits.code:
+            known = stream.add.prompt_token_ids + stream.tokens
+            assert output.finish_reason == "error" and not self.h.runner.poison.isdisjoint(known), where
+        if output.finish_reason == "abort" and not stream.tokens:
+            assert output.message.startswith("Abort before prefill"), where
+        stream.reason = output.finish_reason
+
+    def assert_nothing_is_owed(self) -> None:
+        """Exactly one final output for each accepted choice whose client wants one, one reply for each call."""
+        owed = [key for key, stream in self.streams.items() if stream.open]
+        assert not owed, f"no final output for {owed}"
+        assert not self.calls, f"no reply to {self.calls}"
+
+
+def ends(sampling: SamplingParams, token: int) -> bool:
+    return token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)

@@ -1,0 +1,115 @@
+"""Imports run down only: a module imports from its own layer or from one below, and no files import in a circle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each layer, and the layers below it that it may import. ``core`` is the ground floor: it imports nothing of ours.
+# The inside of a process (engine, worker, http) is imported by that process's main alone, in ``entrypoints``.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "embedded": (),
+    "inter_communicator": ("core",),
+    "cache_manager": ("core",),
+    "scheduler": ("core", "cache_manager"),
+    "metrics": ("core", "scheduler"),
+    "model_executor": ("core",),
+    "worker": ("core", "model_executor"),
+    "engine": ("core", "inter_communicator", "scheduler", "cache_manager", "metrics"),
+    "client": ("core", "inter_communicator"),
+    "http": ("core", "inter_communicator", "client"),
+    "rl": ("core",),
+    "entrypoints": ("core", "embedded", "inter_communicator", "model_executor", "worker", "engine", "client", "http"),
+}
+MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("embedded", "model_executor", "worker")]
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of a file of ours, a package's own file without ``.__init__``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of fastdeploy/ and benchmarks/, by its dotted name."""
+    files = [path for folder in ("fastdeploy", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    return {module_name(path): path for path in files}
+
+
+@cache
+def imports_of(name: str) -> set[str]:
+    """Modules of ours that a module imports: anywhere in its file, but for what only a type checker reads."""
+    found = set()
+    tree = ast.parse(modules()[name].read_text())
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    found &= modules().keys()
+    # ``from package import module`` means the module: the package's own file is imported with it, but not meant.
+    return {target for target in found if not any(x.startswith(target + ".") for x in found)}
+
+
+def layer_of(name: str) -> str:
+    package, _, rest = name.partition(".")
+    return "benchmarks" if package == "benchmarks" else rest.partition(".")[0] or "__init__"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_itself_and_what_lies_below_it(layer):
+    names = [name for name in modules() if layer_of(name) == layer]
+    assert names, f"the layer {layer} has no module"
+    for name in names:
+        for target in imports_of(name):
+            if target == "fastdeploy":  # the package itself: its version
+                continue
+            assert layer_of(target) in (layer, *LAYERS[layer]), f"{name} imports {target}"
+
+
+def test_every_module_belongs_to_a_layer_and_nothing_imports_the_benchmarks():
+    for name in modules():
+        assert layer_of(name) in (*LAYERS, *MAINS, "benchmarks"), f"{name} belongs to no layer"
+        if layer_of(name) != "benchmarks":
+            assert not any(layer_of(target) == "benchmarks" for target in imports_of(name)), name
+
+
+def test_no_files_import_in_a_circle():
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in sorted(imports_of(name) - {"fastdeploy"}):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in modules():
+        visit(name, ())
+
+
+@pytest.mark.parametrize("layer", WITHOUT_PADDLE)
+def test_a_layer_can_be_imported_without_paddle(layer):
+    # The adapters of rl.frameworks import what the frameworks bring.
+    names = [n for n in modules() if layer_of(n) == layer and ".frameworks." not in n]
+    code = f"import sys, {', '.join(names)}; sys.exit('paddle' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"{layer} imports paddle"
