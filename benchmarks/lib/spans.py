@@ -13,7 +13,7 @@ class Labelled(NamedTuple):
     """Output tokens [start, end) were sampled by this version."""
 
     version: str
-    epoch: int
+    weight_epoch: int
     start: int
     end: int
 
@@ -28,7 +28,7 @@ def labels(log: StreamLog) -> list[Labelled]:
     position = 0
     for event in log.tokens:
         for raw in event.weight_versions:
-            span = Labelled(str(raw["version"]), raw["epoch"], raw["start"], raw["end"])
+            span = Labelled(str(raw["version"]), raw["weight_epoch"], raw["start"], raw["end"])
             if span.start != position or span.end <= span.start:
                 raise BadLabels(f"{log.request_id}: tokens labelled to {position}, then {span.start} to {span.end}")
             position = span.end
@@ -55,7 +55,7 @@ def judge_update(
         except BadLabels as bad:
             problems.append(str(bad))
             continue
-        if len(spans) == 2 and spans[1].version == version and spans[0].epoch < spans[1].epoch:
+        if len(spans) == 2 and spans[1].version == version and spans[0].weight_epoch < spans[1].weight_epoch:
             switches.append(spans[1].start)
             if is_prefix(log.token_ids[: spans[1].start], old.token_ids):
                 same.append(log)

@@ -22,14 +22,14 @@ class Admission(NamedTuple):
 class KVCacheManager:
     """Owns the block pool and the prefix index; blocks are returned in ``release`` and nowhere else.
 
-    ``epoch`` is that of the serving weights. Blocks of another epoch are never matched, and blocks whose context spans
-    epochs (``request.kv_mixed``) are never published.
+    ``weight_epoch`` is that of the serving weights. Blocks of other weights are never matched, and
+    blocks whose context spans a commit (``request.kv_mixed``) are never published.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.epoch = 0
+        self.weight_epoch = 0
         self.index = PrefixIndex(block_size)
         self.pool = BlockPool(num_blocks, self.index.evict)
         self._pinned: list[int] = []  # sources of copies that have not run yet
@@ -79,7 +79,9 @@ class KVCacheManager:
         request.cursor = path[num_shared - 1] if num_shared else None
         request.num_published = num_shared
         request.tail_published = num_shared > request.num_prompt_tokens // self.block_size
-        request.kv_recomputed |= request.first_epoch is not None and request.first_epoch != self.epoch
+        request.kv_recomputed |= (
+            request.first_weight_epoch is not None and request.first_weight_epoch != self.weight_epoch
+        )
         self.hit_tokens += usable
         self.queried_tokens += request.num_tokens
         return Admission(usable, copy)
@@ -87,7 +89,7 @@ class KVCacheManager:
     def _match(self, request: Request) -> list[Node]:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
-        return self.index.lookup((self.epoch, request.group.add.cache_salt), request.token_ids)
+        return self.index.lookup((self.weight_epoch, request.group.add.cache_salt), request.token_ids)
 
     def grow(self, request: Request) -> bool:
         """Make room for every token known; False (and nothing taken) if there is none."""
@@ -111,7 +113,7 @@ class KVCacheManager:
             return
         if request.cursor is None or not request.cursor.attached:
             # First time, or an equal block that stood for one of ours was evicted: name our own from the root on.
-            request.cursor = self.index.root((self.epoch, request.group.add.cache_salt))
+            request.cursor = self.index.root((self.weight_epoch, request.group.add.cache_salt))
             request.num_published = 0
         for i in range(request.num_published, full):
             if tail_due and i == request.num_prompt_tokens // size:
@@ -140,7 +142,7 @@ class KVCacheManager:
         request.cursor = None
         request.num_published = 0
         request.tail_published = False
-        if request.kv_mixed and request.first_epoch is not None:
+        if request.kv_mixed and request.first_weight_epoch is not None:
             request.kv_recomputed = True  # what spanned epochs will be rebuilt under one
         request.kv_mixed = False
 

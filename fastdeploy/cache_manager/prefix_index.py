@@ -1,7 +1,7 @@
 """Which computed blocks continue which prefix: a trie whose edges are the token ids themselves.
 
 A hit is verified by construction: an edge is found by the equality of its token tuple, below a parent that was found
-the same way, below a root that belongs to one namespace (epoch, cache_salt). No hash can collide, and nothing of
+the same way, below a root that belongs to one namespace (weight_epoch, cache_salt). No hash can collide, and nothing of
 another epoch is reachable.
 """
 

@@ -120,7 +120,7 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
         end = min(start + size, total)
         low, high = base + start, base + end
         spans = [
-            Span(s.version, s.epoch, max(s.start, low), min(s.end, high), s.recomputed)
+            Span(s.version, s.weight_epoch, max(s.start, low), min(s.end, high), s.recomputed)
             for s in output.spans
             if s.start < high and s.end > low
         ]
@@ -160,4 +160,8 @@ def joined(deltas: list[Delta]) -> Delta | None:
 
 def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:
     """The spans below output token ``end``."""
-    return [s if s.end <= end else Span(s.version, s.epoch, s.start, end, s.recomputed) for s in spans if s.start < end]
+    return [
+        s if s.end <= end else Span(s.version, s.weight_epoch, s.start, end, s.recomputed)
+        for s in spans
+        if s.start < end
+    ]

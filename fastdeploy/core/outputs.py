@@ -8,14 +8,14 @@ import msgspec
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by weights (version, epoch).
+    """Output tokens [start, end) were sampled by weights (version, weight_epoch).
 
     recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or
     an update with kv=recompute) and rebuilt under the weights of a later one.
     """
 
     version: str
-    epoch: int
+    weight_epoch: int
     start: int
     end: int
     recomputed: bool = False
@@ -25,8 +25,12 @@ def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
     """Append ``more`` to ``spans``, joining neighbours of the same weights."""
     for span in more:
         last = spans[-1] if spans else None
-        if last and (last.version, last.epoch, last.recomputed) == (span.version, span.epoch, span.recomputed):
-            spans[-1] = Span(last.version, last.epoch, last.start, span.end, last.recomputed)
+        if last and (last.version, last.weight_epoch, last.recomputed) == (
+            span.version,
+            span.weight_epoch,
+            span.recomputed,
+        ):
+            spans[-1] = Span(last.version, last.weight_epoch, last.start, span.end, last.recomputed)
         else:
             spans.append(span)
 

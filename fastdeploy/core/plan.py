@@ -50,10 +50,10 @@ class BlockCopy(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """``epoch`` and ``version`` are those of the weights that will run it, fixed at launch."""
+    """``weight_epoch`` and ``version`` are those of the weights that will run it, fixed at launch."""
 
     step_id: int
-    epoch: int
+    weight_epoch: int
     version: str
     chunks: list[ScheduledChunk]
     copies: list[BlockCopy]

@@ -65,8 +65,8 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_epoch", "first_token_at",
-        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at",
+        "first_weight_epoch", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
         "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key",
         "prompt_logprobs", "sampling", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
@@ -91,7 +91,7 @@ class Request:
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
-        self.first_epoch: int | None = None
+        self.first_weight_epoch: int | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
         self.num_preempted = 0
@@ -131,15 +131,15 @@ class Request:
         elif event is Event.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, epoch: int, version: str, now: float) -> Span:
+    def append(self, token_id: int, weight_epoch: int, version: str, now: float) -> Span:
         """Add one sampled token; returns the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
         if at == 0:
-            self.first_epoch = epoch
+            self.first_weight_epoch = weight_epoch
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(version=version, epoch=epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
+        return Span(version=version, weight_epoch=weight_epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"

@@ -52,8 +52,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 
 class CommonEngine:
-    """``run()`` until ``stop()``. on_commit(epoch) is called after each commit of weights, on the loop thread. clock:
-    seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
+    """``run()`` until ``stop()``. on_commit(weight_epoch) is called after each commit of weights, on the loop
+    thread. clock: seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
 
     run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
     EngineError, and the process is expected to be replaced.
@@ -74,12 +74,12 @@ class CommonEngine:
         self.config = config
         self.info = info
         self.boot_id = boot_id or uuid.uuid4().hex
-        self.epoch = 0
+        self.weight_epoch = 0
         self.version = "0"
         self._runner = runner
         self._transport = transport
         self._inbox = Inbox(transport)
-        self._on_commit = on_commit or (lambda epoch: None)
+        self._on_commit = on_commit or (lambda weight_epoch: None)
         self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
@@ -96,7 +96,7 @@ class CommonEngine:
         self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
         self.sleeper = Sleeper(runner, self, self.pause, self.weights, clock)
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
-        add_control_gauges(self.metrics, self.pause, self.weights, runner, lambda: self.epoch)
+        add_control_gauges(self.metrics, self.pause, self.weights, runner, lambda: self.weight_epoch)
         self._next_heartbeat = 0.0
         self._stopping = False
         self._was_busy = False
@@ -159,7 +159,7 @@ class CommonEngine:
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
-        plan = self.scheduler.plan(self.pause.gate, self.epoch, self.version)
+        plan = self.scheduler.plan(self.pause.gate, self.weight_epoch, self.version)
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -294,15 +294,15 @@ class CommonEngine:
         recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
         self._runner.commit(staged)
-        self.epoch += 1
-        self.version = version if version is not None else str(self.epoch)
-        self.scheduler.start_epoch(self.epoch, recompute)
-        self._on_commit(self.epoch)
+        self.weight_epoch += 1
+        self.version = version if version is not None else str(self.weight_epoch)
+        self.scheduler.start_epoch(self.weight_epoch, recompute)
+        self._on_commit(self.weight_epoch)
         return {
             "status": "committed",
             **self.weights_label(),
             "previous_version": before["version"],
-            "previous_epoch": before["epoch"],
+            "previous_weight_epoch": before["weight_epoch"],
             "kv": kv,
             "requests_in_flight": len(in_flight),
             "tokens_to_recompute": to_recompute,
@@ -349,7 +349,7 @@ class CommonEngine:
         self.pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
 
     def weights_label(self) -> dict[str, Any]:
-        return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
+        return {"version": self.version, "weight_epoch": self.weight_epoch, "boot_id": self.boot_id}
 
     # ------------------------------------------------------------------ the end
 

@@ -109,7 +109,7 @@ class PauseState:
         weights_label: Callable[[], dict[str, Any]],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """weights_label: version, epoch and boot id of the weights that serve, for reports."""
+        """weights_label: version, weight_epoch and boot id of the weights that serve, for reports."""
         self._effects = effects
         self._weights_label = weights_label
         self._clock = clock

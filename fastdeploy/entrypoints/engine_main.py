@@ -92,7 +92,9 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
 
     transport = ZmqRouterTransport(ipc_dir.endpoint(socket_dir))
     boot_id = uuid.uuid4().hex
-    engine = CommonEngine(config, runner, transport, boot_id, lambda epoch: events.send("commit", epoch=epoch))
+    engine = CommonEngine(
+        config, runner, transport, boot_id, lambda weight_epoch: events.send("commit", weight_epoch=weight_epoch)
+    )
     lifeline.stop = engine.stop
     warm_up(runner, engine.scheduler.pacer)
     collect_rarely()

@@ -97,7 +97,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Open a weight session. Reply: {"session_id", "lease_s", version, epoch, boot_id}.
+    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id}.
 
     lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
@@ -190,7 +190,7 @@ class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply: {version, epoch, boot_id, "session": {...} or null, "asleep": [tags]}, and with checksums
+    """Reply: {version, weight_epoch, boot_id, "session": {...} or null, "asleep": [tags]}, and with checksums
     {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     checksums: bool = False

@@ -179,7 +179,7 @@ class Partial:
         for s in spans:
             span = TokenSpan(
                 str(s["version"]),
-                s["epoch"],
+                s["weight_epoch"],
                 s["start"] + self._base,
                 s["end"] + self._base,
                 bool(s.get("recomputed")),

@@ -43,12 +43,14 @@ class Publisher:
         self._ledger = ledger
         self._holds = holds
         self.lock = asyncio.Lock()
-        self.held: dict[str, tuple[str, int]] = {}  # replica -> (boot id, epoch) of its last commit of ours
+        self.held: dict[str, tuple[str, int]] = {}  # replica -> (boot id, weight_epoch) of its last commit of ours
 
     async def up_to_date(self) -> bool:
         """Whether every replica still serves what this client committed last, and nobody else has since."""
         reports = await fan_out(self._replicas, lambda r: r.call("GET", "/v1/weights"), CONFIRM_S)
-        return all(r.ok and self.held.get(r.replica) == (r.result["boot_id"], r.result["epoch"]) for r in reports)
+        return all(
+            r.ok and self.held.get(r.replica) == (r.result["boot_id"], r.result["weight_epoch"]) for r in reports
+        )
 
     async def publish(self, options: dict[str, Any], chunks: Callable[[], Chunks], deadline_s: float) -> Publication:
         """Stage chunks on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with a
@@ -108,9 +110,9 @@ class Publisher:
                 done = await replica.call("POST", "/v1/weights/commit", json={"session_id": session["session_id"]})
             except Unreachable:
                 done = await self._confirm(replica, session)
-            self._ledger.committed(number, replica.url, done["boot_id"], done["epoch"])
+            self._ledger.committed(number, replica.url, done["boot_id"], done["weight_epoch"])
             self._router.published(replica, done["boot_id"])
-            self.held[replica.url] = (done["boot_id"], done["epoch"])
+            self.held[replica.url] = (done["boot_id"], done["weight_epoch"])
             return done
 
         reports = await fan_out(self._replicas, commit, 3 * CONFIRM_S)
@@ -132,6 +134,6 @@ class Publisher:
         if report.error is not None:
             raise report.error
         now = report.result
-        if (now["boot_id"], now["epoch"]) != (session["boot_id"], session["epoch"] + 1):
+        if (now["boot_id"], now["weight_epoch"]) != (session["boot_id"], session["weight_epoch"] + 1):
             raise Unreachable("the connection broke at the commit, which did not take place")
         return now | {"status": "committed"}

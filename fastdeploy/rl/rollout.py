@@ -10,14 +10,14 @@ PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Output tokens [start, end) were sampled on ``replica`` by weights (version, epoch).
+    """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
 
     An epoch counts the commits of one start of one engine, which ``boot_id`` names. publication: number of the last
     publication of this client that those weights hold; 0 = weights from before the first.
     """
 
     version: str
-    epoch: int
+    weight_epoch: int
     start: int
     end: int
     recomputed: bool = False
@@ -69,4 +69,4 @@ _NONE = TokenSpan("", 0, 0, 0)
 
 
 def _age(span: TokenSpan) -> tuple[int, int]:
-    return span.publication, span.epoch
+    return span.publication, span.weight_epoch

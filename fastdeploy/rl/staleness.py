@@ -28,11 +28,11 @@ class Ledger:
         self._pending = self.newest + 1
         return self._pending
 
-    def committed(self, number: int, replica: str, boot_id: str | None, epoch: int) -> None:
-        """``replica`` serves publication ``number`` as ``epoch``."""
+    def committed(self, number: int, replica: str, boot_id: str | None, weight_epoch: int) -> None:
+        """``replica`` serves publication ``number`` as ``weight_epoch``."""
         self.newest = max(self.newest, number)
         commits = self._commits.setdefault((replica, boot_id), [])
-        insort(commits, (epoch, number))
+        insort(commits, (weight_epoch, number))
         del commits[:-KEPT]
 
     def end(self) -> None:
@@ -42,8 +42,8 @@ class Ledger:
     def publication_of(self, span: TokenSpan) -> int:
         """The newest publication that had reached the replica when it made the span's tokens."""
         commits = self._commits.get((span.replica, span.boot_id), [])
-        at = bisect_right(commits, span.epoch, key=itemgetter(0))
-        if at == len(commits) and self._pending and span.epoch > (commits[-1][0] if commits else 0):
+        at = bisect_right(commits, span.weight_epoch, key=itemgetter(0))
+        if at == len(commits) and self._pending and span.weight_epoch > (commits[-1][0] if commits else 0):
             return self._pending  # its first tokens may overtake the answer to the commit
         return commits[at - 1][1] if at else 0
 

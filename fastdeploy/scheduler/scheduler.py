@@ -100,7 +100,7 @@ class Scheduler:
             return False
         return bool(self.running or self.waiting.num_started or (gate is Gate.OPEN and len(self.waiting)))
 
-    def plan(self, gate: Gate, epoch: int, version: str) -> StepPlan | None:
+    def plan(self, gate: Gate, weight_epoch: int, version: str) -> StepPlan | None:
         """Decodes first, then prompts under way, then newcomers, within the pacer's budget."""
         if not self.has_work(gate):
             return None
@@ -112,7 +112,7 @@ class Scheduler:
         if not chunks:
             return None
         self._step_id += 1
-        return StepPlan(self._step_id, epoch, version, list(chunks.values()), copies)
+        return StepPlan(self._step_id, weight_epoch, version, list(chunks.values()), copies)
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
         for request in self.running[:]:
@@ -231,7 +231,7 @@ class Scheduler:
                 del self._prefilling[request.prompt_key]
             gap_s = now - (request.last_token_at or request.arrival)
             token_id = sampled.token_id
-            span = request.append(token_id, plan.epoch, plan.version, now)
+            span = request.append(token_id, plan.weight_epoch, plan.version, now)
             tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
@@ -281,7 +281,7 @@ class Scheduler:
             self.retract(request)
         self.kv.forget_prefixes()
 
-    def start_epoch(self, epoch: int, recompute: bool) -> None:
+    def start_epoch(self, weight_epoch: int, recompute: bool) -> None:
         """The weights have just changed. No request matches KV of another epoch; those under way keep their own
         (and share it with nobody from now on), or drop it and are recomputed."""
         if recompute:
@@ -292,7 +292,7 @@ class Scheduler:
             request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self._prefilling.clear()
         self.kv.forget_prefixes()
-        self.kv.epoch = epoch
+        self.kv.weight_epoch = weight_epoch
 
     def check_integrity(self) -> None:
         """Run by tests after every step, and by the engine when idle."""

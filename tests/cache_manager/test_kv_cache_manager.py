@@ -70,12 +70,12 @@ def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
     assert kv.admit(make(list(range(6)))).hit_tokens == 5
 
 
-@pytest.mark.parametrize("change", ["salt", "epoch", "forgotten", "off"])
+@pytest.mark.parametrize("change", ["salt", "weight_epoch", "forgotten", "off"])
 def test_what_must_not_be_shared_is_not_found(change):
     kv = KVCacheManager(16, 4, enable_prefix_caching=change != "off")
     serve(kv, list(range(10)))
-    if change == "epoch":
-        kv.epoch = 1
+    if change == "weight_epoch":
+        kv.weight_epoch = 1
     if change == "forgotten":
         kv.forget_prefixes()
     assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "")).hit_tokens == 0
@@ -159,8 +159,8 @@ def test_integrity_notices_a_leak():
 def test_a_request_is_marked_as_recomputed_only_if_it_had_tokens_of_another_epoch():
     kv = KVCacheManager(8, 4)
     fresh, old = make([1, 2]), make([3, 4])
-    old.append(5, epoch=0, version="0", now=0.0)
-    kv.epoch = 1
+    old.append(5, weight_epoch=0, version="0", now=0.0)
+    kv.weight_epoch = 1
     kv.admit(fresh)
     kv.admit(old)
     assert (fresh.kv_recomputed, old.kv_recomputed) == (False, True)

@@ -131,7 +131,7 @@ class Server:
 
     @property
     def api_pids(self) -> list[int]:
-        return self.pids("openai.api_server")
+        return self.pids("entrypoints.api_server")
 
     def leftovers(self) -> list[str]:
         return [str(p) for p in self.ipc_root.iterdir()]

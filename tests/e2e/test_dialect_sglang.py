@@ -177,12 +177,12 @@ def test_tensors_arrive_in_buckets_and_are_one_commit(start_server, new_weights)
         assert generate(server, 12)["output_ids"] == before["output_ids"], "nothing changes before the end"
     ok(server.post("/end_weight_update", {}))
     after = generate(server, 12)
-    assert after["meta_info"]["weight_versions"] == [{"version": "2", "epoch": 1, "start": 0, "end": 12}]
+    assert after["meta_info"]["weight_versions"] == [{"version": "2", "weight_epoch": 1, "start": 0, "end": 12}]
     fresh = start_server("--model", str(new_weights))
     assert after["output_ids"] == generate(fresh, 12)["output_ids"]
     body = {"serialized_named_tensors": halves(new_weights), "weight_version": "3"}
     ok(server.post("/update_weights_from_tensor", body))
-    assert generate(server, 12)["meta_info"]["weight_versions"][0]["epoch"] == 2
+    assert generate(server, 12)["meta_info"]["weight_versions"][0]["weight_epoch"] == 2
 
 
 def test_memory_is_released_and_taken_back_in_steps(start_server, new_weights):

@@ -120,7 +120,7 @@ def test_a_new_label_aborts_nothing(live):
     assert stream.wait_end().finals == ["length"] and len(stream.tokens) == 1500
     assert {span["version"] for span in stream.spans} == {before["weight_version"], "relabelled"}
     after = ok(live.get("/weight_info"))
-    assert (after["weight_version"], after["epoch"]) == ("relabelled", before["epoch"])
+    assert (after["weight_version"], after["weight_epoch"]) == ("relabelled", before["weight_epoch"])
     ok(live.post("/update_weight_version", {"new_version": before["weight_version"]}))
 
 
@@ -154,7 +154,7 @@ def test_skyrls_colocated_step_discards_the_weights_and_publishes_new_ones(start
     ok(server.post("/wake_up?tags=kv_cache"))
     ok(server.post("/resume"))
     new = generate(server, 20)
-    assert new["token_ids"] != old and new["weight_versions"][0]["epoch"] == 1
+    assert new["token_ids"] != old and new["weight_versions"][0]["weight_epoch"] == 1
     compared = ok(server.post("/weight_checker", {"action": "compare", "baseline": before}))
     assert compared["match"] is False
 
@@ -197,7 +197,7 @@ def test_areals_step_aborts_updates_and_continues(start_server, new_weights):
     assert ok(server.post("/areal_update_weights", {"model_path": str(new_weights)}))["success"] is True
     assert ok(server.get("/is_paused"))["is_paused"] is True
     assert ok(server.post("/areal_continue_generation", {}))["success"] is True
-    assert generate(server, 5)["weight_versions"][0]["epoch"] == 1
+    assert generate(server, 5)["weight_versions"][0]["weight_epoch"] == 1
 
 
 def upload(server, data: bytes) -> Reply:

@@ -53,13 +53,13 @@ def test_a_live_stream_goes_on_and_says_which_token_is_whose(start_server, new_w
     alone = server.complete(PROMPT, max_tokens=2500, ignore_eos=True)["token_ids"]
     stream = LiveStream(server, PROMPT, max_tokens=2500).wait_for_tokens(5)
     report = update(server, new_weights, version="step-7").result
-    assert (report["version"], report["epoch"], report["previous_epoch"]) == ("step-7", 1, 0)
+    assert (report["version"], report["weight_epoch"], report["previous_weight_epoch"]) == ("step-7", 1, 0)
     assert report["requests_in_flight"] == 1
     stream.wait_end()
     assert stream.finals == ["length"] and len(stream.tokens) == 2500
-    at = next(i for i, s in enumerate(stream.spans) if s["epoch"] == 1)
+    at = next(i for i, s in enumerate(stream.spans) if s["weight_epoch"] == 1)
     first = stream.spans[at]["start"]
-    assert 0 < first < 2500 and {s["epoch"] for s in stream.spans[at:]} == {1}
+    assert 0 < first < 2500 and {s["weight_epoch"] for s in stream.spans[at:]} == {1}
     assert stream.tokens[:first] == alone[:first]
     covered = [(s["start"], s["end"]) for s in stream.spans]
     assert covered[0][0] == 0 and covered[-1][1] == 2500
@@ -87,7 +87,7 @@ def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
     got = server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
     assert got["token_ids"] == wanted["token_ids"] and got["logprobs"] == wanted["logprobs"]
     assert got["token_ids"] != old["token_ids"] or got["logprobs"] != old["logprobs"]
-    assert got["weight_versions"] == [{"version": "1", "epoch": 1, "start": 0, "end": 40}]
+    assert got["weight_versions"] == [{"version": "1", "weight_epoch": 1, "start": 0, "end": 40}]
 
 
 def test_kept_and_recomputed_requests_differ_only_as_asked(start_server, new_weights):
@@ -99,7 +99,7 @@ def test_kept_and_recomputed_requests_differ_only_as_asked(start_server, new_wei
     assert report["tokens_to_recompute"] > 0
     server.post("/v1/resume")
     stream.wait_end()
-    first = next(s["start"] for s in stream.spans if s["epoch"] == 1)
+    first = next(s["start"] for s in stream.spans if s["weight_epoch"] == 1)
     rest = server.complete([*PROMPT, *stream.tokens[:first]], max_tokens=1500 - first, ignore_eos=True)
     assert stream.tokens[first:] == rest["token_ids"]
 

@@ -121,10 +121,10 @@ def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token(tmp_
     h.turn(5)
     before = len(h.stream("r").tokens)
     reply = h.update(tmp_path / "w7", version="v7")
-    assert reply.failure is None and reply.result["version"] == "v7" and reply.result["epoch"] == 1
+    assert reply.failure is None and reply.result["version"] == "v7" and reply.result["weight_epoch"] == 1
     h.run_out()
     stream = h.stream("r")
-    old = [s for s in stream.spans if s.epoch == 0]
+    old = [s for s in stream.spans if s.weight_epoch == 0]
     assert before < len(old) < 20 and [s.version for s in stream.spans] == ["0"] * len(old) + ["v7"] * (20 - len(old))
     assert stream.tokens[: len(old)] == expected_tokens([1, 2, 3], len(old))
     assert stream.tokens[len(old) :] == expected_tokens([1, 2, 3, *stream.tokens[: len(old)]], 20 - len(old), weights=7)

@@ -42,7 +42,7 @@ def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_
     assert commit(h, session).failure is None
     assert hold_ids(h) == []
     h.run_out()
-    assert {s.epoch for s in h.stream("r").spans} == {0, 1} and h.stream("r").reason == "length"
+    assert {s.weight_epoch for s in h.stream("r").spans} == {0, 1} and h.stream("r").reason == "length"
     h.pause(mode="keep", hold_id="mine")
     assert h.update(folders / "w2", in_place=True).failure is None
     assert hold_ids(h) == ["mine"], "an update never resumes"

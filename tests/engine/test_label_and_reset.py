@@ -20,13 +20,13 @@ def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
     h.turn(5)
     before = [len(h.stream("r", i).tokens) for i in range(2)]
     result = h.ask(m.SetVersionArgs("v9")).result
-    assert (result["version"], result["epoch"], h.engine.epoch) == ("v9", 0, 0)
+    assert (result["version"], result["weight_epoch"], h.engine.weight_epoch) == ("v9", 0, 0)
     h.run_out()
     for i, count in enumerate(before):
         stream = h.stream("r", i)
         assert stream.reason == "length" and stream.tokens == expected_tokens(list(range(1, 17)), 12)
         assert [s.version for s in stream.spans] == ["0"] * count + ["v9"] * (12 - count)
-        assert {s.epoch for s in stream.spans} == {0} and not any(s.recomputed for s in stream.spans)
+        assert {s.weight_epoch for s in stream.spans} == {0} and not any(s.recomputed for s in stream.spans)
     h.add("again", list(range(1, 17)), max_tokens=2)
     h.run_out()
     assert h.stream("again").finals[0].finish_reason == "length" and h.engine.kv.hit_tokens >= 15
@@ -59,7 +59,7 @@ def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(f
     chunk(h, session, folders / "w1")
     result = h.ask(m.ResetArgs(version="fresh")).result
     assert (result["aborted"], result["released"], result["sessions_aborted"]) == (2, ["anonymous-1"], [session])
-    assert (result["version"], result["epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
+    assert (result["version"], result["weight_epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
     for stream in (h.stream("mine", 0), h.stream("mine", 1), h.stream("theirs", client="b")):
         assert stream.reason == "abort" and stream.tokens
     assert failure(h, m.CommitUpdateArgs(session)).code == "session_not_found"
@@ -124,7 +124,7 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
     chunk(h, h.engine.weights.session.id, folders / "w1")
     h.now += 2.0
     info = h.ask(m.WeightInfoArgs()).result
-    assert (info["version"], info["epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
+    assert (info["version"], info["weight_epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
     told = info["session"]
     assert told["session_id"] == h.engine.weights.session.id and told["placed_by"] == "sglang"
     assert (told["version"], told["partial"], told["in_place"], told["state"]) == ("v1", True, False, "open")

@@ -746,7 +746,7 @@ def test_the_report_says_all_that_is_promised():
     h.now += 1
     report = h.pause(mode="abort", hold_id="x", placed_by="sglang").result
     assert set(report) >= {
-        "status", "state", "mode", "scope", "hold", "admission", "version", "epoch", "counts", "tokens_returned",
+        "status", "state", "mode", "scope", "hold", "admission", "version", "weight_epoch", "counts", "tokens_returned",
         "aborted_ids", "forced_ids", "escalated_by", "elapsed_ms", "is_paused", "rejecting_new_requests",
         "slow_api_servers", "dropped_api_servers",
     }  # fmt: skip

@@ -299,8 +299,8 @@ def test_weights_may_be_updated_while_only_kv_sleeps(folders):
     wake(h, "kv_cache")
     h.run_out()
     stream = h.stream("r")
-    assert stream.reason == "length" and {s.epoch for s in stream.spans} == {0, 2}
-    assert {s.recomputed for s in stream.spans if s.epoch == 2} == {True}
+    assert stream.reason == "length" and {s.weight_epoch for s in stream.spans} == {0, 2}
+    assert {s.recomputed for s in stream.spans if s.weight_epoch == 2} == {True}
     assert_serves(h, 2)
 
 

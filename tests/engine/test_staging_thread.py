@@ -93,7 +93,7 @@ def test_an_update_that_hangs_is_given_up_in_time_and_the_next_one_has_a_thread_
     h.turn()
     reply = h.reply(call)
     assert reply.failure.code == "staging_timeout" and "60 s" in reply.failure.message
-    assert (reply.result["version"], reply.result["epoch"]) == ("0", 0)
+    assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
     assert_serves(h, 0)
     assert h.update(folders / "w1").failure is None
     assert_serves(h, 1)

@@ -358,7 +358,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def label_comes(self, version: str) -> None:
         """No token of the turn in which it is read has the old label: all are sampled after its messages."""
-        self.witness.versions[self.engine.epoch] = version
+        self.witness.versions[self.engine.weight_epoch] = version
         self.step()
 
     @rule(data=st.data(), version=st.sampled_from([None, None, "z"]), sure=st.integers(0, 2))
@@ -468,15 +468,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert self.pause.unanswered == 0 and not self.engine.weights_in_use()
-        self.start_engine(lost_commit=self.engine.epoch > 0)
+        self.start_engine(lost_commit=self.engine.weight_epoch > 0)
 
     def step(self) -> None:
         was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
-        epoch, seen = self.engine.epoch, len(self.witness.replies)
+        weight_epoch, seen = self.engine.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
         self.h.turn()
-        if self.engine.epoch != epoch:
-            self.committed(epoch + 1, self.publications[session.id], serving)
+        if self.engine.weight_epoch != weight_epoch:
+            self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
             assert self.h.runner.computed_tokens == computed and tokens == 0, "PAUSED, and yet it computed"
@@ -487,13 +487,13 @@ class EngineMachine(RuleBasedStateMachine):
         idle = session is not None and session.state.value == "open" and not session.pending
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
-    def committed(self, epoch: int, told: Publication, serving: int) -> None:
+    def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """``serving``: the weights before."""
-        self.witness.weights[epoch] = told.weights(serving)
-        self.witness.versions[epoch] = told.version or str(epoch)
+        self.witness.weights[weight_epoch] = told.weights(serving)
+        self.witness.versions[weight_epoch] = told.version or str(weight_epoch)
         assert told.committing and "bad" not in told.names and "garbage" not in told.names
         assert self.h.runner.weights == told.weights(serving), "what was committed was not asked for"
-        assert self.engine.version == self.witness.versions[epoch]
+        assert self.engine.version == self.witness.versions[weight_epoch]
         event("commit")
 
     def check_reply(self, args: m.Args, reply: m.Reply) -> None:
@@ -517,7 +517,7 @@ class EngineMachine(RuleBasedStateMachine):
             case m.SleepArgs(tags=tags) if code is None:
                 assert set(tags) <= self.h.runner.asleep and self.pause.is_paused
             case m.WeightInfoArgs() if code is None and "checksums" in reply.result:
-                weights = self.witness.weights[reply.result["epoch"]]
+                weights = self.witness.weights[reply.result["weight_epoch"]]
                 assert reply.result["checksums"]["weights"] == hashlib.sha256(str(weights).encode()).hexdigest()
             case _:
                 assert code is None or code in REFUSALS.get(type(args), ()), reply

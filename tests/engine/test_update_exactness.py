@@ -109,10 +109,10 @@ def run(folders: tuple[Path, Path], offset: int, kv: str, paused: bool) -> tuple
 
 def switch_point(stream: Stream) -> int:
     """How many tokens the old weights sampled; the spans say so, and leave no gap."""
-    epochs = [span.epoch for span in stream.spans]
-    assert epochs == sorted(epochs) and set(epochs) <= {0, 1}
+    weight_epochs = [span.weight_epoch for span in stream.spans]
+    assert weight_epochs == sorted(weight_epochs) and set(weight_epochs) <= {0, 1}
     assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(len(stream.tokens))]
-    return epochs.count(0)
+    return weight_epochs.count(0)
 
 
 @pytest.fixture(scope="module")

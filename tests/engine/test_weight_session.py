@@ -47,15 +47,15 @@ def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(fo
     h.add("r", PROMPT, max_tokens=30)
     h.turn(3)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
-    assert (opened["lease_s"], opened["version"], opened["epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
+    assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
     session = opened["session_id"]
     first = chunk(h, session, folders / "w1").result
     assert (first["session_id"], first["tensors"], first["nbytes"], first["tensors_received"]) == (session, 3, 12, 3)
     assert chunk(h, session, folders / "w2").result["tensors_received"] == 6
-    assert h.engine.epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
+    assert h.engine.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
     report = commit(h, session).result
-    assert (report["status"], report["version"], report["epoch"]) == ("committed", "v1", 1)
-    assert (report["previous_version"], report["previous_epoch"], report["requests_in_flight"]) == ("0", 0, 1)
+    assert (report["status"], report["version"], report["weight_epoch"]) == ("committed", "v1", 1)
+    assert (report["previous_version"], report["previous_weight_epoch"], report["requests_in_flight"]) == ("0", 0, 1)
     assert report["timings_ms"].keys() == {"stage", "wait_for_step", "commit", "total"}
     assert report["tensors"] == 6 and report["state"] == "running" and report["kv"] == "keep"
     h.run_out()
@@ -119,7 +119,7 @@ def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_
     session = begin(h)
     reply = commit(h, session)
     assert reply.failure.code == "weight_update_refused" and "tensor a" in reply.failure.message
-    assert (reply.result["version"], reply.result["epoch"]) == ("0", 0)
+    assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
     assert_serves(h, 0)
     assert h.update(folders / "w1").failure is None
 
@@ -161,7 +161,7 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     h.ask(m.SetVersionArgs("other"))
     h.runner.may_stage.set()
     h.turn(3)
-    assert h.reply(call).failure.code == "version_conflict" and h.engine.epoch == 0
+    assert h.reply(call).failure.code == "version_conflict" and h.engine.weight_epoch == 0
     assert_serves(h, 0)
     assert h.update(folders / "w1", expected_version="other").failure is None
 
@@ -260,7 +260,7 @@ def test_a_commit_that_is_repeated_is_told_that_it_was_done(folders):
     chunk(h, session, folders / "w1")
     commit(h, session)
     again = commit(h, session).failure
-    assert again.code == "session_not_found" and "committed" in again.message and h.engine.epoch == 1
+    assert again.code == "session_not_found" and "committed" in again.message and h.engine.weight_epoch == 1
 
 
 def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders):
@@ -307,7 +307,7 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
         assert h.reply(call).failure is None
         h.now += 4.0  # counted from the end of the work
         h.turn()
-    assert h.engine.epoch == 1
+    assert h.engine.weight_epoch == 1
 
 
 def test_abort_names_what_it_ended_and_may_be_repeated(folders):

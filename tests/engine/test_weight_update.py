@@ -22,7 +22,7 @@ def assert_follows_its_spans(h: Harness, request_id: str, prompt: list[int], wei
     stream, so_far = h.stream(request_id), list(prompt)
     assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(len(stream.tokens))]
     for token, span in zip(stream.tokens, stream.spans, strict=True):
-        assert token == next_token(so_far, weights[span.epoch], h.runner.info.vocab_size), span
+        assert token == next_token(so_far, weights[span.weight_epoch], h.runner.info.vocab_size), span
         so_far.append(token)
 
 
@@ -33,7 +33,7 @@ def test_a_folder_that_cannot_be_read_leaves_the_old_weights_serving(folders, fo
     h.turn(3)
     reply = h.update(folders / folder, version="v1")
     assert reply.failure.code == "weight_update_refused"
-    assert (reply.result["version"], reply.result["epoch"]) == ("0", 0)
+    assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
     h.run_out()
     assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
     assert h.update(folders / "w1").failure is None, "the next update may come"
@@ -63,7 +63,7 @@ def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
     first = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     h.turn(5)
     assert h.update(folders / "w2").failure.code == "update_in_progress"
-    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.epoch == 0
+    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.weight_epoch == 0
     h.runner.may_stage.set()
     h.turn(2)
     assert h.reply(first).failure is None and h.runner.weights == 1
@@ -76,7 +76,7 @@ def test_the_label_is_a_label_and_the_epoch_counts(folders):
     for folder, version, label in (("w1", "same", "same"), ("w2", "same", "same"), ("w1", None, "3")):
         result = h.update(folders / folder, version=version).result
         assert result["version"] == label
-    assert h.engine.epoch == 3 and result["previous_version"] == "same" and result["previous_epoch"] == 2
+    assert h.engine.weight_epoch == 3 and result["previous_version"] == "same" and result["previous_weight_epoch"] == 2
 
 
 def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_the_new_weights(folders):
@@ -90,7 +90,7 @@ def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_th
     h.resume()
     h.run_out()
     assert_follows_its_spans(h, "r", [1, 2, 3], {0: 0, 1: 1})
-    assert [s.epoch for s in h.stream("r").spans] == [0] * seen + [1] * (20 - seen)
+    assert [s.weight_epoch for s in h.stream("r").spans] == [0] * seen + [1] * (20 - seen)
 
 
 def test_every_choice_of_a_group_is_labelled(folders):
@@ -117,7 +117,7 @@ def test_kept_kv_is_not_computed_again_and_recompute_drops_it(folders):
         h.resume()
         h.run_out()
         assert_follows_its_spans(h, "r", list(range(1, 21)), {0: 0, 1: 1})
-        assert {s.recomputed for s in h.stream("r").spans if s.epoch == 1} == {kv == "recompute"}
+        assert {s.recomputed for s in h.stream("r").spans if s.weight_epoch == 1} == {kv == "recompute"}
         computed[kv] = h.runner.computed_tokens
     assert computed["recompute"] == computed["keep"] + 20 + 3
 
@@ -193,7 +193,7 @@ def test_when_all_kv_spans_epochs_one_is_preempted_and_its_later_spans_say_recom
         assert_follows_its_spans(h, f"r{i}", [i + 4] * 8, {0: 0, 1: 1})
         flags = [s.recomputed for s in stream.spans]
         assert flags == sorted(flags) and flags[-1] == (stream.finals[0].num_preempted > 0)
-        assert not any(s.recomputed for s in stream.spans if s.epoch == 0)
+        assert not any(s.recomputed for s in stream.spans if s.weight_epoch == 0)
 
 
 def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well(folders):
@@ -205,7 +205,7 @@ def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well
     h.update(folders / "w1")
     h.resume()
     h.run_out()
-    assert [s.recomputed for s in h.stream("r").spans] == [s.epoch == 1 for s in h.stream("r").spans]
+    assert [s.recomputed for s in h.stream("r").spans] == [s.weight_epoch == 1 for s in h.stream("r").spans]
 
 
 def test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again(folders):
@@ -244,7 +244,7 @@ def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(fol
     h.turn()
     h.transport.gone.add("b")
     h.turn(2)
-    assert h.engine.epoch == 1
+    assert h.engine.weight_epoch == 1
     assert h.update(folders / "w2").failure is None
 
 
@@ -261,5 +261,5 @@ def test_a_prompt_computed_over_a_commit_says_so_once_its_kv_is_rebuilt(folders)
     h.resume()
     h.run_out()
     spans = h.stream("r").spans
-    assert {s.epoch for s in spans} == {1}
+    assert {s.weight_epoch for s in spans} == {1}
     assert [s.recomputed for s in spans] == [False] * before + [True] * (12 - before)

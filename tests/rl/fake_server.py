@@ -47,7 +47,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.uploads: list[bytes] = []
-        self.boot_id, self.epoch, self.version = "boot-1", 0, "0"
+        self.boot_id, self.weight_epoch, self.version = "boot-1", 0, "0"
         self.holds: dict[str, str] = {}
         self.session: dict[str, Any] | None = None
         self.before_token: Callable[[int], None] = lambda position: None
@@ -73,7 +73,7 @@ class FakeServer:
 
     def restart(self) -> None:
         """Another engine, with the start-up weights."""
-        self.boot_id, self.epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
+        self.boot_id, self.weight_epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
         self.drop_all()
 
     def paths(self) -> list[str]:
@@ -220,7 +220,7 @@ class FakeServer:
             "token_ids": new,
             "finish_reason": {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}.get(end),
             "weight_versions": [
-                {"version": self.version, "epoch": self.epoch, "start": start, "end": len(ids)}
+                {"version": self.version, "weight_epoch": self.weight_epoch, "start": start, "end": len(ids)}
             ] if new else [],
         }  # fmt: skip
         if body.get("logprobs") is not None:
@@ -258,7 +258,7 @@ class FakeServer:
         return {"status": "ok", "boot_id": self.boot_id}
 
     def _label(self) -> dict[str, Any]:
-        return {"version": self.version, "epoch": self.epoch, "boot_id": self.boot_id}
+        return {"version": self.version, "weight_epoch": self.weight_epoch, "boot_id": self.boot_id}
 
     def _v1_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         return self._label()
@@ -299,7 +299,7 @@ class FakeServer:
 
     def _v1_weights_commit(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.session is not None
-        self.epoch += 1
-        self.version = str(self.session.get("version", self.epoch))
+        self.weight_epoch += 1
+        self.version = str(self.session.get("version", self.weight_epoch))
         self.session = None
         return self._label() | {"status": "committed"}

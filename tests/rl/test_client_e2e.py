@@ -77,7 +77,7 @@ def test_every_way_of_publishing_ends_in_the_same_weights_on_both(servers, tmp_p
             start, moved = state(), state(0.02)
             before = await client.generate(PROMPT, SHORT)
             folder = await client.update_weights(str(write_checkpoint(tmp_path / "new", moved)))
-            assert folder.version == str(folder.reports[0].result["epoch"])
+            assert folder.version == str(folder.reports[0].result["weight_epoch"])
             (expected,) = await checksums(client)
             after = await client.generate(PROMPT, SHORT, max_staleness=0)
             assert after.token_ids != before.token_ids and after.min_version == folder.version
@@ -112,7 +112,7 @@ def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             before = await checksums(client)
-            epochs = [(await r.call("GET", "/v1/weights"))["epoch"] for r in client.replicas]
+            weight_epochs = [(await r.call("GET", "/v1/weights"))["weight_epoch"] for r in client.replicas]
             wrong = state() | {"no.such.tensor": np.ones(3, np.float32)}
             for via in ("upload", "shared_memory"):
                 with pytest.raises(FleetError, match="no.such.tensor") as failed:
@@ -125,7 +125,7 @@ def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
             assert [r.ok for r in failed.value.reports] == [True, False]
             await client.replicas[1].call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
             infos = [await r.call("GET", "/v1/weights") for r in client.replicas]
-            assert [i["epoch"] for i in infos] == epochs and [i["session"] for i in infos] == [None, None]
+            assert [i["weight_epoch"] for i in infos] == weight_epochs and [i["session"] for i in infos] == [None, None]
             assert await checksums(client) == before
 
     run(go())

@@ -38,7 +38,7 @@ def rollout(*faults: Fault | None, params=PARAMS) -> tuple[Rollout, FakeServer]:
 
 
 def said(r: Rollout) -> tuple:
-    spans = [(s.version, s.epoch, s.start, s.end) for s in r.spans]
+    spans = [(s.version, s.weight_epoch, s.start, s.end) for s in r.spans]
     return r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.finish_reason, r.stop_reason, r.index
 
 

@@ -118,9 +118,9 @@ def test_if_staging_fails_on_one_nobody_has_committed_and_no_session_stays_open(
             with pytest.raises(FleetError, match="nobody has committed") as failed:
                 await client.publish(STATE, via="upload")
             assert [r.ok for r in failed.value.reports] == [True, False, True]
-            assert [s.epoch for s in servers] == [0, 0, 0] and [s.session for s in servers] == [None] * 3
+            assert [s.weight_epoch for s in servers] == [0, 0, 0] and [s.session for s in servers] == [None] * 3
             assert (await client.publish(STATE, via="upload")).number == 1
-            assert [s.epoch for s in servers] == [1, 1, 1]
+            assert [s.weight_epoch for s in servers] == [1, 1, 1]
 
     run(go())
 
@@ -132,7 +132,7 @@ def test_a_publication_that_is_cancelled_aborts_its_sessions():
             task = asyncio.create_task(client.publish(STATE, via="upload", chunk_mb=0))
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert [s.epoch for s in servers] == [0, 0] and [s.session for s in servers] == [None] * 2
+            assert [s.weight_epoch for s in servers] == [0, 0] and [s.session for s in servers] == [None] * 2
 
     run(go())
 
@@ -161,11 +161,11 @@ def test_a_commit_whose_answer_is_lost_is_looked_up(took_place):
         async with fleet(2) as (servers, client):
             servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop")])
             if took_place:
-                servers[0].epoch, begin = 0, servers[0]._v1_weights_begin
+                servers[0].weight_epoch, begin = 0, servers[0]._v1_weights_begin
 
                 def begun(body):
                     done = begin(body)
-                    servers[0].epoch = 1  # as it will be after the commit
+                    servers[0].weight_epoch = 1  # as it will be after the commit
                     return done
 
                 servers[0]._v1_weights_begin = begun
@@ -196,7 +196,7 @@ def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest():
             assert await sent(changed) == ["b"] and partial()
             assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
             # Somebody else commits, an engine restarts, a publication fails: the difference would be to something else.
-            servers[1].epoch += 1
+            servers[1].weight_epoch += 1
             assert await sent(changed) == ["a", "b"] and not partial()
             servers[0].restart()
             assert await sent(changed) == ["a", "b"] and not partial()

@@ -142,7 +142,7 @@ def test_an_engine_that_restarted_without_the_published_weights_makes_no_token_o
             lost = servers[0]
             for server in servers:
                 server.faults.append(Fault("abort", 2))
-            lost.boot_id, lost.epoch, lost.version = "boot-2", 0, "0"
+            lost.boot_id, lost.weight_epoch, lost.version = "boot-2", 0, "0"
             got = await asyncio.gather(*(client.generate(PROMPT, PARAMS) for _ in range(4)))
             assert {s.version for r in got for s in r.spans} == {"one"}
             assert all(len(r.token_ids) == 4 for r in got)

@@ -38,7 +38,7 @@ def test_the_age_of_a_rollout_is_that_of_its_oldest_token():
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             r = await straddling(client, server, commits=2)
-            assert [(s.version, s.epoch, s.start, s.end, s.publication) for s in r.spans] == [
+            assert [(s.version, s.weight_epoch, s.start, s.end, s.publication) for s in r.spans] == [
                 ("first", 1, 0, 2, 1),
                 ("3", 3, 2, 8, 3),
             ]
@@ -74,7 +74,7 @@ def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
         ledger.committed(number, "b", "boot-b", epoch_b)
         ledger.end()
     made = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
-    spans = [TokenSpan("same", epoch, 0, 1, False, replica, boot_id) for replica, boot_id, epoch in made]
+    spans = [TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in made]
     assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
 
 

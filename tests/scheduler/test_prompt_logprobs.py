@@ -108,7 +108,7 @@ def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(tm
     folder.mkdir()
     assert h.update(folder, kv=kv).failure is None
     h.run_out()
-    first = h.stream("r").spans[0].epoch
+    first = h.stream("r").spans[0].weight_epoch
     assert told(h, "r") == whole(PROMPT, weights=3 if first else 0) and (first == 0) >= first_by_old
 
 
@@ -153,4 +153,4 @@ def test_a_label_changed_between_two_tokens_makes_two_spans_of_one_epoch():
     h.run_out()
     spans = h.stream("r").spans
     assert [s.version for s in spans] == ["0"] * before + ["renamed"] * (6 - before)
-    assert {s.epoch for s in spans} == {0} and h.stream("r").reason == "length"
+    assert {s.weight_epoch for s in spans} == {0} and h.stream("r").reason == "length"

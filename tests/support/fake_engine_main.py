@@ -45,8 +45,8 @@ def main() -> int:
     engine.status |= {"lost_commit": args.lost_commit, "pid": os.getpid()}
 
     def commit(call: m.Call) -> m.Reply:
-        events.send("commit", epoch=1)
-        return m.Reply(call.call_id, {"epoch": 1})
+        events.send("commit", weight_epoch=1)
+        return m.Reply(call.call_id, {"weight_epoch": 1})
 
     engine.replies[m.UpdateWeightsArgs] = commit
     events.send("ready", boot_id=engine.boot_id)

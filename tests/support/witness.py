@@ -23,7 +23,7 @@ class Expected:
     limit: int  # of output tokens
     sent_epoch: int
     tokens: list[int] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
+    weight_epochs: list[int] = field(default_factory=list)
     reason: str | None = None
     closing: bool = False
     closed: bool = False
@@ -51,7 +51,7 @@ class Witness:
     # ---------------------------------------------------------------- what the clients did
 
     def added(self, client: str, add: AddRequest) -> None:
-        self.undecided.append((client, add, self.h.engine.epoch))
+        self.undecided.append((client, add, self.h.engine.weight_epoch))
 
     def called(self, client: str, call_id: int, args: m.Args) -> None:
         self.calls[client, call_id] = args
@@ -132,19 +132,23 @@ class Witness:
         sampling = stream.add.sampling
         at = len(stream.tokens)
         assert (span.start, span.end) == (at, at + 1), f"{where}: {span}"
-        assert span.epoch == self.h.engine.epoch and span.version == self.versions[span.epoch], f"{where}: {span}"
-        assert not stream.epochs or stream.epochs[-1] <= span.epoch, where
+        assert span.weight_epoch == self.h.engine.weight_epoch and span.version == self.versions[span.weight_epoch], (
+            f"{where}: {span}"
+        )
+        assert not stream.weight_epochs or stream.weight_epochs[-1] <= span.weight_epoch, where
         if span.recomputed:
             # It may be its prompt alone that was computed under the earlier epoch, and lost after the first token.
-            assert stream.epochs and stream.sent_epoch < span.epoch, f"{where}: nothing of another epoch was lost"
+            assert stream.weight_epochs and stream.sent_epoch < span.weight_epoch, (
+                f"{where}: nothing of another epoch was lost"
+            )
         banned = (EOS, *sampling.stop_token_ids) if at < sampling.min_tokens else ()
         so_far = stream.add.prompt_token_ids + stream.tokens
-        expected = next_token(so_far, self.weights[span.epoch], self.h.runner.info.vocab_size, banned)
+        expected = next_token(so_far, self.weights[span.weight_epoch], self.h.runner.info.vocab_size, banned)
         assert token == expected, f"{where}: {token} where an undisturbed run has {expected}"
         assert not (stream.tokens and ends(sampling, stream.tokens[-1])), f"{where}: a token after the last one"
         assert at < stream.limit, f"{where}: more than max_tokens"
         stream.tokens.append(token)
-        stream.epochs.append(span.epoch)
+        stream.weight_epochs.append(span.weight_epoch)
 
     def _end(self, stream: Expected, output: m.Output, where: str) -> None:
         last = stream.tokens[-1] if output.token_ids else None

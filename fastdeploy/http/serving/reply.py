@@ -21,7 +21,7 @@ from fastdeploy.http.serving.streaming import EventStream, GenerationResponse, J
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
     """Spans in their public form; ``recomputed`` is told only where it holds."""
     return [
-        {"version": s.version, "epoch": s.epoch, "start": s.start, "end": s.end}
+        {"version": s.version, "weight_epoch": s.weight_epoch, "start": s.start, "end": s.end}
         | ({"recomputed": True} if s.recomputed else {})
         for s in spans
     ]
@@ -32,7 +32,7 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
     label that it had."""
     if not spans:
         return {"min_weight_version": None, "max_weight_version": None}
-    oldest, newest = min(spans, key=lambda s: s.epoch), max(reversed(spans), key=lambda s: s.epoch)
+    oldest, newest = min(spans, key=lambda s: s.weight_epoch), max(reversed(spans), key=lambda s: s.weight_epoch)
     return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
 
 

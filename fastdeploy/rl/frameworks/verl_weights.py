@@ -19,7 +19,7 @@ async def bring(
     **options: Any,
 ) -> Publication:
     """Publish full tensors as ``global_steps``. None keeps the step: the new weights get the label of those that serve,
-    and another epoch. options: of RolloutClient.publish."""
+    and another weight_epoch. options: of RolloutClient.publish."""
     version: str | int | None = global_steps
     if version is None:
         version = (await client.replicas[0].call("GET", "/v1/weights", CONTROL_S))["version"]

@@ -11,7 +11,10 @@ def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
     order = list(dict.fromkeys(versions))
     events = [
         TokenEvent(
-            1 + i / 10, [ids[i] if ids else i], "", [{"version": v, "epoch": order.index(v), "start": i, "end": i + 1}]
+            1 + i / 10,
+            [ids[i] if ids else i],
+            "",
+            [{"version": v, "weight_epoch": order.index(v), "start": i, "end": i + 1}],
         )
         for i, v in enumerate(versions)
     ]

@@ -302,9 +302,9 @@ def test_abort_requests_needs_ids_or_all(module_stack):
 
 
 def test_update_weights_passes_folder_label_and_kv(module_stack):
-    answer(module_stack, m.UpdateWeightsArgs, {"version": "7", "epoch": 1})
+    answer(module_stack, m.UpdateWeightsArgs, {"version": "7", "weight_epoch": 1})
     reply = module_stack.post("/v1/update_weights", model_path="/m", version=7, kv="recompute")
-    assert reply.json()["result"]["epoch"] == 1
+    assert reply.json()["result"]["weight_epoch"] == 1
     assert module_stack.engine.expect(m.UpdateWeightsArgs).args == m.UpdateWeightsArgs(
         FolderSource("/m"), "7", kv="recompute"
     )

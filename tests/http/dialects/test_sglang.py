@@ -17,7 +17,7 @@ from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
 
 HELLO = list(b"hey you")
-LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1"}
+LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1"}
 COUNTS = {"running": 2, "frozen": 1, "queued": 4}
 
 
@@ -60,7 +60,7 @@ def test_a_generation_has_the_shape_that_slime_and_areal_read(stack):
     assert meta["output_token_logprobs"] == [[-0.5, token, None] for token in HELLO]
     assert meta["input_token_logprobs"] == []
     assert meta["weight_version"] == "step-7"
-    assert meta["weight_versions"] == [{"version": "step-7", "epoch": 1, "start": 0, "end": 7}]
+    assert meta["weight_versions"] == [{"version": "step-7", "weight_epoch": 1, "start": 0, "end": 7}]
     add = stack.engine.expect(AddRequest)
     assert (add.request_id, add.prompt_token_ids, add.sampling.logprobs) == ("mine", [1, 2, 3], 0)
 

@@ -19,7 +19,7 @@ from fastdeploy.core.weight_source import FileSource, FolderSource
 from fastdeploy.http.dialects.sglang import pull as sglang_pull
 from fastdeploy.inter_communicator import messages as m
 
-REPORT = {"status": "committed", "version": "7", "epoch": 3, "state": "running", "requests_in_flight": 2}
+REPORT = {"status": "committed", "version": "7", "weight_epoch": 3, "state": "running", "requests_in_flight": 2}
 OPENED = {"session_id": "s-1", "lease_s": 300.0}
 UPLOAD = safetensors_bytes({"w": np.arange(4, dtype=np.float32)})
 OTHER = safetensors_bytes({"v": np.ones(2, np.float32)})
@@ -43,7 +43,7 @@ class Weights:
             m.PauseArgs: {"status": "paused"},
             m.ResumeArgs: {"released": []},
             m.ResetCacheArgs: {"success": True},
-            m.WeightInfoArgs: {"version": "7", "epoch": 3, "boot_id": "b", "session": session, "asleep": [],
+            m.WeightInfoArgs: {"version": "7", "weight_epoch": 3, "boot_id": "b", "session": session, "asleep": [],
                                "checksums": {"w": "00"}, "checksum": "11"},
         }  # fmt: skip
         for kind, result in replies.items():

@@ -58,7 +58,7 @@ def test_sleep_for_a_weight_sync_keeps_the_kv_that_skyrl_wants_kept(stack, offlo
 
 def test_wake_for_a_weight_sync_wakes_what_sleeps_of_the_tags_it_names(stack):
     for asleep, tags, woken in ((["weight"], ["weights"], ("weight",)), ([], ["kv_cache"], None)):
-        label = {"version": "v", "epoch": 1, "asleep": asleep}
+        label = {"version": "v", "weight_epoch": 1, "asleep": asleep}
         stack.engine.replies[m.WeightInfoArgs] = lambda call, label=label: m.Reply(call.call_id, label)
         stack.engine.replies[m.WakeArgs] = lambda call: m.Reply(call.call_id, {"asleep": []})
         reply = rpc(stack, "skyrl_wake_for_weight_sync", tags=tags)

@@ -12,7 +12,7 @@ from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
 
 HELLO = list(b"hey you")
-LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1", "session": None, "asleep": []}
+LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "session": None, "asleep": []}
 
 
 def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
@@ -51,7 +51,7 @@ def test_a_generation_has_the_shape_that_skyrl_and_trl_read(stack):
     assert [entry["logprob"] for entry in content] == [-0.5] * 7
     assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in HELLO]
     assert [[top["token"] for top in entry["top_logprobs"]] for entry in content] == [["token_id:0", "token_id:1"]] * 7
-    assert choice["weight_versions"] == [{"version": "step-7", "epoch": 1, "start": 0, "end": 7}]
+    assert choice["weight_versions"] == [{"version": "step-7", "weight_epoch": 1, "start": 0, "end": 7}]
     assert "prompt_token_ids" not in choice and "text" not in choice
     assert body["usage"]["completion_tokens"] == 7
     add = stack.engine.expect(AddRequest)
@@ -345,7 +345,7 @@ def test_a_new_version_is_a_label_and_aborts_nothing(stack, version):
 def test_weight_info(stack):
     answer(stack, m.WeightInfoArgs, LABEL)
     info = stack.http.get("/weight_info").json()
-    assert (info["weight_version"], info["epoch"]) == ("step-7", 3)
+    assert (info["weight_version"], info["weight_epoch"]) == ("step-7", 3)
 
 
 def test_the_weight_checker_tells_checksums_and_compares_them(stack):

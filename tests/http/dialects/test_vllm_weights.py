@@ -10,7 +10,7 @@ import pytest
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 
-LABEL = {"version": "step-7", "epoch": 3, "boot_id": "boot-1", "asleep": []}
+LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "asleep": []}
 OPEN = {"session": {"session_id": "s-1", "placed_by": "vllm"}}
 BEGUN = {"session_id": "s-1", "lease_s": 300.0}
 NCCL = {"master_address": "10.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2, "packed": True}
@@ -76,9 +76,9 @@ def test_a_malformed_update_is_refused_by_name(module_stack, info, field):
 
 def test_an_update_without_a_session_is_one_commit(stack):
     with_session(stack, None)
-    answer(stack, m.UpdateWeightsArgs, {"status": "committed", "version": "8", "epoch": 4})
+    answer(stack, m.UpdateWeightsArgs, {"status": "committed", "version": "8", "weight_epoch": 4})
     info = {"model_path": "/ckpt", "weight_version": 8, "kv": "recompute"}
-    assert stack.post("/update_weights", update_info=info).json()["report"]["epoch"] == 4
+    assert stack.post("/update_weights", update_info=info).json()["report"]["weight_epoch"] == 4
     expected = m.UpdateWeightsArgs(FolderSource("/ckpt"), version="8", kv="recompute")
     assert stack.engine.expect(m.UpdateWeightsArgs).args == expected
 
@@ -129,7 +129,7 @@ def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
 def test_start_update_finish_are_begin_chunk_commit(stack):
     answer(stack, m.BeginUpdateArgs, BEGUN)
     answer(stack, m.UpdateChunkArgs, {"tensors": 3})
-    answer(stack, m.CommitUpdateArgs, {"version": "9", "epoch": 4})
+    answer(stack, m.CommitUpdateArgs, {"version": "9", "weight_epoch": 4})
     assert stack.post("/start_weight_update", is_checkpoint_format=True).json()["session_id"] == "s-1"
     assert stack.engine.expect(m.BeginUpdateArgs).args == m.BeginUpdateArgs(placed_by="vllm")
     with_session(stack, OPEN["session"])
@@ -138,7 +138,7 @@ def test_start_update_finish_are_begin_chunk_commit(stack):
     expected = m.UpdateChunkArgs("s-1", SharedMemorySource("/seg", 64), checksums={"a": "11"})
     assert stack.engine.expect(m.UpdateChunkArgs).args == expected
     finished = stack.post("/finish_weight_update", weight_version=9).json()
-    assert (finished["weight_version"], finished["report"]["epoch"]) == ("9", 4)
+    assert (finished["weight_version"], finished["report"]["weight_epoch"]) == ("9", 4)
     assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs("s-1", version="9")
 
 

@@ -181,7 +181,9 @@ def test_control_is_answered_on_the_control_port_which_answers_all(guarded):
 
 def test_no_key_is_in_the_servers_information(guarded):
     for path in ("/server_info", "/get_server_info"):
-        guarded.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(call.call_id, {"version": "v", "epoch": 1})
+        guarded.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(
+            call.call_id, {"version": "v", "weight_epoch": 1}
+        )
         reply = guarded.http.get(path, headers=bearer(DATA))
         assert reply.status_code == 200
         assert not any(key.decode() in reply.text for key in (*BOTH.data, *BOTH.control))
@@ -219,7 +221,7 @@ def test_a_refused_body_is_not_waited_for(guarded):
 def test_an_upload_to_an_exposed_server_needs_the_control_key(make_stack, path, headers):
     stack = make_stack(host="0.0.0.0", insecure_control=True, model_roots=("/",))
     for kind in (m.UpdateWeightsArgs, m.ResumeArgs):
-        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"epoch": 1})
+        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"weight_epoch": 1})
     for content in (b"tensors", iter([b"tensors"])):
         reply = stack.http.post(path, content=content, headers=headers)
         assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]

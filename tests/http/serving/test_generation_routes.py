@@ -88,13 +88,13 @@ def test_token_ids_and_weight_versions_are_in_replies_and_in_every_chunk(stack):
     body = {"prompt": [1, 2, 3], "return_token_ids": True, "max_tokens": 3}
     choice = stack.post("/v1/completions", **body).json()["choices"][0]
     assert choice["token_ids"] == [104, 105, 106] and choice["prompt_token_ids"] == [1, 2, 3]
-    assert choice["weight_versions"] == [{"version": "v1", "epoch": 1, "start": 0, "end": 3}]
+    assert choice["weight_versions"] == [{"version": "v1", "weight_epoch": 1, "start": 0, "end": 3}]
     chunks = events(stack.post("/v1/completions", **body, stream=True))
     assert chunks.pop() == "[DONE]"
     assert [c["choices"][0]["token_ids"] for c in chunks] == [[104, 105], [106]]
     spans = [c["choices"][0]["weight_versions"] for c in chunks]
-    assert spans == [[{"version": "v1", "epoch": 1, "start": 0, "end": 2}],
-                     [{"version": "v1", "epoch": 1, "start": 2, "end": 3}]]  # fmt: skip
+    assert spans == [[{"version": "v1", "weight_epoch": 1, "start": 0, "end": 2}],
+                     [{"version": "v1", "weight_epoch": 1, "start": 2, "end": 3}]]  # fmt: skip
     assert "token_ids" not in stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
 
 

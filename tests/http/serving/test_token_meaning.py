@@ -31,9 +31,9 @@ def labelled(tokens: list[int], *labels: tuple[str, int]):
         outputs = []
         for i, token in enumerate(tokens):
             for choice in range(add.n):
-                version, epoch = labels[min(i + choice, len(labels) - 1)]
+                version, weight_epoch = labels[min(i + choice, len(labels) - 1)]
                 last = i == len(tokens) - 1
-                span = Span(version=version, epoch=epoch, start=i, end=i + 1)
+                span = Span(version=version, weight_epoch=weight_epoch, start=i, end=i + 1)
                 logprobs = [Logprob(-0.5)] if add.sampling.logprobs is not None else []
                 reason = "length" if last else None
                 outputs.append(
@@ -45,7 +45,7 @@ def labelled(tokens: list[int], *labels: tuple[str, int]):
 
 
 def versions(choice: dict) -> tuple:
-    spans = [(s["version"], s["epoch"], s["start"], s["end"]) for s in choice["weight_versions"]]
+    spans = [(s["version"], s["weight_epoch"], s["start"], s["end"]) for s in choice["weight_versions"]]
     return spans, choice["min_weight_version"], choice["max_weight_version"]
 
 

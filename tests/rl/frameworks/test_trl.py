@@ -98,7 +98,7 @@ def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
     assert len(steps) == STEPS
     published = seen["publications"]
     assert [p["version"] for p in published] == [f"trl-{i}" for i in range(STEPS + 1)], "one at the start, one a step"
-    assert [p["reports"][0]["epoch"] for p in published] == list(range(1, STEPS + 2))
+    assert [p["reports"][0]["weight_epoch"] for p in published] == list(range(1, STEPS + 2))
     serving = server.get("/v1/weights?checksums=true").result
     assert serving["version"] == f"trl-{STEPS}"
     assert serving["checksums"] == seen["sha256"], "the server has what the trainer has"

@@ -87,7 +87,7 @@ def test_a_step_is_that_of_the_tokens_and_not_of_the_reply():
 
             def update(position):
                 if position == 6:
-                    server.version, server.epoch = "5", 1
+                    server.version, server.weight_epoch = "5", 1
 
             server.before_token = update
             fields = (await verl.generate(PROMPT, PARAMS, "r1")).extra_fields
@@ -244,11 +244,11 @@ def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
         async with handle() as (server, verl), RolloutClient(server.url) as client:
             server.version = "41"
             for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
-                epoch = server.epoch
+                weight_epoch = server.weight_epoch
                 tensors = iter([("a", np.ones(2, np.float32))])
                 await bring(client, tensors, global_steps, via="upload")
-                assert server.epoch == epoch + 1
-                fields = (await verl.generate(PROMPT, PARAMS, f"r{epoch}")).extra_fields
+                assert server.weight_epoch == weight_epoch + 1
+                fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
                 assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
 
     run(go())

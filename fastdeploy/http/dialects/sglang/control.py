@@ -143,7 +143,9 @@ def _add_information(router: APIRouter, context: ServingContext) -> None:
     @router.get("/get_weight_version")
     async def get_weight_version() -> Response:
         info = await client.call(m.WeightInfoArgs())
-        return json_response({"weight_version": info["version"], "epoch": info["epoch"], "boot_id": info["boot_id"]})
+        return json_response(
+            {"weight_version": info["version"], "weight_epoch": info["weight_epoch"], "boot_id": info["boot_id"]}
+        )
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
