@@ -89,7 +89,11 @@ class WeightSessions:
         return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
 
     def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
-        session = self._find_open(args.session_id)
+        session_id = self._session_meant(args)
+        if session_id is None:
+            answer({"session_id": None}, None)
+            return
+        session = self._find_open(session_id)
         self._policy.check(args.source)
         check_label("version", args.version)
         session.advance(Event.CHUNK)
@@ -98,14 +102,18 @@ class WeightSessions:
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
         """See the message."""
-        if args.session_id is not None:
-            self._find_open(args.session_id)
+        session_id = self._session_meant(args)
+        if session_id is not None:
+            self._find_open(session_id)
         else:
             self._check_begin(args.begin)
         return {}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
-        session = self._find(args.session_id)
+        session_id = self._session_meant(args)
+        if session_id is None:
+            raise WrongOrder("no weight update is open: it was never begun, has failed, or its lease has ended")
+        session = self._find(session_id)
         check_label("version", args.version)
         check_kv(args.kv)
         if session.state is not State.OPEN:
@@ -243,6 +251,13 @@ class WeightSessions:
             expires_at=now + args.lease_s,
         )
         return self.session
+
+    def _session_meant(self, args: m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs) -> str | None:
+        """Return the session id that the call names, or else that of the session that its ``placed_by`` has open."""
+        session = self.session
+        if args.session_id is not None or session is None or session.placed_by != args.placed_by:
+            return args.session_id
+        return session.id
 
     def _find(self, session_id: str) -> Session:
         if self.session is None or self.session.id != session_id:

@@ -103,7 +103,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
     otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
     timeout_s: seconds that each chunk, and the check of the commit, may take; after that the session has ended.
-    placed_by: shown by WeightInfoArgs, so that a dialect whose calls name no session finds its own and no other.
+    placed_by: who opened the session. Callers that keep no session id name the session by this.
     """
 
     version: str | None = None
@@ -119,29 +119,38 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Some tensors of the new weights, checked and packed before the reply: {"session_id", "tensors", "nbytes",
     "tensors_received", "lease_s"}. checksums: {tensor: sha256 hex of its bytes}, for any of them. A chunk that is
-    refused ends the session. version: label of the commit, over what begin said."""
+    refused ends the session. version: label of the commit, over what begin said.
 
-    session_id: str
+    session_id None: the session that ``placed_by`` has open. If there is none, the chunk is not read, and the reply is
+    {"session_id": null}."""
+
+    session_id: str | None
     source: Source
     version: str | None = None
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
+    placed_by: str = ""
 
 
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Asked before the bytes of an upload are received: would a chunk of ``session_id``, or without one an update that
-    starts with ``begin``, be refused already? Reply: {}. Fails as the chunk or the begin would. Changes nothing."""
+    """Ask before the bytes of an upload are received whether the engine would refuse them: as a chunk of the session
+    (found as for UpdateChunkArgs), or without a session as an update that starts with ``begin``. Reply: {}. Fails as
+    the chunk or the begin would. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
+    placed_by: str = ""
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: a report."""
+    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: a report.
 
-    session_id: str
+    session_id None: the session that ``placed_by`` has open. WrongOrder if there is none."""
+
+    session_id: str | None
     version: str | None = None
     kv: str | None = None
+    placed_by: str = ""
 
 
 class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -247,6 +247,21 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
     assert ask(session).failure.code == "session_not_found" and ask().failure is None
 
 
+def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other(folders):
+    h = Harness()
+    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource(str(folders / "w1")), placed_by=placer), turns=2)  # noqa: E731
+    check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
+    assert add("vllm").result == {"session_id": None} and check("vllm") is None
+    session = begin(h, placed_by="vllm", partial=True)
+    assert add("sglang").result == {"session_id": None}
+    assert check("sglang").code == "update_in_progress" and check("vllm") is None
+    assert failure(h, m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
+    assert h.engine.weights.session.tensors == 0, "the session of another placer is left alone"
+    assert (add("vllm").result["session_id"], h.engine.weights.session.tensors) == (session, 3)
+    assert h.ask(m.CommitUpdateArgs(None, placed_by="vllm"), turns=2).result["session_id"] == session
+    assert failure(h, m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
+
+
 def test_a_session_nobody_opened_is_unknown(folders):
     h = Harness()
     source = FolderSource(str(folders / "w1"))
