@@ -1,21 +1,33 @@
-"""Code that the dialects share: reading the fields of a control call, and the pause of a foreign client."""
+"""Code that several dialects share: bodies, pauses, SGLang's error shape, and the description of this server."""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import HTTPException, Request
+import msgspec
+from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
 
+from fastdeploy import __version__
+from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.errors import error_body, json_response
 from fastdeploy.http.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
-# An adapter that is named here is refused rather than overlooked: the call would act on the whole engine.
+# A call that names an adapter is refused: without the name it would act on the whole engine.
 CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
-# Query parameters that may be repeated, or hold a comma list.
+# Query parameters that may be repeated, or hold a list separated by commas.
 LISTS = frozenset({"tags", "request_ids"})
+
+Route = Callable[[Request], Awaitable[Response]]
+
+# --------------------------------------------------------------------------- bodies
 
 
 class LaxBody(BaseModel):
@@ -28,7 +40,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 async def read_fields(request: Request) -> dict[str, Any]:
-    """The JSON object of the body over the query parameters. No body, and a GET with one, are fine."""
+    """Return the query parameters, with the fields of the JSON body over them. The body may be absent."""
     query: dict[str, Any] = dict(request.query_params)
     for name in LISTS & query.keys():
         values = request.query_params.getlist(name)
@@ -37,16 +49,28 @@ async def read_fields(request: Request) -> dict[str, Any]:
 
 
 async def read_control(request: Request, kind: type[Kind]) -> Kind:
-    """The fields of :func:`read_fields` as ``kind``, null being absent. Raises InvalidField for the first wrong one."""
+    """Read the fields of :func:`read_fields` as ``kind``. Null means absent. Raises InvalidField for the first wrong
+    field, and for an adapter's name."""
     fields = await read_fields(request)
     if not issubclass(kind, Body):
         fields = {k: v for k, v in fields.items() if k in kind.model_fields or k in CONTROL_UNSUPPORTED}
     return parse_body(fields, kind, CONTROL_UNSUPPORTED)
 
 
+async def read_lax(request: Request, kind: type[Kind]) -> Kind:
+    """Read the JSON body alone as ``kind``. Null means absent. Fields that ``kind`` does not have are dropped."""
+    data = parse_json(await request.body())
+    return parse_body({k: v for k, v in data.items() if k in kind.model_fields}, kind, {})
+
+
+# --------------------------------------------------------------------------- pauses
+
+
 async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
-    """Pause as every dialect does. Requests that come during the pause are held, never refused. Requests that do not
-    end in time are frozen, never aborted. Returns the report when quiesced."""
+    """Pause the engine and return the report once it is quiesced.
+
+    Requests that arrive during the pause are held, never refused. Requests that do not end within PAUSE_TIMEOUT_S are
+    frozen, never aborted."""
     args = m.PauseArgs(
         mode=mode,
         clear_cache=clear_cache,
@@ -63,6 +87,88 @@ async def resume(context: ServingContext) -> dict[str, Any]:
     return await context.client.call(m.ResumeArgs())
 
 
+# --------------------------------------------------------------------------- replies
+
+
 def adapters_off() -> HTTPException:
-    """The 404 of routes about adapters, which clients read as a feature that is off."""
+    """Return the 404 of adapter routes, which clients read as a feature that is off."""
     return HTTPException(404, "this server serves no adapters: publish merged weights instead")
+
+
+def sglang_errors(**extra: Any) -> Callable[[Route], Route]:
+    """Answer a FastDeployError in the shape that SGLang's clients read: success false, with ``extra`` beside it.
+
+    The status is 400, or the error's own status where the server is at fault (500 and above)."""
+
+    def decorate(route: Route) -> Route:
+        @functools.wraps(route)
+        async def run(request: Request) -> Response:
+            try:
+                return await route(request)
+            except FastDeployError as error:
+                status = STATUS.get(error.code, 500)
+                body = {"success": False, "message": error.message, **extra, **error_body(error)}
+                return json_response(body, 400 if status < 500 else status)
+
+        return run
+
+    return decorate
+
+
+def success(message: str, **fields: Any) -> Response:
+    return json_response({"success": True, "message": message, **fields})
+
+
+def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_field: str | None = None) -> None:
+    """Add POST routes that answer 400. reasons: path -> why this server has no such route. reason_field: name of a
+    further field of the reply, with the reason alone."""
+
+    def add(path: str, why: str) -> None:
+        @router.post(path)
+        @sglang_errors(**({reason_field: why} if reason_field else {}))
+        async def refuse(request: Request) -> Response:
+            raise InvalidField(path.removeprefix("/"), why)
+
+    for path, why in reasons.items():
+        add(path, why)
+
+
+# --------------------------------------------------------------------------- this server
+
+
+def model_fields(context: ServingContext) -> dict[str, Any]:
+    """Return SGLang's fields about the model."""
+    config = context.config
+    return {
+        "model_path": config.model,
+        "served_model_name": config.served_model_name,
+        "tokenizer_path": config.model if context.tokenizer is not None else None,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+
+
+async def server_arguments(context: ServingContext, request: Request) -> dict[str, Any]:
+    """Return the content of SGLang's /server_info: the settings of this server and the shape of its deployment, which
+    is one replica on one device."""
+    client, config = context.client, context.config
+    host, port = request.scope.get("server") or (config.host, config.port)
+    info = await client.call(m.WeightInfoArgs())
+    return {
+        **msgspec.to_builtins(config),
+        **client.model_info,
+        **model_fields(context),
+        "host": host,
+        "port": port,
+        **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "num_gpus", "nnodes", "gpu_id_step"), 1),
+        **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
+        "disaggregation_mode": "null",
+        # slime compares these with its own settings before it takes an engine that it has not started.
+        "enable_memory_saver": False,
+        "enable_return_routed_experts": False,
+        "weight_version": info["version"],
+        "version": __version__,
+        "time": time.time(),
+    }

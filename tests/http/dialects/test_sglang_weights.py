@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from safetensors.numpy import save as safetensors_bytes
 
 from fastdeploy.core.weight_source import FileSource, FolderSource
-from fastdeploy.http.dialects.sglang import pull as sglang_pull
+from fastdeploy.http.dialects.sglang import pull_weights as sglang_pull
 from fastdeploy.inter_communicator import messages as m
 
 REPORT = {"status": "committed", "version": "7", "weight_epoch": 3, "state": "running", "requests_in_flight": 2}
@@ -32,6 +32,7 @@ class Weights:
         self.calls: list = []
         self.tensors: list[dict] = []
         self.paths: list[str] = []
+        self._open = (session or {}).get("placed_by")
         self._failures = failures
         replies = {
             m.UpdateWeightsArgs: REPORT,
@@ -50,12 +51,15 @@ class Weights:
             stack.engine.replies[kind] = lambda call, result=result: self._reply(call, result)
 
     def _reply(self, call: m.Call, result: dict) -> m.Reply:
+        if getattr(call.args, "session_id", "") is None and call.args.placed_by != self._open:
+            if isinstance(call.args, m.CommitUpdateArgs):
+                return m.Reply(call.call_id, {}, m.Failure("wrong_order", "no weight update is open"))
+            return m.Reply(call.call_id, {"session_id": None})
         source = getattr(call.args, "source", None)
         if isinstance(source, FileSource):
             self.paths.append(source.path)
             self.tensors.append(load_file(source.path))
-        if not isinstance(call.args, m.WeightInfoArgs):
-            self.calls.append(call.args)
+        self.calls.append(call.args)
         return m.Reply(call.call_id, result, self._failures.get(type(call.args).__name__))
 
     @property
@@ -221,7 +225,8 @@ def test_begin_and_end_make_one_update_of_all_buckets(stack):
     stack.post("/update_weights_from_disk", model_path="/ckpt")
     assert stack.post("/end_weight_update").json()["success"] is True
     assert weights.kinds == ["UpdateChunk", "UpdateChunk", "CommitUpdate", "ResetCache"]
-    assert (weights.calls[0].version, weights.calls[2].session_id) == ("7", "s-1")
+    assert weights.calls[0].version == "7"
+    assert {(call.session_id, call.placed_by) for call in weights.calls[:3]} == {(None, "sglang")}
 
 
 def test_tensors_never_go_into_the_session_of_another_trainer(stack):

@@ -11,7 +11,8 @@ from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "asleep": []}
-OPEN = {"session": {"session_id": "s-1", "placed_by": "vllm"}}
+OPEN = {"session_id": "s-1", "placed_by": "vllm"}
+ADDED = {"session_id": "s-1", "tensors": 3}
 BEGUN = {"session_id": "s-1", "lease_s": 300.0}
 NCCL = {"master_address": "10.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2, "packed": True}
 SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
@@ -21,8 +22,17 @@ def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | N
     stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
 
 
-def with_session(stack, session: dict | None) -> None:
+def with_session(stack, session: dict | None, failure: m.Failure | None = None) -> None:
+    """Let the engine have this open session. ``failure``: its answer to a chunk."""
     answer(stack, m.WeightInfoArgs, {**LABEL, "session": session})
+
+    def add(call: m.Call) -> m.Reply:
+        found = session is not None and call.args.placed_by == session["placed_by"]
+        return m.Reply(call.call_id, ADDED if found else {"session_id": None}, failure if found else None)
+
+    stack.engine.replies[m.UpdateChunkArgs] = add
+    ended = m.Failure("wrong_order", "no weight update is open")
+    answer(stack, m.CommitUpdateArgs, {"version": "9", "weight_epoch": 4}, None if session == OPEN else ended)
 
 
 def refused(response: httpx.Response, field: str, *words: str) -> None:
@@ -128,18 +138,17 @@ def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
 
 def test_start_update_finish_are_begin_chunk_commit(stack):
     answer(stack, m.BeginUpdateArgs, BEGUN)
-    answer(stack, m.UpdateChunkArgs, {"tensors": 3})
-    answer(stack, m.CommitUpdateArgs, {"version": "9", "weight_epoch": 4})
     assert stack.post("/start_weight_update", is_checkpoint_format=True).json()["session_id"] == "s-1"
     assert stack.engine.expect(m.BeginUpdateArgs).args == m.BeginUpdateArgs(placed_by="vllm")
-    with_session(stack, OPEN["session"])
+    with_session(stack, OPEN)
     memory = {"shared_memory": "/seg", "nbytes": 64, "checksums": {"a": "11"}}
-    assert stack.post("/update_weights", update_info=memory).json()["report"] == {"tensors": 3}
-    expected = m.UpdateChunkArgs("s-1", SharedMemorySource("/seg", 64), checksums={"a": "11"})
-    assert stack.engine.expect(m.UpdateChunkArgs).args == expected
+    assert stack.post("/update_weights", update_info=memory).json()["report"] == ADDED
+    expected = m.UpdateChunkArgs(None, SharedMemorySource("/seg", 64), checksums={"a": "11"}, placed_by="vllm")
+    assert stack.engine.seen.get_nowait().args == expected, "one call: the engine finds the session"
+    assert stack.engine.seen.empty()
     finished = stack.post("/finish_weight_update", weight_version=9).json()
     assert (finished["weight_version"], finished["report"]["weight_epoch"]) == ("9", 4)
-    assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs("s-1", version="9")
+    assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs(None, version="9", placed_by="vllm")
 
 
 def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
@@ -148,7 +157,7 @@ def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
     for body, partial in (({}, False), ({"partial": True}, True)):
         stack.post("/start_weight_update", **body)
         assert stack.engine.expect(m.BeginUpdateArgs).args.partial is partial
-    with_session(stack, OPEN["session"])
+    with_session(stack, OPEN)
     info = {"model_path": "/x", "partial": True}
     refused(stack.post("/update_weights", update_info=info), "update_info.partial")
 
@@ -164,8 +173,7 @@ def test_the_kernels_own_format_is_unknown_here(module_stack):
 
 
 def test_a_refused_chunk_says_why(stack):
-    with_session(stack, OPEN["session"])
-    answer(stack, m.UpdateChunkArgs, failure=m.Failure("weight_update_refused", "a: expected shape [2], got [3]"))
+    with_session(stack, OPEN, m.Failure("weight_update_refused", "a: expected shape [2], got [3]"))
     reply = stack.post("/update_weights", update_info={"model_path": "/x"})
     assert (reply.status_code, reply.json()["error"]["message"]) == (400, "a: expected shape [2], got [3]")
 
@@ -175,15 +183,13 @@ def test_a_refused_chunk_says_why(stack):
 
 def test_skyrls_worker_methods_are_the_same_session(stack):
     answer(stack, m.BeginUpdateArgs, BEGUN)
-    answer(stack, m.UpdateChunkArgs, {"tensors": 3})
-    answer(stack, m.CommitUpdateArgs, {"version": "9"})
     started = rpc(stack, "skyrl_start_weight_update", is_checkpoint_format=True)
     assert started.json() == {"results": [BEGUN]}
-    with_session(stack, OPEN["session"])
+    with_session(stack, OPEN)
     for method in ("update_weights_disk", "update_weights_ipc", "update_weights_nccl", "update_weights_rdt"):
-        assert rpc(stack, method, update_info={"model_path": "/c"}).json() == {"results": [{"tensors": 3}]}
+        assert rpc(stack, method, update_info={"model_path": "/c"}).json() == {"results": [ADDED]}
         assert stack.engine.expect(m.UpdateChunkArgs).args.source == FolderSource("/c")
-    assert rpc(stack, "skyrl_finish_weight_update").json() == {"results": [{"version": "9"}]}
+    assert rpc(stack, "skyrl_finish_weight_update").json() == {"results": [{"version": "9", "weight_epoch": 4}]}
 
 
 @pytest.mark.parametrize("body", [{"method": "os.system"}, {}, {"method": "update_weights", "args": ["x"]}])

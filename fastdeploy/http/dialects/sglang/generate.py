@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's own shape, whole or as a stream in which every chunk holds everything so far."""
+"""POST /generate in SGLang's shape, whole or as a stream. Each event of a stream repeats everything so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.sglang.protocol import GenerateBody, Prompts, parse_generate, read_prompts
+from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompts, parse_generate, read_prompts
 from fastdeploy.http.guards.pace import GrowingArray, Pace
 from fastdeploy.http.openai.protocol import read_json
 from fastdeploy.http.openapi import streams, takes
@@ -26,11 +26,11 @@ from fastdeploy.http.serving.reply import weight_versions
 from fastdeploy.http.serving.streaming import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
-# Of the ids that the tokens of one request were drawn from, held until they are told. 64 MiB is 400 tokens of a
-# vocabulary of 42,000 that top_p does not cut at all; what top_p is used for keeps tens to hundreds of ids a token.
+# Bytes of the ids that the tokens of one request were drawn from. They are held until the request has ended. 64 MiB is
+# 400 tokens of a vocabulary of 42,000 that top_p does not cut. With a usual top_p a token has tens to hundreds of ids.
 MAX_KEPT_BYTES = 64 << 20
 KEPT = "sampling_params.custom_params.return_top_p_token_ids"
-# AReaL takes an abort that starts so for one without tokens.
+# AReaL recognises an abort without tokens by this beginning of the message.
 BEFORE_PREFILL = "Abort before prefill"
 
 
@@ -66,8 +66,8 @@ def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
 
 
 class LabelledGeneration(Generation):
-    """Knows, when a choice has ended without a token, which weights serve: ``label``. Nothing else says so. Bounds the
-    memory of kept ids: a request with more of them than MAX_KEPT_BYTES ends with InvalidField."""
+    """A generation that also knows the label of weights for a choice without tokens: ``label``, which is asked of the
+    engine when such a choice ends. A request with more than MAX_KEPT_BYTES of kept ids ends with InvalidField."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
@@ -82,13 +82,13 @@ class LabelledGeneration(Generation):
         if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
             try:
                 self.label = (await self._client.call(m.PauseStatusArgs())).get("version")
-            except FastDeployError:  # the engine has died since: the request has ended all the same
+            except FastDeployError:  # the engine has died since, but the request has ended
                 self.label = ""
         return deltas
 
 
-class ToldChoice:
-    """Content of the chunks of one choice so far: each chunk repeats all of it. num_tokens: how many tokens."""
+class SentChoice:
+    """The fields of one choice that grow with each event, already encoded. num_tokens: tokens in them."""
 
     def __init__(self, pace: Pace):
         self.text = ""
@@ -99,7 +99,7 @@ class ToldChoice:
 
 
 class GenerateView:
-    """The JSON of one generation in SGLang's shape."""
+    """The reply to one request in SGLang's shape."""
 
     def __init__(self, context: ServingContext, generation: LabelledGeneration, body: GenerateBody, prompts: Prompts):
         self.generation = generation
@@ -107,7 +107,7 @@ class GenerateView:
         self._prompts = prompts
         self._with_text = body.return_text_in_logprobs
         self._with_prompt = body.return_prompt_token_ids
-        self._told = [ToldChoice(generation.pace) for _ in generation.choices]
+        self._sent = [SentChoice(generation.pace) for _ in generation.choices]
         self._input_logprobs: dict[int, tuple[int, dict[str, Any]]] = {}  # by prompt
         self._began = time.monotonic()
 
@@ -123,16 +123,16 @@ class GenerateView:
         return [await self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
 
     async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        told = self._told[index]
-        told.text += delta.text
-        chunk = await self._output(index, told.text)
+        sent = self._sent[index]
+        sent.text += delta.text
+        chunk = await self._output(index, sent.text)
         return [chunk | {"index": index} if self._several else chunk]
 
     async def _output(self, index: int, text: str) -> dict[str, Any]:
         prompt = self._prompts.prompts[index // self._prompts.n]
-        choice, told = self.generation.choices[index], self._told[index]
+        choice, sent = self.generation.choices[index], self._sent[index]
         kept = 0 if prompt.scoring else len(choice.token_ids)
-        await self._tell(index, kept)
+        await self._append_new(index, kept)
         meta: dict[str, Any] = {
             "id": prompt.rid,
             "finish_reason": finish_reason(choice, kept),
@@ -145,44 +145,46 @@ class GenerateView:
             meta |= await self._logprobs(index)
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._began
-        output = {"text": "" if prompt.scoring else text, "output_ids": told.ids.raw(), "meta_info": meta}
+        output = {"text": "" if prompt.scoring else text, "output_ids": sent.ids.raw(), "meta_info": meta}
         return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
 
-    async def _tell(self, index: int, kept: int) -> None:
-        """Append the tokens of a choice, up to its first ``kept``, that were not sent yet."""
+    async def _append_new(self, index: int, kept: int) -> None:
+        """Append the tokens that are new since the last event, up to the first ``kept`` tokens of the choice."""
         prompt = self._prompts.prompts[index // self._prompts.n]
-        choice, told = self.generation.choices[index], self._told[index]
-        ids, entries = choice.token_ids[told.num_tokens : kept], choice.logprobs[told.num_tokens : kept]
-        told.num_tokens = kept
-        await told.ids.extend(ids)
+        choice, sent = self.generation.choices[index], self._sent[index]
+        ids, entries = choice.token_ids[sent.num_tokens : kept], choice.logprobs[sent.num_tokens : kept]
+        sent.num_tokens = kept
+        await sent.ids.extend(ids)
         if prompt.logprobs.wanted:
-            await told.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
+            await sent.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
             if prompt.logprobs.top:
-                await told.top.extend(map(self._top, entries), 1 + prompt.logprobs.top)
+                await sent.top.extend(map(self._top, entries), 1 + prompt.logprobs.top)
 
     def _versions(self, choice: Choice, kept: int) -> dict[str, Any]:
-        """weight_version is the label of the last token, or of the weights that served when there was none."""
+        """Return the labels of weights. weight_version is that of the last token. For a choice without tokens it is the
+        label of the weights that served when the choice ended."""
         spans = choice.spans if kept else []
         label = choice.spans[-1].version if choice.spans else self.generation.label
         return {"weight_version": label, "weight_versions": weight_versions(spans)}
 
     async def _logprobs(self, index: int) -> dict[str, Any]:
-        """Triples [logprob, id, text or null]; the prompt's from logprob_start_len on. Its first token has none."""
-        prompt, told = self._prompts.prompts[index // self._prompts.n], self._told[index]
+        """Return triples [logprob, id, text or null] of the output and of the prompt from logprob_start_len on. The
+        first token of a prompt has a null logprob."""
+        prompt, sent = self._prompts.prompts[index // self._prompts.n], self._sent[index]
         fields: dict[str, Any] = {
-            "output_token_logprobs": told.triples.raw(),
-            "output_token_logprobs_length": told.num_tokens,
+            "output_token_logprobs": sent.triples.raw(),
+            "output_token_logprobs_length": sent.num_tokens,
             **await self._of_prompt(index // self._prompts.n),
         }
         if prompt.logprobs.top:
-            fields["output_top_logprobs"] = told.top.raw()
+            fields["output_top_logprobs"] = sent.top.raw()
         choice = self.generation.choices[index]
         if prompt.logprobs.kept and choice.finish_reason is not None:
-            fields |= kept_ids(choice.logprobs[: told.num_tokens])
+            fields |= kept_ids(choice.logprobs[: sent.num_tokens])
         return fields
 
     async def _of_prompt(self, number: int) -> dict[str, Any]:
-        """The fields about the tokens of a prompt, made again only when more of them are known."""
+        """Return the fields about the tokens of a prompt. They are encoded again only when more of them are known."""
         prompt = self._prompts.prompts[number]
         entries = self.generation.choices[number * self._prompts.n].prompt_logprobs
         known, fields = self._input_logprobs.get(number, (-1, {}))
@@ -207,8 +209,9 @@ class GenerateView:
 
 
 def kept_ids(entries: list[Logprob]) -> dict[str, str]:
-    """The ids that each token was drawn from, in the form that slime reads: base64 of int32, all ids in a row, and the
-    offsets of each token's (one more than tokens). Empty where neither top_p nor top_k nor min_p cuts anything."""
+    """Return the ids that each token was drawn from, as slime reads them: base64 of the int32 ids of all tokens in a
+    row, and base64 of the int32 offsets of each token's first id, with the end as last offset. Empty if neither top_p
+    nor top_k nor min_p excludes a token."""
     if entries and not any(entry.kept for entry in entries):
         return {}
     offsets = [0, *accumulate(len(entry.kept) // 4 for entry in entries)]
@@ -219,7 +222,7 @@ def kept_ids(entries: list[Logprob]) -> dict[str, str]:
 
 
 def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
-    """None until the choice has ended."""
+    """Return SGLang's finish_reason, which is None until the choice has ended."""
     match choice.finish_reason:
         case None:
             return None
@@ -228,7 +231,7 @@ def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
             return {"type": "length", "length": 0} if not kept else {"type": "stop", "matched": matched}
         case "length":
             return {"type": "length", "length": kept}
-        case "error":  # as SGLang says it; no client may take this for an abort that it should resume
+        case "error":  # SGLang's form. The status keeps clients from resuming this as an abort.
             return {
                 "type": "abort",
                 "message": choice.message,

@@ -5,14 +5,33 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.dialects.common import add_absent_routes
 from fastdeploy.http.dialects.sglang.control import add_control_routes
 from fastdeploy.http.dialects.sglang.generate import add_generate_route
+from fastdeploy.http.dialects.sglang.info import add_information_routes
 from fastdeploy.http.dialects.sglang.weights import add_weight_routes
+
+NO_GROUP = "this device has no process group for weights: use /update_weights_from_disk or /update_weights_from_tensor"
+NO_IPC = "this device has no CUDA IPC handles: use /update_weights_from_disk or /update_weights_from_tensor"
+NO_ADAPTERS = "this server serves no adapters"
+NO_PROFILER = "this server has no profiler"
+# SGLang's routes for which this device, or this server, has nothing.
+ABSENT = {
+    "/init_weights_update_group": NO_GROUP,
+    "/update_weights_from_distributed": NO_GROUP,
+    "/destroy_weights_update_group": NO_GROUP,
+    "/update_weights_from_ipc": NO_IPC,
+    "/load_lora_adapter": NO_ADAPTERS,
+    "/load_lora_adapter_from_tensors": NO_ADAPTERS,
+    "/unload_lora_adapter": NO_ADAPTERS,
+    "/start_profile": NO_PROFILER,
+    "/stop_profile": NO_PROFILER,
+}
 
 
 def sglang_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    add_generate_route(router, context)
-    add_control_routes(router, context)
-    add_weight_routes(router, context)
+    for add_routes in (add_generate_route, add_control_routes, add_information_routes, add_weight_routes):
+        add_routes(router, context)
+    add_absent_routes(router, ABSENT, reason_field="error_message")
     return router

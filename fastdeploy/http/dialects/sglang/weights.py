@@ -1,70 +1,33 @@
-"""SGLang's weight routes. An update is one atomic commit of the engine, whatever way its tensors came."""
+"""SGLang's weight routes. Each update is one atomic commit of the engine, however its tensors arrived."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import field_validator
 from starlette.responses import Response
 
-from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField, WrongOrder
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody
-from fastdeploy.http.dialects.sglang.control import read_lax
-from fastdeploy.http.dialects.sglang.pull import Pulls
-from fastdeploy.http.dialects.sglang.tensors import (
+from fastdeploy.http.dialects.common import LaxBody, read_lax, sglang_errors, success
+from fastdeploy.http.dialects.sglang.pull_weights import Pulls
+from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
-    distinct,
+    VersionedBody,
     parse_tensors,
     require_format,
     require_target,
-    version_label,
 )
-from fastdeploy.http.dialects.sglang.updates import PLACED_BY, SGLangWeights, Update
-from fastdeploy.http.errors import error_body, json_response
-from fastdeploy.http.openai.protocol import Label
-from fastdeploy.http.openapi import described, takes
+from fastdeploy.http.dialects.sglang.weight_updates import PLACED_BY, Update, WeightUpdates
+from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import admitted_upload, spooled_bytes
 from fastdeploy.inter_communicator import messages as m
 
-# How SGLang's loaders read a folder; all of these mean whole tensors under their own names.
+# SGLang's loaders of a folder. All of these mean whole tensors under their own names.
 DISK_FORMATS = (None, "auto", "safetensors")
-NO_GROUP = "this device has no process group for weights: use /update_weights_from_disk or /update_weights_from_tensor"
-NO_IPC = "this device has no CUDA IPC handles: use /update_weights_from_disk or /update_weights_from_tensor"
-NO_ADAPTERS = "this server serves no adapters"
-NO_PROFILER = "this server has no profiler"
-# What SGLang has and this device, or this server, has not.
-ABSENT = {
-    "/init_weights_update_group": NO_GROUP,
-    "/update_weights_from_distributed": NO_GROUP,
-    "/destroy_weights_update_group": NO_GROUP,
-    "/update_weights_from_ipc": NO_IPC,
-    "/load_lora_adapter": NO_ADAPTERS,
-    "/load_lora_adapter_from_tensors": NO_ADAPTERS,
-    "/unload_lora_adapter": NO_ADAPTERS,
-    "/start_profile": NO_PROFILER,
-    "/stop_profile": NO_PROFILER,
-}
-
-Route = Callable[[Request], Awaitable[Response]]
-
-
-class VersionedBody(LaxBody):
-    """An integer becomes the label that it reads as."""
-
-    weight_version: Annotated[str | None, described(Label | None)] = None
-    abort_all_requests: bool = False
-
-    @field_validator("weight_version", mode="plain")
-    @classmethod
-    def _label(cls, value: Any) -> str:
-        return version_label(value)
 
 
 class DiskBody(VersionedBody):
@@ -88,49 +51,18 @@ class PullBody(LaxBody):
     target_version: int
 
 
-def sglang_shape(**extra: Any) -> Callable[[Route], Route]:
-    """A refusal in the shape that SGLang's clients read: success false, status 400. That of a fault of the server's own
-    keeps its status."""
-
-    def decorate(route: Route) -> Route:
-        @functools.wraps(route)
-        async def run(request: Request) -> Response:
-            try:
-                return await route(request)
-            except FastDeployError as error:
-                status = STATUS.get(error.code, 500)
-                body = {"success": False, "message": error.message, **extra, **error_body(error)}
-                return json_response(body, 400 if status < 500 else status)
-
-        return run
-
-    return decorate
-
-
-def success(message: str, **fields: Any) -> Response:
-    return json_response({"success": True, "message": message, **fields})
-
-
 def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
     _add_updates(router, context)
     _add_session(router, context)
-    _add_folders(router, context)
-    for path, why in ABSENT.items():
-        _add_refusal(router, path, why)
-
-
-def _add_refusal(router: APIRouter, path: str, why: str) -> None:
-    @router.post(path)
-    @sglang_shape(error_message=why)
-    async def refuse(request: Request) -> Response:
-        raise InvalidField(path.removeprefix("/"), why)
+    _add_pull(router, context)
+    _add_checker(router, context)
 
 
 def _add_updates(router: APIRouter, context: ServingContext) -> None:
-    weights = SGLangWeights(context)
+    weights = WeightUpdates(context.client)
 
     @router.post("/update_weights_from_disk", openapi_extra=takes(DiskBody))
-    @sglang_shape(num_paused_requests=0)
+    @sglang_errors(num_paused_requests=0)
     async def update_weights_from_disk(request: Request) -> Response:
         body = await read_lax(request, DiskBody)
         require_format(body.load_format, DISK_FORMATS)
@@ -143,67 +75,64 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
         return success("Succeeded to update model weights.", num_paused_requests=paused, report=report)
 
     @router.post("/update_weights_from_tensor", openapi_extra=takes(TensorBody))
-    @sglang_shape()
+    @sglang_errors()
     async def update_weights_from_tensor(request: Request) -> Response:
-        check = m.CheckUpdateArgs(await weights.open_session(), m.BeginUpdateArgs(partial=True))
+        check = m.CheckUpdateArgs(begin=m.BeginUpdateArgs(partial=True), placed_by=PLACED_BY)
         async with contextlib.AsyncExitStack() as files:
             await files.enter_async_context(admitted_upload(context, check))
             body = await asyncio.to_thread(parse_tensors, await request.body())
-            version = None if body.weight_version is None else str(body.weight_version)
-            sources = [await files.enter_async_context(spooled_bytes(d, context)) for d in distinct(body)]
-            update = Update(sources, version, bool(body.abort_all_requests), bool(body.flush_cache), partial=True)
-            report = await weights.add(update)
+            version = body.version
+            uploads = [spooled_bytes(data, context) for data in body.distinct_tensors()]
+            sources = [await files.enter_async_context(upload) for upload in uploads]
+            abort_all, flush = bool(body.abort_all_requests), bool(body.flush_cache)
+            report = await weights.add(Update(sources, version, abort_all, flush, partial=True))
         return success("Success", report=report)
 
 
 def _add_session(router: APIRouter, context: ServingContext) -> None:
-    weights = SGLangWeights(context)
+    weights = WeightUpdates(context.client)
 
     @router.post("/begin_weight_update", openapi_extra=takes(BeginBody))
-    @sglang_shape()
+    @sglang_errors()
     async def begin_weight_update(request: Request) -> Response:
         require_target((await read_lax(request, BeginBody)).selector)
-        begun = await weights.call(m.BeginUpdateArgs(partial=True, placed_by=PLACED_BY))
+        begun = await weights.begin()
         return success("Success", session_id=begun["session_id"], lease_s=begun["lease_s"])
 
     @router.post("/end_weight_update", openapi_extra=takes(VersionedBody))
-    @sglang_shape()
+    @sglang_errors()
     async def end_weight_update(request: Request) -> Response:
-        body = await read_lax(request, VersionedBody)
-        session_id = await weights.open_session()
-        if session_id is None:
-            raise WrongOrder("no weight update is open: it was never begun, has failed, or its lease has ended")
-        report = await weights.call(m.CommitUpdateArgs(session_id, version=body.weight_version))
-        await weights.flush()
-        return success("Success", report=report)
+        return success("Success", report=await weights.end((await read_lax(request, VersionedBody)).weight_version))
 
     @router.post("/post_process_weights")
-    @sglang_shape()
+    @sglang_errors()
     async def post_process_weights(request: Request) -> Response:
-        """Weights are packed when they are committed: nothing is left to do."""
+        """Do nothing: weights are packed as they arrive."""
         return success("Success")
 
 
-def _add_folders(router: APIRouter, context: ServingContext) -> None:
-    weights, pulls = SGLangWeights(context), Pulls(context.config)
+def _add_pull(router: APIRouter, context: ServingContext) -> None:
+    pulls = Pulls(context.config)
 
     @router.post("/pull_weights", openapi_extra=takes(PullBody))
-    @sglang_shape()
+    @sglang_errors()
     async def pull(request: Request) -> Response:
-        """Copies a published version to a local folder; what serves is not touched, nor paused."""
+        """Copy a published version to a local folder. The engine is neither paused nor changed."""
         body = await read_lax(request, PullBody)
         await pulls.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
         return success(f"pulled version {body.target_version}")
 
+
+def _add_checker(router: APIRouter, context: ServingContext) -> None:
     @router.get("/weights_checker")
     @router.post("/weights_checker", openapi_extra=takes(CheckBody))
-    @sglang_shape()
+    @sglang_errors()
     async def weights_checker(request: Request) -> Response:
         body = await read_lax(request, CheckBody)
         if body.action != "checksum":
             raise InvalidField("action", f"expected checksum, got {body.action!r}")
-        info = await weights.call(m.WeightInfoArgs(checksums=True))
-        role = {"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1,
-                "rank": 0, "size": 1}  # fmt: skip
+        info = await context.client.call(m.WeightInfoArgs(checksums=True))
+        ranks, sizes = ("tp_rank", "dp_rank", "pp_rank", "rank"), ("tp_size", "dp_size", "pp_size", "size")
+        role = {"role": "target", **dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1)}
         rank = {"checksums": info["checksums"], "per_gpu_checksum": info["checksum"], "parallelism_info": [role]}
         return success("Success", ranks=[rank], per_engine_checksum=info["checksum"])

@@ -1,5 +1,5 @@
-"""SkyRL's own routes beside vLLM's: /collective_rpc with its method names, /fetch_weights, adapters, and the router's
-/finish_session."""
+"""SkyRL's routes. SkyRL speaks vLLM's dialect, and has these routes besides: /collective_rpc with methods of its
+workers, /fetch_weights, adapters, and /finish_session of its router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdeploy.http.dialects.vllm.weights import (
     DELTA_REFUSED,
     FinishBody,
     StartBody,
-    VllmWeights,
+    WeightUpdates,
     check_init,
     parse_update_info,
 )
@@ -31,7 +31,7 @@ Method = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 class RpcBody(LaxBody):
-    """Workers are called by keywords here; SkyRL's client does nothing else."""
+    """A call of a worker's method by keywords, as SkyRL's client sends it."""
 
     method: str
     args: list[Any] = Field([], max_length=0)
@@ -39,7 +39,7 @@ class RpcBody(LaxBody):
 
 
 class SleepBody(Body):
-    """offload_kv: keep the KV of frozen requests, which go on over it; else it is computed anew after the wake-up."""
+    """offload_kv: keep the KV of frozen requests. Otherwise their KV is computed again after the wake-up."""
 
     offload_kv: bool = True
 
@@ -58,26 +58,26 @@ class SessionBody(LaxBody):
 
 def skyrl_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    _add_rpc(router, worker_methods(VllmWeights(context)) | memory_methods(context))
+    _add_rpc(router, worker_methods(WeightUpdates(context.client)) | memory_methods(context))
     _add_adapters(router)
 
     @router.post("/fetch_weights")
     async def fetch_weights() -> Response:
-        """Refused: what SkyRL publishes for it are differences between checkpoints, in a format of its own."""
+        """Refuse the call: it names differences between checkpoints, in a format that only SkyRL has."""
         raise InvalidField("weight_sync_backend", DELTA_REFUSED)
 
     @router.post("/finish_session", openapi_extra=takes(SessionBody, query=True))
     async def finish_session(request: Request) -> Response:
-        """For routers, which tie a session to a replica. Here is one replica, so that nothing is to be released; 0 is
-        a session like any other."""
+        """Answer a router that ties a session to a replica. There is nothing to release, since one replica is behind
+        this address. 0 is a valid session id."""
         body = await read_control(request, SessionBody)
         return json_response({"status": "ok", "session_id": body.session_id})
 
     return router
 
 
-def worker_methods(weights: VllmWeights) -> dict[str, Method]:
-    """What SkyRL calls on vLLM's workers, by every name that it has had."""
+def worker_methods(weights: WeightUpdates) -> dict[str, Method]:
+    """Return the methods that SkyRL calls on vLLM's workers, by all names that SkyRL has used."""
 
     async def init(kwargs: dict[str, Any]) -> None:
         check_init(kwargs.get("init_info"))
@@ -102,9 +102,9 @@ def worker_methods(weights: VllmWeights) -> dict[str, Method]:
 
 
 def memory_methods(context: ServingContext) -> dict[str, Method]:
-    """SkyRL's sleep around a weight sync. The engine is paused by SkyRL before, and resumed by it after.
+    """Return SkyRL's sleep and wake-up around a weight sync. SkyRL pauses the engine before, and resumes it after.
 
-    The weights are kept aside rather than dropped, so that the old ones serve on if the sync fails."""
+    The sleep keeps the old weights on disk, so that they serve on if the sync fails."""
     client = context.client
 
     async def sleep(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def memory_methods(context: ServingContext) -> dict[str, Method]:
         return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
 
     async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Tags that do not sleep are awake already: KV that was kept."""
+        """Skip tags that do not sleep, such as KV that was kept."""
         wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
         asleep = (await client.call(m.WeightInfoArgs()))["asleep"]
         tags = tuple(tag for tag in wanted if tag in asleep)
@@ -140,13 +140,14 @@ def _add_adapters(router: APIRouter) -> None:
 
     @router.post("/skyrl/v1/abort_lora_requests", openapi_extra=takes(AdapterBody, query=True))
     async def abort_lora_requests(request: Request) -> Response:
-        """Answers 404: a caller that names an adapter which is not loaded must not take its requests for aborted."""
+        """Answer 404. With any other answer, a caller that names an unknown adapter would think that its requests were
+        aborted."""
         name = (await read_control(request, AdapterBody)).lora_name
         raise ModelNotFound(f"lora_name: no adapter {name!r} is loaded; this server serves none", param="lora_name")
 
     @router.post("/skyrl/v1/generate")
     async def generate(request: Request) -> Response:
-        """SkyRL comes here for what is no part of vLLM's own route, and names it."""
+        """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
         data = parse_json(await request.body())
         field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
         raise InvalidField(field, "not supported by this server: use /inference/v1/generate")

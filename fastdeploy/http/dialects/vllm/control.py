@@ -16,8 +16,8 @@ from fastdeploy.inter_communicator import messages as m
 
 
 class PauseBody(LaxBody):
-    """clear_cache: vLLM's own default, of keep too: frozen requests are recomputed after the resume, and TRL counts on
-    it. wait_for_inflight_requests: an older way to say mode=wait."""
+    """clear_cache: vLLM's default is true in every mode. After a pause with mode keep, the frozen requests are then
+    recomputed, which TRL relies on. wait_for_inflight_requests: an older form of mode=wait."""
 
     mode: Literal["abort", "wait", "keep"] | None = None
     clear_cache: bool = True
@@ -25,7 +25,8 @@ class PauseBody(LaxBody):
 
 
 class AbortBody(Body):
-    """No ids, or an empty list, is every request. A field that is misspelled must not mean that."""
+    """No ids, or an empty list, means every request. Unknown fields are refused, so that a misspelled field name does
+    not abort every request."""
 
     request_ids: list[str] = []
 
@@ -48,7 +49,7 @@ def _add_pause(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/pause", openapi_extra=takes(PauseBody, query=True))
     async def pause(request: Request) -> Response:
-        """Answers when quiesced."""
+        """Answer when the engine is quiesced."""
         body = await read_control(request, PauseBody)
         mode = body.mode or ("wait" if body.wait_for_inflight_requests else config.vllm_pause_mode)
         report = await place_pause(context, mode, body.clear_cache, placed_by="vllm")
@@ -65,7 +66,7 @@ def _add_pause(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/reset_prefix_cache", openapi_extra=takes(ResetBody, query=True))
     async def reset_prefix_cache(request: Request) -> Response:
-        """Never refused, frozen requests or not."""
+        """Drop the prefix cache. The call is never refused, also if there are frozen requests."""
         body = await read_control(request, ResetBody)
         result = await client.call(m.ResetCacheArgs(running=body.reset_running_requests))
         return json_response({"success": True, **result})

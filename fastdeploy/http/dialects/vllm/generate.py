@@ -1,5 +1,5 @@
-"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The request is a completion in other
-words, and is checked and run as one."""
+"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The body is translated to that of a
+completion, which is checked and run as any other."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fastdeploy.http.openapi import described, schema_of, streams, takes
 from fastdeploy.http.serving.generation import Generation
 from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
 
-# Beside token_ids and sampling_params: they are named alike in a completion.
+# Fields outside of sampling_params that have the same name in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", "priority", "cache_salt", "retain_s",
                        "deadline_s", "max_queue_s", "resumed_tokens", "first_choice"})  # fmt: skip
 NOT_SAMPLING = frozenset({"prompt", "token_ids"}) | PASSED_ON
-# Of vLLM's SamplingParams: how its engine hands outputs over, and where it looks for cached prefixes. No token changes.
+# Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, and where it looks for prefixes.
 HARMLESS_SAMPLING = frozenset({"output_kind", "detokenize", "flat_logprobs", "skip_reading_prefix_cache"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "features": (None, {}),
@@ -39,7 +39,7 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 
 def _token_ids(value: Any) -> list[int]:
-    """The first id tells that ``value`` is one prompt; the others are checked with the length of the prompt."""
+    """Check that ``value`` is one prompt, by its first id. The other ids are checked with the prompt's length."""
     if not isinstance(value, list) or not value or type(value[0]) is not int:
         raise ValueError("expected a list of at least one token id")
     return value
@@ -51,7 +51,7 @@ class GenerateBody(Body):
 
 
 def generate_schema() -> dict[str, Any]:
-    """The JSON schema of the whole body: GenerateBody, and the fields that it shares with a completion."""
+    """Return the JSON schema of the whole body: GenerateBody, and the fields that it shares with a completion."""
     schema, completion = schema_of(GenerateBody), schema_of(CompletionBody)["properties"]
     sampling = {k: v for k, v in completion.items() if k not in NOT_SAMPLING}
     schema["properties"]["sampling_params"] = {"type": "object", "properties": sampling}
@@ -62,8 +62,8 @@ def generate_schema() -> dict[str, Any]:
 def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
-        """X-Session-ID, 0 included, is for routers: there is one replica behind this address. Without max_tokens the
-        limit is the rest of the context, as vLLM has it on this route (not the 16 of its SamplingParams)."""
+        """Generate from token ids. X-Session-ID is for routers and has no effect here. Without max_tokens the limit is
+        the rest of the context, as in vLLM on this route (not the 16 of its SamplingParams)."""
         body = parse_generate(await read_json(request))
         checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
@@ -71,7 +71,7 @@ def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 def parse_generate(data: dict[str, Any]) -> CompletionBody:
-    """The completion that ``data`` asks for. Raises InvalidField by name for what this server cannot honour."""
+    """Return the completion that ``data`` asks for. Raises InvalidField for a field that this server cannot honour."""
     passed = {field: data[field] for field in PASSED_ON & data.keys()}
     own = {field: value for field, value in data.items() if field not in PASSED_ON}
     body = parse_body(own, GenerateBody, UNSUPPORTED | NEUTRAL)
@@ -83,9 +83,13 @@ def parse_generate(data: dict[str, Any]) -> CompletionBody:
 
 
 class GenerateView(ReplyView):
-    """vLLM's shape. It has no text, and the prompt is not sent back."""
+    """A reply in vLLM's shape, without text and without the prompt."""
 
     kind = chunk_kind = "generate"
+
+    def __init__(self, context: ServingContext, generation: Generation, body: CompletionBody):
+        super().__init__(context, generation, body)
+        self._with_logprobs = body.logprobs is not None
 
     async def body(self) -> dict[str, Any]:
         choices = await self.choices()
@@ -111,8 +115,8 @@ class GenerateView(ReplyView):
         return [chunk | {"request_id": self.generation.request.request_id}]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
-        """One entry per token, none for no tokens; null only where none were asked for."""
-        if self._body.logprobs is None:
+        """Return one entry per token, or null if no log probabilities were asked for."""
+        if not self._with_logprobs:
             return None
         pairs = zip(ids, logprobs, strict=True)
         content = (

@@ -1,4 +1,4 @@
-"""What vLLM's clients ask about the server and its weights."""
+"""vLLM's routes about the server and the weights that serve."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, adapters_off, read_control
-from fastdeploy.http.dialects.sglang.control import server_arguments
-from fastdeploy.http.dialects.sglang.weights import sglang_shape
+from fastdeploy.http.dialects.common import LaxBody, adapters_off, read_control, server_arguments, sglang_errors
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openai.protocol import Version
 from fastdeploy.http.openapi import asks, takes
@@ -24,7 +22,7 @@ class InfoBody(LaxBody):
 
 
 class VersionBody(LaxBody):
-    """SGLang's clients send abort_all_requests too. Naming a version aborts nothing, whatever it says."""
+    """SGLang's clients send abort_all_requests too. A new label aborts nothing, whatever that field says."""
 
     new_version: Version
 
@@ -43,12 +41,12 @@ def add_information_routes(router: APIRouter, context: ServingContext) -> None:
 def _add_server(router: APIRouter, context: ServingContext) -> None:
     @router.get("/get_world_size")
     async def get_world_size() -> Response:
-        """One replica on one device, whatever include_dp says."""
+        """Answer 1: one replica on one device, whatever include_dp says."""
         return json_response({"world_size": 1})
 
     @router.get("/server_info", openapi_extra=asks(InfoBody))
     async def server_info(request: Request) -> Response:
-        """SGLang's fields at the top level, vLLM's below vllm_config."""
+        """Answer with SGLang's fields at the top level, and vLLM's below vllm_config."""
         body = await read_control(request, InfoBody)
         arguments = await server_arguments(context, request)
         config: Any = vllm_config(context)
@@ -65,8 +63,8 @@ async def _no_adapters() -> Response:
 
 
 def vllm_config(context: ServingContext) -> dict[str, Any]:
-    """The part of vLLM's resolved configuration that has a meaning here. weight_transfer_config: NCCL and CUDA IPC do
-    not exist on this device, and clients that need them look here first."""
+    """Return the part of vLLM's resolved configuration that has a meaning here. weight_transfer_config is null: this
+    device has neither NCCL nor CUDA IPC, and clients that need one of them look at this field first."""
     config, info = context.config, context.client.model_info
     return {
         "model_config": {
@@ -94,9 +92,9 @@ def _add_version(router: APIRouter, context: ServingContext) -> None:
     client = context.client
 
     @router.post("/update_weight_version", openapi_extra=takes(VersionBody, query=True))
-    @sglang_shape()
+    @sglang_errors()
     async def update_weight_version(request: Request) -> Response:
-        """Relabels later tokens; nothing in flight is touched."""
+        """Relabel the weights that serve. Later tokens carry the new label, and no request is disturbed."""
         version = (await read_control(request, VersionBody)).new_version
         await client.call(m.SetVersionArgs(version))
         message = f"later tokens are labelled {version}"
@@ -113,17 +111,16 @@ def _add_checker(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/weight_checker", openapi_extra=takes(CheckBody, query=True))
     async def weight_checker(request: Request) -> Response:
-        """checksum: SHA-256 of every tensor that serves. compare: the names that differ from ``baseline``, which the
-        caller keeps; a name that only one of the two has differs."""
+        """Answer checksum with the SHA-256 of every tensor that serves, and compare with the names that differ from
+        ``baseline``, the caller's own checksums. A name that only one side has differs."""
         body = await read_control(request, CheckBody)
         if body.action not in ("checksum", "compare"):
             raise InvalidField("action", f"expected checksum or compare, got {body.action!r}")
-        if body.action == "compare" and body.baseline is None:
+        baseline = body.baseline if body.action == "compare" else {}
+        if baseline is None:
             raise InvalidField("baseline", "expected an object of checksums to compare with")
-        info = await client.call(m.WeightInfoArgs(checksums=True))
-        checksums = info["checksums"]
+        checksums = (await client.call(m.WeightInfoArgs(checksums=True)))["checksums"]
         if body.action == "checksum":
             return json_response({"checksums": checksums})
-        names = sorted(checksums.keys() | body.baseline.keys())
-        mismatches = [name for name in names if checksums.get(name) != body.baseline.get(name)]
+        mismatches = sorted({name for name, _ in checksums.items() ^ baseline.items()})
         return json_response({"match": not mismatches, "mismatches": mismatches})

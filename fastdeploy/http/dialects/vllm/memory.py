@@ -1,4 +1,4 @@
-"""vLLM's /sleep, /wake_up and /is_sleeping: to sleep while asleep, or to wake while awake, is no error there."""
+"""vLLM's /sleep, /wake_up and /is_sleeping. A sleep while asleep, or a wake-up while awake, is no error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
-# vLLM's names of memory, and ours.
+# vLLM's names of memory -> our names.
 TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
 EVERYTHING = ("weight", "kv_cache")
 
@@ -28,7 +28,7 @@ class TagsBody(LaxBody):
     tags: Annotated[list[str], BeforeValidator(_as_list)] = []
 
     def ours(self) -> tuple[str, ...]:
-        """Our names of the tags; none is all memory."""
+        """Return our names of the tags. No tags means all memory."""
         for tag in self.tags:
             if tag not in TAGS:
                 raise InvalidField("tags", f"expected some of weights, kv_cache, got {tag!r}")
@@ -36,8 +36,8 @@ class TagsBody(LaxBody):
 
 
 class SleepBody(TagsBody):
-    """level 1 keeps the weights outside of the engine's memory; level 2 drops them: they must be published again.
-    mode: what the pause that sleep implies does with requests in flight."""
+    """level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must be published again.
+    mode: mode of the pause that a sleep implies."""
 
     level: int = 1
     mode: Literal["abort", "wait", "keep"] | None = None

@@ -1,52 +1,53 @@
 """vLLM's weight-transfer routes: begin, chunks, commit, by calls that name no session.
 
-NCCL groups and CUDA IPC handles mean nothing on this device. What a chunk may be is told by ``update_info``: a folder,
-a shared memory segment, or instead of JSON the safetensors bytes themselves.
+This device has neither NCCL groups nor CUDA IPC handles. ``update_info`` names a folder or a shared memory segment
+instead. Or the body is not JSON but the safetensors bytes themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.core.errors import InvalidField, WrongOrder
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import LaxBody, read_control, read_fields
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Body, Checksums, Kv, Version, parse_body
+from fastdeploy.http.openai.protocol import Body, Kv, SourceBody, Version, parse_body
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
-BACKENDS = ("checkpoint", "shared_memory", "upload")
+Backend = Literal["checkpoint", "shared_memory", "upload"]
 WHAT_WORKS = (
     "this device has no NCCL group, CUDA IPC or RDMA transport for weights; send update_info "
     '{"model_path": a folder of safetensors} or {"shared_memory": a name, "nbytes"}, or the bytes of a safetensors '
     "file as application/octet-stream"
 )
 DELTA_REFUSED = (
-    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by "
-    "fastdeploy.rl.frameworks.skyrl, or "
-    "send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
+    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.frameworks."
+    "skyrl, or send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
 )
-# The field of init_info by which SkyRL's delta strategy is known.
+# SkyRL's delta strategy sends this field in init_info.
 DELTA_FIELD = "local_checkpoint_dir"
-# The fields of update_info by which the transports that do not exist here are known.
+# Transports that do not exist here send these fields in update_info.
 TRANSPORT_FIELDS = frozenset(
     {"names", "dtype_names", "shapes", "packed", "ipc_handles", "ipc_handles_pickled", "sizes"}
 )
 
 
 class StartBody(Body):
-    """is_checkpoint_format: names and layout of the checkpoint; nothing else is known here. partial: tensors that do
-    not arrive keep their value. Not the default: TRL finishes an update whose sending failed."""
+    """is_checkpoint_format: tensors have the names and layout of a checkpoint. This server knows no other format.
+    partial: tensors that do not arrive keep their value. The default is false, since TRL finishes an update even if
+    sending it failed."""
 
     is_checkpoint_format: Literal[True] = True
     partial: bool = False
@@ -60,38 +61,33 @@ class FinishBody(Body):
     weight_version: Version | None = None
 
 
-class UpdateInfo(Body):
-    """partial and kv: only of an update without a session; that of a session says them when it starts."""
+class UpdateInfo(SourceBody):
+    """partial, kv: for an update without a session only. In a session, /start_weight_update sets them."""
 
-    model_path: str | None = Field(None, min_length=1)
-    shared_memory: str | None = Field(None, min_length=1)
-    nbytes: int = Field(0, ge=0, le=2**63 - 1)
-    checksums: Checksums = {}
-    verify_checksum: bool = False
     weight_version: Version | None = None
     partial: bool = False
     kv: Kv = "keep"
 
     def source(self) -> Source:
-        if (self.model_path is None) == (self.shared_memory is None):
-            raise InvalidField("update_info", f"expected one of model_path and shared_memory: {WHAT_WORKS}")
-        if self.model_path is not None:
+        if self.model_path is not None and self.shared_memory is None:
             return FolderSource(self.model_path)
-        return SharedMemorySource(self.shared_memory, self.nbytes)
+        if self.shared_memory is not None and self.model_path is None:
+            return SharedMemorySource(self.shared_memory, self.nbytes)
+        raise InvalidField("update_info", f"expected one of model_path and shared_memory: {WHAT_WORKS}")
 
 
 class UpdateBody(LaxBody):
-    """The body of /update_weights where it is JSON; parse_update_info reads it."""
+    """The JSON body of /update_weights, as the API description shows it. See parse_update_info."""
 
     update_info: UpdateInfo
 
 
 class InitInfo(Body):
-    backend: Literal[*BACKENDS] = BACKENDS[0]
+    backend: Backend = "checkpoint"
 
 
 class InitBody(LaxBody):
-    """The body of /init_weight_transfer_engine; check_init reads it."""
+    """The body of /init_weight_transfer_engine, as the API description shows it. See check_init."""
 
     init_info: InitInfo
 
@@ -101,72 +97,51 @@ class Chunk(NamedTuple):
     info: UpdateInfo
 
 
-class VllmWeights:
-    """Weight updates by vLLM's calls, which name no session and may reach any API server. The engine knows which
-    session is open."""
+class WeightUpdates:
+    """Weight updates by calls that may reach any API server. The engine knows which session is open."""
 
-    def __init__(self, context: ServingContext):
-        self._context = context
-
-    async def _call(self, args: m.Args) -> dict[str, Any]:
-        return await self._context.client.call(args)
-
-    async def open_session(self) -> str | None:
-        """The session that this dialect opened; never that of another trainer."""
-        session = (await self._call(m.WeightInfoArgs())).get("session") or {}
-        return session["session_id"] if session.get("placed_by") == PLACED_BY else None
+    def __init__(self, client: EngineClient):
+        self._client = client
 
     async def start(self, body: StartBody) -> dict[str, Any]:
-        args = m.BeginUpdateArgs(
-            version=body.weight_version,
-            expected_version=body.expected_version,
-            kv=body.kv,
-            partial=body.partial,
-            lease_s=body.lease_s,
-            placed_by=PLACED_BY,
-        )
-        return await self._call(args)
+        fields = body.model_dump(exclude={"is_checkpoint_format", "weight_version"})
+        return await self._client.call(m.BeginUpdateArgs(body.weight_version, **fields, placed_by=PLACED_BY))
 
     async def add(self, chunk: Chunk) -> dict[str, Any]:
-        """Put it into the open session; without one it is an update of its own, committed at once."""
+        """Add the tensors to vLLM's open session. Without an open session the tensors are an update of their own, which
+        is committed at once."""
         source, info = chunk
-        session_id = await self.open_session()
-        if session_id is None:
-            args: m.Args = m.UpdateWeightsArgs(
-                source,
-                version=info.weight_version,
-                kv=info.kv,
-                partial=info.partial,
-                checksums=info.checksums,
-                verify_checksum=info.verify_checksum,
-            )
-        else:
-            for field in {"partial", "kv"} & info.model_fields_set:
-                raise InvalidField(f"update_info.{field}", "is said to /start_weight_update, of all its chunks")
-            args = m.UpdateChunkArgs(
-                session_id,
-                source,
-                version=info.weight_version,
-                checksums=info.checksums,
-                verify_checksum=info.verify_checksum,
-            )
-        return await self._call(args)
+        fields = {"version": info.weight_version, **info.model_dump(include={"checksums", "verify_checksum"})}
+        if not await self._is_for_no_session(info):
+            receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
+            if receipt["session_id"] is not None:
+                return receipt
+        return await self._client.call(m.UpdateWeightsArgs(source, kv=info.kv, partial=info.partial, **fields))
+
+    async def _is_for_no_session(self, info: UpdateInfo) -> bool:
+        """Return whether ``info`` has a field that only an update without a session may have. Raises InvalidField if a
+        session is open."""
+        named = {"partial", "kv"} & info.model_fields_set
+        if not named:
+            return False
+        session = (await self._client.call(m.WeightInfoArgs()))["session"]
+        if session is not None and session["placed_by"] == PLACED_BY:
+            raise InvalidField(f"update_info.{min(named)}", "is set by /start_weight_update for the whole session")
+        return True
 
     async def finish(self, version: str | None) -> dict[str, Any]:
-        session_id = await self.open_session()
-        if session_id is None:
-            raise WrongOrder("no weight update is open: it was never started, has failed, or its lease has ended")
-        return await self._call(m.CommitUpdateArgs(session_id, version=version))
+        """Commit the open session. Raises WrongOrder if there is none."""
+        return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
 
 
 def check_init(info: Any) -> None:
-    """Nothing needs to be set up for what works here; a transport that does not is refused before anybody waits for it
-    to connect."""
+    """Raise InvalidField for a transport that does not exist here, before a client waits for it to connect. The others
+    need no setup."""
     if not isinstance(info, dict):
         raise InvalidField("init_info", "expected an object")
     if DELTA_FIELD in info:
         raise InvalidField("init_info", DELTA_REFUSED)
-    if info.keys() - {"backend"} or info.get("backend", BACKENDS[0]) not in BACKENDS:
+    if info.keys() - {"backend"} or info.get("backend", "checkpoint") not in get_args(Backend):
         raise InvalidField("init_info", WHAT_WORKS)
 
 
@@ -180,12 +155,12 @@ def parse_update_info(info: Any) -> Chunk:
 
 
 @contextlib.asynccontextmanager
-async def read_chunk(request: Request, context: ServingContext, weights: VllmWeights) -> AsyncIterator[Chunk]:
-    """The chunk that the call names or uploads; an upload is in a file for as long as the block lasts."""
+async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator[Chunk]:
+    """Read the chunk that the call names or uploads. The file of an upload is removed when the block ends."""
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
-        check = m.CheckUpdateArgs(await weights.open_session(), begin)
+        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)
         async with spooled_upload(request, context, check) as source:
             yield Chunk(source, info)
     else:
@@ -193,7 +168,7 @@ async def read_chunk(request: Request, context: ServingContext, weights: VllmWei
 
 
 def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
-    weights = VllmWeights(context)
+    weights = WeightUpdates(context.client)
 
     @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
     async def init_weight_transfer_engine(request: Request) -> Response:
@@ -207,7 +182,7 @@ def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_chunk(request, context, weights) as chunk:
+        async with read_chunk(request, context) as chunk:
             report = await weights.add(chunk)
         return json_response({"message": "Weights updated", "report": report})
 

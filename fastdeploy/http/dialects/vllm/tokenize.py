@@ -1,4 +1,4 @@
-"""vLLM's text routes that generate nothing: /tokenize, /detokenize, /v1/chat/completions/render."""
+"""vLLM's routes between text and token ids: /tokenize, /detokenize, /v1/chat/completions/render."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdeploy.http.openapi import described, takes
 
 
 class TokenizeBody(LaxBody):
-    """A conversation is rendered, and tokenised as /v1/chat/completions would."""
+    """messages: a conversation, which is rendered and tokenised as by /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
@@ -28,7 +28,7 @@ class TokenizeBody(LaxBody):
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The ids themselves are checked once it is known that they are not too many."""
+    """Check the type of the list alone. The route checks the ids after it has checked how many there are."""
     if not isinstance(value, list):
         raise ValueError("expected a list of token ids")
     return value
@@ -40,10 +40,10 @@ class DetokenizeBody(LaxBody):
     skip_special_tokens: bool = False
 
 
-# Of a chat body: what makes its tokens.
+# Fields of a chat body that its tokens depend on.
 RENDERED = frozenset({"model", "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
                       "chat_template", "tools", "documents", "mm_processor_kwargs"})  # fmt: skip
-# What a generate body would say of sampling.
+# Fields of a chat body that are sampling parameters.
 SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
                       "stop_token_ids", "repetition_penalty", "presence_penalty", "frequency_penalty",
                       "ignore_eos"})  # fmt: skip
@@ -64,13 +64,14 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
             raise InvalidField("prompt", "expected a prompt or messages")
         reply = {"count": len(ids), "max_model_len": context.max_model_len, "tokens": ids, "token_strs": None}
         if body.return_token_strs:
-            reply["token_strs"] = await context.pace().array(map(context.tokenizer.token_text, ids))
+            tokenizer = context.require_tokenizer("return_token_strs")
+            reply["token_strs"] = await context.pace().array(map(tokenizer.token_text, ids))
         return json_response(reply)
 
     @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """No tokens are the empty text: those of a request that was aborted at once. At most a full context of tokens:
-        decoding stops everything else."""
+        """Decode at most a full context of tokens, since decoding blocks the event loop. No tokens give an empty text:
+        a request that was aborted at once has none."""
         body = await read_control(request, DetokenizeBody)
         context.check_model(body.model)
         tokenizer = context.require_tokenizer("tokens")
@@ -84,7 +85,7 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatBody))
     async def render(request: Request) -> Response:
-        """The token ids that /v1/chat/completions would generate from, as a body for /inference/v1/generate."""
+        """Answer with the prompt of /v1/chat/completions as token ids, in a body for /inference/v1/generate."""
         data = parse_json(await request.body())
         ids = await rendered(context, data)
         return json_response(
@@ -99,5 +100,6 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
-    """Token ids of a conversation. Tools are rendered for every tool_choice, since no call is generated."""
+    """Return the token ids of a conversation. Tools are rendered whatever tool_choice is, since no tool call is
+    generated."""
     return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]

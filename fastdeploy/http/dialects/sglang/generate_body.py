@@ -14,7 +14,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
 from fastdeploy.http.openapi import described
 
-# They change what is computed or returned, and are refused unless they are empty.
+# These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED = (
     "input_embeds",
     "image_data",
@@ -59,8 +59,8 @@ GREEDY_BELOW = 1e-6
 
 
 class CustomParams(Body):
-    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends it with every top_p but 1, to
-    renormalise over the same ids in training. Needs return_logprob."""
+    """return_top_p_token_ids: return the ids that each token was drawn from. slime sends the field with every top_p
+    below 1, to renormalise over the same ids in training. The field needs return_logprob."""
 
     return_top_p_token_ids: bool = False
 
@@ -88,8 +88,8 @@ class SamplingBody(Body):
 
 
 class GenerateBody(BaseModel):
-    """Fields of the body that are read. Other fields are dropped, as SGLang does. Fields of type Any may be lists, one
-    entry per prompt. ``model`` is no field of SGLang's, but routers add it."""
+    """The fields of the body that are read. Other fields are dropped, as in SGLang. Fields of type Any may be lists
+    with one entry per prompt. SGLang has no field ``model``, but routers add it."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -111,8 +111,8 @@ class GenerateBody(BaseModel):
 
 
 class LogprobOptions(NamedTuple):
-    """start: the first prompt token whose logprob is returned, or -1; top: how many others beside each token; kept: the
-    ids that each token was drawn from."""
+    """start: the first prompt token whose log probability is returned, or -1. top: how many of the best tokens are
+    returned with each token. kept: return the ids that each token was drawn from."""
 
     wanted: bool = False
     start: int = -1
@@ -121,7 +121,8 @@ class LogprobOptions(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One prompt as asked for. scoring: max_new_tokens is 0, and the token that the engine must sample is dropped."""
+    """One prompt with its parameters. scoring: max_new_tokens is 0. The engine samples at least one token, which the
+    reply drops."""
 
     rid: str
     ids: list[int]
@@ -132,7 +133,7 @@ class Prompt(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """``batch``: the reply is a list, even of one. ``group``: the rid that the prompts of a batch share, or ""."""
+    """batch: the reply is a list, also for one prompt. group: the rid that the prompts of a batch share, or ""."""
 
     prompts: list[Prompt]
     n: int
@@ -153,12 +154,12 @@ def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> N
 
 
 def is_empty(value: Any) -> bool:
-    """None, False, 0, an empty string, list or object, or a list of nothing but these."""
+    """Return whether ``value`` is None, False, 0, an empty string, list or object, or a list of only such values."""
     return not value or (isinstance(value, list) and all(is_empty(item) for item in value))
 
 
 async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
-    """Check everything and tokenise; raises InvalidField."""
+    """Check all fields and tokenise the prompts. Raises InvalidField."""
     inputs, field, batch = _inputs(body)
     context.check_choices(len(inputs), 1)
     params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
@@ -180,7 +181,8 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
 
 
 def _inputs(body: GenerateBody) -> tuple[list[Any], str, bool]:
-    """The prompts, the field they came in, and whether they are a batch. Ids win over text, as in SGLang."""
+    """Return the prompts, the name of their field, and whether they are a batch. input_ids override text, as in
+    SGLang."""
     if body.input_ids is not None:
         ids = body.input_ids
         batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
@@ -206,7 +208,7 @@ async def _tokenise(context: ServingContext, value: Any, field: str) -> list[int
 
 
 def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
-    """One value for each prompt: a list has one each, anything else holds for all."""
+    """Return one value for each prompt. A list has one entry per prompt; any other value is that of every prompt."""
     if not isinstance(value, list):
         return [value] * len(inputs)
     if len(value) != len(inputs):
@@ -215,7 +217,8 @@ def per_prompt(field: str, value: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _rids(rid: Any, batch: int | None) -> tuple[list[str], str]:
-    """The id of each prompt, and the one that stands for the batch. ``batch`` None: a single prompt."""
+    """Return the id of each prompt, and the id of the batch. batch: number of prompts, or None for a single prompt that
+    is no batch."""
     if isinstance(rid, list) and batch is not None:
         if len(rid) != batch or len(set(map(str, rid))) != batch:
             raise InvalidField("rid", f"expected {batch} different ids, one per prompt")
@@ -270,8 +273,8 @@ def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[Samplin
 def _sampling(
     context: ServingContext, params: SamplingBody, body: GenerateBody, prompt_tokens: int, logprobs: LogprobOptions
 ) -> SamplingParams:
-    """max_new_tokens null is what is left of the context, and a larger value is cut to that. Logprobs that come with
-    the kept ids are normalised over these ids, as slime's SGLang has it."""
+    """Return the parameters of one prompt. max_new_tokens is limited to the rest of the context, which is also its
+    value for null. With the kept ids, log probabilities are normalised over these ids, as in slime's SGLang."""
     left = context.max_model_len - prompt_tokens
     wanted = left if params.max_new_tokens is None else params.max_new_tokens
     if wanted < 0:

@@ -1,11 +1,14 @@
-"""Bringing a folder on this host up to a version that a trainer has published (slime's disk mode).
+"""SGLang's /pull_weights: copy a version of the weights that a trainer has published to a folder of this host.
 
-Versions are Hugging Face folders ``weight_v000007`` below ``source_dir``; version 0 is the model that the server
-started with. The trainer has the local folder loaded by a second call.
+slime uses the route in its disk mode. Versions are Hugging Face folders ``weight_v000007`` below ``source_dir``. Version
+0 is the model that the server started with. A second call of the trainer loads the local folder.
 
-The server reads and writes here with rights that the caller may not have. So a source lies beneath --model-root and has
-no links out of ``source_dir``, a target lies beneath --pull-root and has no links at all, only checkpoint files are
-copied, no file gets wider permissions than it had, and no file that another program made is changed.
+The server may read and write files that the caller may not. Therefore:
+
+- A source lies beneath --model-root, and has no links out of ``source_dir``.
+- A target lies beneath --pull-root, and has no links at all.
+- Only checkpoint files are copied. No file gets wider permissions than it had.
+- A file that another program made is never changed.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from fastdeploy.core.errors import InvalidField, OutOfSpace, StagingTimeout, Upd
 from fastdeploy.core.safe_files import ANYWHERE, Folder, make_beneath, open_regular, path_problem, read_whole
 
 INDEX = "model.safetensors.index.json"
-# Beside *.safetensors; all else in a published folder is not copied.
+# Copied besides *.safetensors. No other file of a published folder is copied.
 CHECKPOINT_FILES = frozenset(
     {
         INDEX,
@@ -45,17 +48,17 @@ CHECKPOINT_FILES = frozenset(
     }
 )
 NO_ROOT = "the server has no folder to write to: start it with --pull-root PATH"
-SYNC = ".weight_sync"  # where SGLang keeps its state in such a folder, and so do we
+SYNC = ".weight_sync"  # folder for the state of pulls, of the same name as in SGLang
 LOCK, OWN, STATE, PART = "lock", "files.json", "state.json", "part"
 MAX_JSON_BYTES = 4 << 20
 MAX_VERSION = 10**9
 MAX_PULLS = 4
-SLICE_BYTES = 64 << 20  # after each it is looked whether the pull is still wanted
+SLICE_BYTES = 64 << 20  # bytes copied between two checks whether the pull was given up
 
 
 class Pulls:
-    """The pulls of one API server. Each has a thread of its own: one that hangs in a read (a dead mount) is left behind
-    after --stage-timeout-s, and MAX_PULLS may do so."""
+    """The pulls of one API server, each on a thread of its own. A pull that takes longer than --stage-timeout-s is given
+    up. Its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
 
     def __init__(self, config: ServeConfig):
         self._config = config
@@ -97,10 +100,8 @@ class Pulls:
 def pull_weights(
     config: ServeConfig, local_dir: str, source_dir: str, version: int, given_up: threading.Event | None = None
 ) -> None:
-    """Make ``local_dir`` a copy of ``version``. Raises InvalidField, WeightUpdateRefused or OutOfSpace. Nothing more is
-    written once ``given_up`` is set.
-
-    A folder with files that no pull has put there is not touched."""
+    """Make ``local_dir`` a copy of ``version``. A folder with files that no pull has made is not changed. Nothing more
+    is written once ``given_up`` is set. Raises InvalidField, WeightUpdateRefused or OutOfSpace."""
     if not 0 <= version <= MAX_VERSION:
         raise InvalidField("target_version", f"expected an integer from 0 to {MAX_VERSION}, got {version}")
     for field, path in (("local_checkpoint_dir", local_dir), ("source_dir", source_dir)):
@@ -126,7 +127,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def _published(config: ServeConfig, source_dir: str, version: int) -> Folder:
-    """The folder of ``version``. The model of the server itself may be made of links (a Hugging Face cache is)."""
+    """Open the folder of ``version``. Links are allowed in the server's own model, as in a Hugging Face cache."""
     try:
         if version == 0:
             return Folder(config.model, ANYWHERE)
@@ -155,7 +156,8 @@ def _check_whole(source: Folder, names: list[str], version: int) -> None:
 
 @contextlib.contextmanager
 def _target(root: str, path: str) -> Iterator[tuple[int, int]]:
-    """Descriptors of the folder and of its .weight_sync, while no other pull is at work in it."""
+    """Open the folder and its .weight_sync, and yield their descriptors. Other pulls into the folder wait until the
+    block ends."""
     with contextlib.ExitStack() as stack:
 
         def opened(fd: int) -> int:
@@ -181,8 +183,8 @@ def _target(root: str, path: str) -> Iterator[tuple[int, int]]:
 
 
 def _copy(source: Folder, names: list[str], target: int, sync: int, version: int, given_up: threading.Event) -> None:
-    """The list of own files is written before any of them is, so that a pull that is killed leaves none it would not
-    know again. The state is absent while the folder is half one version and half another."""
+    """Copy the files. The list of our files is written first, so that after a killed pull the next one recognises all of
+    its files. The state file is absent while the folder may hold files of two versions."""
     _check_wanted(given_up)
     own = _own_files(sync)
     foreign = sorted(set(os.listdir(target)) - own - {SYNC})
@@ -221,9 +223,9 @@ def _own_files(sync: int) -> set[str]:
 
 @contextlib.contextmanager
 def _replacing(name: str, sync: int, folder: int, mode: int) -> Iterator[int]:
-    """A new file, which becomes ``name`` in ``folder`` at the end: a reader of the old one reads on. mode: permissions,
-    of which the umask takes away more."""
-    with contextlib.suppress(FileNotFoundError):  # of a pull that was killed
+    """Yield a new file, which becomes ``name`` in ``folder`` when the block ends. A reader of the old file keeps the old
+    content. mode: permissions, less those that the umask removes."""
+    with contextlib.suppress(FileNotFoundError):  # left by a killed pull
         os.unlink(PART, dir_fd=sync)
     fd = os.open(PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=sync)
     try:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.openai.protocol import MAX_VERSION_CHARS
+from fastdeploy.http.dialects.common import LaxBody
+from fastdeploy.http.openai.protocol import Version, parse_body
 
-# How SGLang's loaders read an upload; all of these mean whole tensors under their own names.
+# SGLang's loaders of an upload. All of these mean whole tensors under their own names.
 TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")
 
 
+class VersionedBody(LaxBody):
+    weight_version: Version | None = None
+    abort_all_requests: bool = False
+
+
 class TensorBody(msgspec.Struct):
-    """Base64 strings become bytes as they are parsed; nothing of them is executed, here or later."""
+    """Base64 strings become bytes while they are parsed. No code in them is ever run."""
 
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
@@ -23,12 +27,15 @@ class TensorBody(msgspec.Struct):
     weight_version: str | int | None = None
     selector: str | None = None
 
+    @property
+    def version(self) -> str | None:
+        """The label of the new weights. Raises InvalidField for a value that is no label."""
+        return parse_body({"weight_version": self.weight_version}, VersionedBody, {}).weight_version
 
-def version_label(value: Any) -> str:
-    label = str(value) if type(value) is int else value
-    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
-        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
-    return label
+    def distinct_tensors(self) -> list[bytes]:
+        """Return each entry once. SGLang's clients send one entry per tensor-parallel rank. The entries are equal where
+        each rank takes its own part of them."""
+        return list(dict.fromkeys(self.serialized_named_tensors))
 
 
 def require_format(given: str | None, known: tuple[str | None, ...]) -> None:
@@ -42,15 +49,11 @@ def require_target(selector: str | None) -> None:
 
 
 def parse_tensors(raw: bytes) -> TensorBody:
-    """Raises InvalidField. Runs on a thread: the body may have gigabytes."""
+    """Raises InvalidField. Call it on a thread: the body may have gigabytes."""
     try:
         body = msgspec.json.decode(raw, type=TensorBody)
-        if body.weight_version is not None:
-            version_label(body.weight_version)
     except msgspec.DecodeError as error:
         raise InvalidField("body", f"expected base64 strings in serialized_named_tensors: {error}") from error
-    except ValueError as error:
-        raise InvalidField("weight_version", str(error)) from error
     require_format(body.load_format, TENSOR_FORMATS)
     require_target(body.selector)
     if not body.serialized_named_tensors:
@@ -61,15 +64,11 @@ def parse_tensors(raw: bytes) -> TensorBody:
 
 
 def require_safetensors(data: bytes, field: str) -> None:
-    """Look at the first bytes, and at nothing else: a pickle is code, and is never loaded."""
+    """Raise InvalidField unless ``data`` begins like a safetensors file. Only the first bytes are read: a pickle is
+    code, and is never loaded."""
     size = int.from_bytes(data[:8], "little")
     if 2 <= size <= len(data) - 8 and data[8:9] == b"{":
         return
     if data[:1] == b"\x80" or data[:4] == b"PK\x03\x04":
         raise InvalidField(field, "this is a pickle, which is code and never loaded here; send safetensors bytes")
     raise InvalidField(field, "expected the bytes of a safetensors file")
-
-
-def distinct(body: TensorBody) -> list[bytes]:
-    """One entry per tensor-parallel rank is SGLang's habit, and they are equal where each rank takes its own part."""
-    return list(dict.fromkeys(body.serialized_named_tensors))
