@@ -1,16 +1,18 @@
-"""Python's garbage collector, in processes whose every millisecond somebody waits for."""
+"""Settings of Python's garbage collector for processes that must answer within milliseconds."""
 
 from __future__ import annotations
 
 import gc
 
-COLLECT_AFTER = 50_000  # new objects that can be part of a cycle
+COLLECT_AFTER = 50_000  # new objects that can be part of a reference cycle
 
 
 def collect_rarely() -> None:
-    """Call once all is imported and loaded. A step, and the answers to it, are thousands of objects and hardly a cycle:
-    by default they would be looked through several times a step, and now and then with everything that was ever
-    imported (measured with 2,000 open streams: 75 to 156 ms, in the middle of an abort)."""
+    """Make garbage collections rare, and leave out the objects that exist now. Call when all modules are imported.
+
+    A step makes thousands of objects and hardly any reference cycle. With Python's defaults they would be searched
+    several times a step, and sometimes together with all imported modules: that took 75 to 156 ms in the middle of an
+    abort of 2,000 open streams."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)

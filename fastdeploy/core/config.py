@@ -1,4 +1,4 @@
-"""Frozen settings, checked once, unknown keys refused. They travel from the supervisor to its children as JSON."""
+"""Settings: frozen, checked once, without unknown keys. The supervisor passes them to its children as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the one engine process.
+    """Settings of the engine process.
 
     Model
         served_model_name: the model's name in requests and replies.
@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Steps
         max_num_seqs: sequences in one step.
         max_num_batched_tokens: tokens in one step.
-        max_step_ms: time that a step with prefill should not pass.
+        max_step_ms: longest time that a step with prefill should take.
         heartbeat_s: time between two heartbeats to the API servers.
 
     KV cache
@@ -85,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the HTTP side. Limits of connections and bodies are those of one API server process.
+    """Settings of the API servers. Limits of connections and bodies hold for each API server process.
 
     Address
         host, port: address to listen on; port 0 = any free one.
@@ -93,18 +93,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         control_port: the only port that answers control routes; None = port.
 
     Life
-        keepalive_s: an open stream that sent nothing for so long gets an SSE comment.
-        http_keepalive_s: an idle connection is closed after so long.
-        shutdown_s: everything has ended by then, or is killed.
-        stall_s: an engine that is silent for so long is stuck, and is killed.
+        keepalive_s: seconds without an event after which an open stream gets an SSE comment.
+        http_keepalive_s: seconds after which an idle connection is closed.
+        shutdown_s: seconds for an orderly end, after which processes are killed.
+        stall_s: seconds without a heartbeat after which the engine is killed as stuck.
 
     Connections and request bodies
         max_connections: open connections at once (429).
         max_header_kb: KiB of the headers of one request (431).
-        header_s: time in which the headers of a request must arrive (408).
+        header_s: seconds in which the headers of a request must arrive (408).
         max_body_mb: MiB of one request body (413).
         max_bodies_mb: MiB of all request bodies that are being received; others wait up to body_idle_s (429).
-        body_idle_s: time in which each MiB of a request body must arrive (408).
+        body_idle_s: seconds in which each MiB of a request body must arrive (408).
 
     Weight uploads
         max_upload_mb: MiB of one weight upload (413).
@@ -117,17 +117,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Requests and replies
         served_model_name: the model's name in requests and replies.
-        logprobs_mode: for a request that names none.
+        logprobs_mode: mode for a request that names none.
         max_reply_logprobs: log probabilities that one request may ask for.
-        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: for a pause by that dialect that names no mode.
+        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause by that dialect that names none.
 
     Access
         trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
-        insecure_control: control routes need no key, although other machines can reach them.
+        insecure_control: control routes need no key, even if other machines can reach them.
         allowed_hosts: names that the Host header may have, besides the names of loopback; "*" = any.
         allowed_origins: origins of web pages that may use this server; "*" = any.
 
-    Keys are no settings: /server_info shows settings (see entrypoints/keys.py).
+    Keys are no settings, since /server_info shows settings (see http/guards/keys.py).
     """
 
     model: str
@@ -199,7 +199,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def upload_folders(upload_dir: str) -> tuple[str, ...]:
-    """Where an API server may spool a weight upload, first choice first; the engine reads uploads from nowhere else."""
+    """Return the folders for weight uploads, the preferred one first. The engine reads uploads from no other folder."""
     return (upload_dir,) if upload_dir else (SHARED_MEMORY, tempfile.gettempdir())
 
 
@@ -216,7 +216,7 @@ def to_json(config: msgspec.Struct) -> str:
 
 
 def from_json(text: str, kind: type[Config]) -> Config:
-    """Inverse of :func:`to_json`; raises msgspec.ValidationError for unknown keys and wrong types."""
+    """Inverse of :func:`to_json`. Raises msgspec.ValidationError for unknown keys and wrong types."""
     return msgspec.json.decode(text.encode(), type=kind)
 
 
@@ -226,7 +226,7 @@ def _require(field: str, ok: bool, expected: str, got: object) -> None:
 
 
 def _require_writable(field: str, folder: str) -> None:
-    """Raise InvalidField unless a file can be made in ``folder``; "" is the default and is not looked at."""
+    """Raise InvalidField unless a file can be made in ``folder``. "" stands for the default, which is not checked."""
     if not folder:
         return
     try:

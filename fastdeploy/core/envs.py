@@ -1,5 +1,5 @@
-"""Every environment variable this package reads, with its type and default, in one place; those of the C++ ops
-(FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are in model_executor/ops/cpu_library.py."""
+"""The environment variables of this package, with types and defaults. Those of the C++ ops (FASTDEPLOY_CPU_THREADS,
+FASTDEPLOY_CPU_ISA) are in model_executor/ops/cpu_library.py, those of keys in http/guards/keys.py."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def log_level() -> str:
 
 
 def ipc_root() -> str:
-    """FASTDEPLOY_IPC_ROOT: folder under which each server makes its private socket folder. Keep it short: a unix
-    socket path holds 107 bytes."""
+    """FASTDEPLOY_IPC_ROOT: folder in which each server makes its private socket folder. The path must be short, since
+    the path of a unix socket has at most 107 bytes."""
     return os.environ.get("FASTDEPLOY_IPC_ROOT", tempfile.gettempdir())
 
 
 def place() -> str:
-    """FASTDEPLOY_PLACE: the device the model runs on, "cpu" or "gpu"."""
+    """FASTDEPLOY_PLACE: device that the model runs on, "cpu" or "gpu"."""
     return os.environ.get("FASTDEPLOY_PLACE", "cpu")
 
 

@@ -1,13 +1,13 @@
-"""Every error a caller of this package can meet, and the HTTP status it maps to.
+"""All errors that callers of this package can meet, with their HTTP status.
 
     FastDeployError
-    ├── RequestError            the caller's fault: nothing was accepted, nothing changed
+    ├── RequestError            the caller's fault: no request was accepted, no state changed
     │   ├── InvalidField        400  a field is missing, malformed, or not supported
     │   ├── InvalidKey          401  the request carries no key, or a wrong one
     │   ├── Forbidden           403  this caller may not use this route
     │   ├── RouteNotFound       404  there is no such route
     │   ├── ModelNotFound       404  the model named is not served here
-    │   ├── DuplicateRequest    409  the request id is alive
+    │   ├── DuplicateRequest    409  a request with this id is still running
     │   ├── AttachedElsewhere   409  a later request with this id took over (retain_s)
     │   ├── RequestTimeout      408  the headers or the body did not come in time
     │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
@@ -16,29 +16,30 @@
     │   ├── QueueFull           429  the waiting queue is at its bound
     │   ├── ServerBusy          429  too many connections, bodies or uploads at once
     │   └── RequestsRejected    503  a pause with admission=reject stands
-    ├── ControlError            a control call that did not do what it asked for
+    ├── ControlError            a control call that could not be carried out
     │   ├── PauseInterrupted    409  a resume released the hold while it was draining
     │   ├── PauseTimeout        504  on_timeout=cancel: the engine runs again
     │   ├── ResumeRefused       409  there are no whole weights to run with
     │   ├── HoldNotFound        404  no such hold stands: it was released, its ttl ended, or the engine restarted
     │   ├── WeightUpdateRefused 400  the old weights serve on
     │   ├── StagingTimeout      504  reading new weights took longer than allowed: the old weights serve on
-    │   ├── OutOfSpace          507  no room to take an upload or sleeping weights in; nothing changed
+    │   ├── OutOfSpace          507  no room for an upload or for sleeping weights; nothing changed
     │   ├── UpdateInProgress    409  another weight session is open
     │   ├── SessionNotFound     404  no such weight session
     │   ├── SessionExpired      409  its lease ended: the old weights serve on
     │   ├── VersionConflict     409  the version that serves is not the expected one
-    │   └── WrongOrder          409  not in this state: asleep, not asleep, not paused
+    │   └── WrongOrder          409  the engine is in the wrong state: asleep, not asleep, not paused
     └── EngineError             the engine process is at fault
         ├── NonFiniteLogits     500  the weights give logits that are not finite: no token can be drawn
-        ├── EngineDead          503  it died; what was in flight has been answered
-        └── EngineStalled       504  it stopped beating; it is being replaced
+        ├── EngineDead          503  the engine died; all open requests and calls have been answered
+        └── EngineStalled       504  the engine sends no heartbeats, and is being replaced
 
-``STATUS`` is the one map from ``code`` to HTTP status; the wire carries ``code`` (see messages.Failure).
+``STATUS`` is the one map from ``code`` to HTTP status. Messages between processes carry ``code`` (messages.Failure).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 MAX_MESSAGE_CHARS = 800
@@ -46,8 +47,8 @@ MAX_NAME_CHARS = 200
 
 
 def shortened(text: str, limit: int) -> str:
-    """``text`` in at most ``limit`` characters, its end included, and such that UTF-8 can carry it. What a client sends
-    is repeated in messages and may have megabytes, or half of a surrogate pair."""
+    """Return ``text`` in at most ``limit`` characters that UTF-8 can encode, with the middle left out. Error messages
+    repeat the input of clients, which may have megabytes, or half of a surrogate pair."""
     if len(text) > limit:
         mark = f"...({len(text)} characters)..."
         head = limit * 2 // 3
@@ -56,8 +57,8 @@ def shortened(text: str, limit: int) -> str:
 
 
 class FastDeployError(Exception):
-    """Base of the tree. ``detail`` is machine-readable and travels to the HTTP body under ``error``. A message is cut
-    to MAX_MESSAGE_CHARS characters, a string in ``detail`` to MAX_NAME_CHARS."""
+    """Base of all errors. detail: further fields of the HTTP reply, under ``error``. A message is cut to
+    MAX_MESSAGE_CHARS characters, a string in ``detail`` to MAX_NAME_CHARS."""
 
     code: str = "internal_error"
     status: int = 500
@@ -68,7 +69,7 @@ class FastDeployError(Exception):
         self.detail = {k: shortened(v, MAX_NAME_CHARS) if isinstance(v, str) else v for k, v in detail.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.args, self.__dict__)  # constructors differ; trainers send errors on (Ray)
+        return _restore, (type(self), self.args, self.__dict__)  # constructors differ, and Ray pickles errors
 
 
 def _restore(cls: type[FastDeployError], args: tuple[Any, ...], state: dict[str, Any]) -> FastDeployError:
@@ -83,7 +84,7 @@ class RequestError(FastDeployError):
 
 
 class InvalidField(RequestError):
-    """``field`` is the dotted path of the offending field; the message says what was expected."""
+    """A bad field of a request. field: its dotted path. The message says what was expected."""
 
     code, status = "invalid_field", 400
 
@@ -201,7 +202,7 @@ class EngineError(FastDeployError):
 
 
 class NonFiniteLogits(EngineError):
-    """The code is also the ``stop_reason`` of a choice that ended so."""
+    """Logits that are not finite. The code is also the ``stop_reason`` of a choice that ended with this error."""
 
     code, status = "non_finite_logits", 500
 
@@ -214,7 +215,7 @@ class EngineStalled(EngineError):
     code, status = "engine_stalled", 504
 
 
-def _walk(cls: type[FastDeployError]):
+def _walk(cls: type[FastDeployError]) -> Iterator[type[FastDeployError]]:
     yield cls
     for sub in cls.__subclasses__():
         yield from _walk(sub)
@@ -225,7 +226,7 @@ STATUS: dict[str, int] = {code: cls.status for code, cls in BY_CODE.items()}
 
 
 def from_wire(code: str, message: str, detail: dict[str, Any]) -> FastDeployError:
-    """Rebuild the exception that the engine put on the wire as (code, message, detail)."""
+    """Rebuild the exception that the engine sent as (code, message, detail)."""
     cls = BY_CODE.get(code, FastDeployError)
     error = cls.__new__(cls)
     FastDeployError.__init__(error, message)

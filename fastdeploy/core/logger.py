@@ -1,4 +1,4 @@
-"""Logging of the three kinds of process: one line per event, to stderr, with the name of the process."""
+"""Logging of all processes: one line per event, to stderr, with the name of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastdeploy.core import envs
 
 
 def setup_logging(process: str) -> logging.Logger:
-    """Configure the root logger of this process and return the package's logger."""
+    """Configure the root logger of this process, and return the logger of this package."""
     logging.basicConfig(
         level=envs.log_level().upper(),
         format=f"%(asctime)s %(levelname).1s {process}[%(process)d] %(name)s: %(message)s",

@@ -1,11 +1,13 @@
 """Opening and reading files that another program names or writes.
 
-Three rules hold for every file opened here. Only a regular file is opened: opening a pipe may wait for ever, and
-opening a device may have effects. A file is read up to a limit that is checked before the first byte. A file lies
-beneath one of the folders that are allowed (the roots), also where a link leads elsewhere, and also if links change
-meanwhile.
+Three rules hold for every file that is opened here:
 
-Everything that is wrong with a file is an OSError whose ``strerror`` says it in words.
+- The file is a regular file. Opening a pipe may block for ever, and opening a device may have effects.
+- The file is read up to a limit, which is checked before the first byte is read.
+- The file lies beneath one of the allowed folders (the roots) after all links are followed, even if another program
+  changes links at the same time.
+
+Every problem with a file is an OSError whose ``strerror`` explains it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_NAME_BYTES = 255  # Linux: NAME_MAX
 
 
 def path_problem(path: str) -> str | None:
-    """The reason why ``path`` cannot name a file on any Linux system, or None. The file system is not read."""
+    """Return why ``path`` cannot name a file on any Linux system, or None. The file system is not read."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
@@ -35,10 +37,8 @@ def path_problem(path: str) -> str | None:
 
 
 class Folder:
-    """An open folder. ``roots``: the folder, and each file in it, must lie beneath one of them after all links are
-    followed. The folder stays the same one if its path is renamed or replaced.
-
-    Raises OSError."""
+    """An open folder, which stays the same if its path is renamed or replaced. roots: the folder, and each file that is
+    opened in it, must lie beneath one of them after all links are followed. Raises OSError."""
 
     def __init__(self, path: str | os.PathLike[str], roots: Sequence[str] = ANYWHERE):
         self.path = _real(os.fspath(path))
@@ -58,8 +58,8 @@ class Folder:
         self._fd = -1
 
     def names(self) -> list[str]:
-        """Names of everything in the folder, sorted."""
-        # A descriptor of O_PATH cannot be listed itself.
+        """Return the names of all entries, sorted."""
+        # A descriptor of O_PATH cannot be listed.
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return sorted(os.listdir(fd))
@@ -67,7 +67,7 @@ class Folder:
             os.close(fd)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has an entry of this name. A link counts, even if its target is missing."""
+        """Return whether the folder has an entry of this name, which may be a link without a target."""
         try:
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class Folder:
         return True
 
     def open(self, name: str) -> int:
-        """Descriptor of the regular file ``name``, for reading. Raises OSError."""
+        """Open the regular file ``name`` for reading, and return its descriptor. Raises OSError."""
         if name in ("", ".", "..") or "/" in name:
             raise OSError(errno.EINVAL, "is not the name of a file in this folder")
         fd = _open_path(name, self._fd)
@@ -86,7 +86,7 @@ class Folder:
         return _reopen_regular(fd)
 
     def read(self, name: str, limit: int) -> bytes:
-        """All bytes of the regular file ``name``, of which there may be ``limit``. Raises OSError."""
+        """Return all bytes of the regular file ``name``. Raises OSError, also for more than ``limit`` bytes."""
         fd = self.open(name)
         try:
             return read_whole(fd, limit)
@@ -95,13 +95,13 @@ class Folder:
 
 
 def open_regular(path: str | os.PathLike[str], folder: int | None = None) -> int:
-    """Descriptor of a regular file, for reading. The last part of ``path`` must not be a link. folder: descriptor of
-    the folder that a relative ``path`` starts from. Raises OSError."""
+    """Open a regular file for reading, and return its descriptor. The last part of ``path`` must not be a link. folder:
+    descriptor of the folder that a relative ``path`` starts from. Raises OSError."""
     return _reopen_regular(_open_path(os.fspath(path), folder))
 
 
 def read_whole(fd: int, limit: int) -> bytes:
-    """All bytes of an open regular file. Raises OSError if there are more than ``limit``."""
+    """Return all bytes of an open regular file. Raises OSError for more than ``limit`` bytes."""
     size = os.fstat(fd).st_size
     if size > limit:
         raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {limit}")
@@ -109,8 +109,8 @@ def read_whole(fd: int, limit: int) -> bytes:
 
 
 def make_beneath(root: str, path: str) -> int:
-    """Descriptor of the folder ``path``, which must lie beneath ``root`` by its text. Folders that are missing below
-    ``root`` are made. No part below ``root`` may be a link. Raises OSError."""
+    """Open the folder ``path``, and return its descriptor. By its text, ``path`` must lie beneath ``root``. Missing
+    folders below ``root`` are made. No part below ``root`` may be a link. Raises OSError."""
     parts = _parts_below(os.path.normpath(root), os.path.normpath(path))
     if parts is None:
         raise OSError(errno.EXDEV, "is not beneath the folder that is allowed")
@@ -132,15 +132,15 @@ def _real(path: str) -> str:
 
 
 def _parts_below(root: str, path: str) -> list[str] | None:
-    """The names that lead from ``root`` to ``path``, or None where ``path`` is not beneath it. Both are absolute."""
+    """Return the names that lead from ``root`` to ``path``, both absolute, or None if ``path`` is not beneath it."""
     if not os.path.isabs(path) or os.path.commonpath([root, path]) != root:
         return None
     return [part for part in os.path.relpath(path, root).split("/") if part != "."]
 
 
 def _open_beneath(roots: Sequence[str], path: str, directory: bool) -> int:
-    """O_PATH descriptor of ``path``. The roots and ``path`` must have been resolved: no part below a root may be a
-    link. So a link that is put there later is an error."""
+    """Return an O_PATH descriptor of ``path``. All links in the roots and in ``path`` must have been followed already.
+    So a link below a root was put there since, and is an error."""
     for root in roots:
         if (parts := _parts_below(root, path)) is not None:
             break
@@ -157,7 +157,7 @@ def _open_beneath(roots: Sequence[str], path: str, directory: bool) -> int:
 
 
 def _step_into(fd: int, name: str, directory: bool) -> int:
-    """O_PATH descriptor of ``name`` in the folder ``fd``, which is closed then. An error leaves ``fd`` open."""
+    """Return an O_PATH descriptor of ``name`` in the folder ``fd``, and close ``fd``. An error leaves ``fd`` open."""
     inner = _open_path(name, fd)
     mode = os.fstat(inner).st_mode
     if stat.S_ISLNK(mode) or (directory and not stat.S_ISDIR(mode)):
@@ -169,14 +169,14 @@ def _step_into(fd: int, name: str, directory: bool) -> int:
 
 
 def _open_path(name: str, folder: int | None = None) -> int:
-    """O_PATH descriptor: the file is found, and neither opened nor, if it is a link, followed."""
+    """Return an O_PATH descriptor: the file is found, but not opened. A link is not followed."""
     if (problem := path_problem(name)) is not None:
         raise OSError(errno.EINVAL, problem)
     return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
 
 def _reopen_regular(fd: int) -> int:
-    """Open the file behind an O_PATH descriptor for reading, if it is a regular one. ``fd`` is closed."""
+    """Open the regular file of an O_PATH descriptor for reading, and close ``fd``. Raises OSError."""
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file")

@@ -33,10 +33,10 @@ from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
 from fastdeploy.http.docs_page import add_docs_page
 from fastdeploy.http.errors import add_error_handlers
-from fastdeploy.http.guards import access, browser_guard
+from fastdeploy.http.guards import browser_guard, route_access
 from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.connection import HttpProtocol
+from fastdeploy.http.guards.connection_limits import HttpProtocol
 from fastdeploy.http.guards.keys import NO_KEYS, Keys, take_keys
 from fastdeploy.http.middleware import LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
@@ -87,11 +87,11 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     add_docs_page(app)
     add_error_handlers(app)
     # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
-    app.add_middleware(access.AccessControl, policy=access.Policy.of(config, keys))
+    app.add_middleware(route_access.AccessControl, policy=route_access.AccessPolicy.of(config, keys))
     if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
+    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.PagePolicy.of(config))
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, turn=context.turn)
     app.add_middleware(Routing)

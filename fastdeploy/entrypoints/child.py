@@ -1,4 +1,4 @@
-"""One child process of the supervisor, and what ties it to it."""
+"""One child process of the supervisor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Child:
-    """A running ``python -m module args --event-fd N``: ``pidfd`` is readable once it has ended, ``events.fd`` when it
-    has sent an event. ready_since: time.monotonic() when it reported that it is ready.
+    """A running ``python -m module args --event-fd N``. ``pidfd`` becomes readable when the process has ended, and
+    ``events.fd`` when the process has sent an event. ready_since: time.monotonic() of its event "ready".
 
-    The child is in a session of its own, so that Ctrl-C reaches the supervisor only, which then ends its children in
-    order. The child gets ``death_signal`` when the supervisor dies for any reason (None: the child watches the
-    supervisor itself). environment: the environment variables of the process.
+    The child is in a session of its own. So Ctrl-C reaches the supervisor only, which ends its children in order.
+    death_signal: sent to the child when the supervisor dies for any reason (None: the child watches the supervisor
+    itself). environment: the environment variables of the process.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Child:
         read_fd, write_fd = os.pipe()
         parent = os.getpid()
 
-        def tie() -> None:
+        def tie_to_parent() -> None:
             if death_signal is None:
                 return
             _libc.prctl(_PR_SET_PDEATHSIG, death_signal)
-            if os.getppid() != parent:  # it died before the tie was made
+            if os.getppid() != parent:  # the supervisor died before the call of prctl
                 os._exit(1)
 
         try:
@@ -52,7 +52,7 @@ class Child:
                 env=environment,
                 pass_fds=[write_fd, *keep_fds],
                 start_new_session=True,
-                preexec_fn=tie,
+                preexec_fn=tie_to_parent,
             )
         finally:
             os.close(write_fd)
@@ -63,12 +63,12 @@ class Child:
         self.ready_since: float | None = None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal; a child that has ended already is no error."""
+        """Send a signal. It is no error if the child has ended already."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def reap(self) -> int:
-        """Wait for the end of a child whose pidfd is readable; return its exit status (negative: a signal)."""
+        """Wait for the end of a child whose pidfd is readable. Return its exit status (negative: a signal)."""
         status = self._process.wait()
         os.close(self.pidfd)
         self.events.close()

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from fastdeploy import __version__
 from fastdeploy.core.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
 from fastdeploy.core.errors import InvalidField
@@ -16,13 +18,13 @@ from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 
-AddArgument = Callable[..., Any]  # of argparse: one flag of a group
+AddArgument = Callable[..., Any]  # add_argument of a group of flags
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. The defaults of its flags are those of the configs."""
+    """Return the parser of all commands. The defaults of flags are those of the configs."""
     parser = argparse.ArgumentParser(prog="fastdeploy", description="An LLM serving engine for RL rollouts.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -44,7 +46,7 @@ def _add_http_flags(add: AddArgument, http: ServeConfig) -> None:
     add("--workers", type=int, default=http.workers, help="API server processes (%(default)s)")
     add("--served-model-name", help="the model's name in requests and replies (its folder's)")
     add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
-    add("--shutdown-s", type=float, default=http.shutdown_s, help="time in which everything ends (%(default)g)")
+    add("--shutdown-s", type=float, default=http.shutdown_s, help="seconds in which everything ends (%(default)g)")
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
 
 
@@ -122,7 +124,7 @@ def _comma_list(text: str) -> tuple[str, ...]:
 
 
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
-    """The checked configs of ``fastdeploy serve``; raises InvalidField naming a setting."""
+    """Return the checked configs of ``fastdeploy serve``. Raises InvalidField, which names a setting."""
     if args.folder and args.model:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
     given_model = args.folder or args.model
@@ -135,24 +137,14 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
         roots = ["/"] if is_loopback(args.host) else []
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
-        roots = [*roots, args.pull_root]  # what was pulled is to be loaded
-    given = vars(args)
-    engine_fields = set(EngineConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
-    http_fields = set(ServeConfig.__struct_fields__) - {"model", "served_model_name", "model_roots"}
+        roots = [*roots, args.pull_root]  # weights that were pulled must be loadable
     model_roots = tuple(os.path.abspath(root) for root in roots)
-    engine = EngineConfig(
-        model=model,
-        served_model_name=name,
-        model_roots=model_roots,
-        **{field: given[field] for field in engine_fields & given.keys()},
-    )
-    http = ServeConfig(
-        model=model,
-        served_model_name=name,
-        model_roots=model_roots,
-        **{field: given[field] for field in http_fields & given.keys()},
-    )
-    return engine.check(), http.check()
+    given = vars(args) | {"model": model, "served_model_name": name, "model_roots": model_roots}
+
+    def fields_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+        return {field: given[field] for field in kind.__struct_fields__ if field in given}
+
+    return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
 
 
 def _embedded_model() -> str:
@@ -171,7 +163,7 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
 
 
 def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
-    """Run the command line ``argv`` and return its exit status. engine_module: see Supervisor."""
+    """Run the command line ``argv`` and return the exit status. engine_module: see Supervisor."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:

@@ -1,6 +1,6 @@
 """The engine process: ``python -m fastdeploy.entrypoints.engine_main`` (started by the supervisor).
 
-Exit status: 0 after a stop that was asked for, REFUSED if the model or a setting cannot be served.
+Exit status: 0 after a stop signal, REFUSED if the model or a setting cannot be served.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -34,8 +34,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextlib.contextmanager
-def stop_signals_wait() -> Iterator[None]:
-    """Stop signals are delivered when the block ends. A thread that is started in it never takes them."""
+def stop_signals_deferred() -> Iterator[None]:
+    """Defer stop signals until the block ends. A thread that is started in the block never receives them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -44,20 +44,21 @@ def stop_signals_wait() -> Iterator[None]:
 
 
 class Lifeline:
-    """Ends the engine when it is told to (SIGTERM), or when the supervisor is gone: then it also removes the socket
-    folder, since nobody else is left to do it. ``stop`` is set once there is a loop to stop.
+    """Ends the engine on a stop signal, or when the supervisor is gone. In the second case the lifeline also removes
+    the socket folder, since no other process is left to do so. stop: ends this process. The main sets it to the stop of
+    the engine's loop.
 
-    A thread that watches, and not a signal at the parent's death: a signal would have to wait for the main thread to
-    return from the step, and before there is a handler it would end the process with the folder left behind.
+    A thread watches the supervisor, rather than a signal at the parent's death. Such a signal would have to wait until
+    the main thread returns from a step. Before a handler is set, it would end the process and leave the folder behind.
     """
 
     def __init__(self, supervisor: int, socket_dir: str, bound_s: float):
         self._socket_dir = socket_dir
         self._bound_s = bound_s
-        self.stop = lambda: sys.exit(0)
+        self.stop: Callable[[], None] = lambda: sys.exit(0)
         self.catch_signals()
         supervisor_fd = os.pidfd_open(supervisor) if os.getppid() == supervisor else None
-        with stop_signals_wait():
+        with stop_signals_deferred():
             threading.Thread(target=self._watch, args=(supervisor_fd,), daemon=True).start()
 
     def catch_signals(self) -> None:
@@ -70,14 +71,14 @@ class Lifeline:
         logger.error("the supervisor is gone: stopping")
         ipc_dir.remove(self._socket_dir)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(self._bound_s)  # the process ends in this time, or is ended
+        time.sleep(self._bound_s)  # the time for an orderly end
         os._exit(1)
 
 
 def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
-    """Load the model. Raises FastDeployError or OSError for one that cannot be served."""
-    # Importing Paddle puts handlers of its own on our signals, which print a trace and kill the process.
-    with stop_signals_wait():
+    """Load the model. Raises FastDeployError or OSError if the model cannot be served."""
+    # The import of Paddle sets signal handlers that print a trace and kill the process.
+    with stop_signals_deferred():
         from fastdeploy.model_executor import paddle
 
         paddle.disable_signal_handler()
@@ -86,7 +87,7 @@ def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
 
 
 def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPipe, lifeline: Lifeline) -> None:
-    """Tell that the engine is there, and run it until it is stopped."""
+    """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
     from fastdeploy.engine.warm_up import warm_up
 
@@ -107,7 +108,7 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
 
 
 def _named_by_flag(error: Exception) -> Exception:
-    """``error``; one about a setting names its flag."""
+    """Return ``error``, or for a bad setting an error that names its flag."""
     if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
         return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
     return error

@@ -1,4 +1,4 @@
-"""From settings to a loaded model."""
+"""Loading of a model by settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastdeploy.core.runner import Runner
 
 
 def load_runner(config: EngineConfig) -> Runner:
-    """Load the model of ``config``. Raises FastDeployError or OSError for one that cannot be served."""
+    """Load the model of ``config``. Raises FastDeployError or OSError if the model cannot be served."""
     from fastdeploy.worker.model_runner import ModelRunner
 
     return ModelRunner(

@@ -1,10 +1,10 @@
-"""The parent of one engine and N API servers: starts them, replaces the ones that die, and ends them all.
+"""The parent of one engine and N API servers. The supervisor starts them, replaces those that die, and ends them all.
 
-The HTTP sockets are bound here, once, and inherited by every API server: a server that is replaced loses no connection
-that waits in the queue. API servers start at the same time as the engine, so that /health and /ready answer (503) while
-the model loads.
+The supervisor binds the HTTP sockets once, and every API server inherits them. So no waiting connection is lost when an
+API server is replaced. API servers start together with the engine: /health and /ready answer (503) while the model
+loads.
 
-The loop blocks in one selector on: a pidfd and an event pipe per child, and the wake-up pipe of our own signals.
+The loop blocks in one selector, on the pidfd and the event pipe of each child and on the wake-up pipe of signals.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKLOG = 4096
 MAX_FAILED_STARTS = 5
 FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
 HEALTHY_S = 60.0
-BEATS_PER_STALL = 8  # heartbeats in the time after which a silent engine is killed
+BEATS_PER_STALL = 8  # heartbeats in stall_s, the time after which a silent engine is killed
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILED = 1
 ENGINE = "engine"
@@ -42,9 +42,9 @@ ENGINE = "engine"
 class BackOff:
     """Delays before a child process that ended is started again.
 
-    The first restart is immediate. Each further one waits twice as long as the one before, from ``first_delay_s`` up to
-    MAX_DELAY_S. A child that was ready for HEALTHY_S starts the count anew. The supervisor gives up only after
-    MAX_FAILED_STARTS children in a row that ended before they were ready. So a client that knows how to kill a child
+    The first restart is immediate. The second waits ``first_delay_s``, and each further one twice as long as the one
+    before, up to MAX_DELAY_S. The count starts again after a child that was ready for HEALTHY_S. The supervisor gives
+    up only after MAX_FAILED_STARTS children in a row that were never ready. So a client that knows how to kill a child
     cannot use up the restarts.
     """
 
@@ -54,7 +54,8 @@ class BackOff:
         self._num_failed_starts = 0
 
     def delay(self, ready_for_s: float | None) -> float | None:
-        """Seconds to wait after a child that was ready for ``ready_for_s`` seconds (None: never). None: give up."""
+        """Return the seconds to wait, or None to give up. ready_for_s: seconds that the child was ready (None:
+        never)."""
         self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             return None
@@ -67,12 +68,8 @@ class BackOff:
 
 
 class Supervisor:
-    """``run()`` blocks until everything has ended and returns the exit status: 0 after a stop that was asked for,
-    REFUSED if the model cannot be served.
-
-    engine_module: what is run as the engine (tests run a scripted one). keys: passed to the API servers only.
-    first_delay_s: see BackOff.
-    """
+    """The parent process. engine_module: module that is run as the engine (tests run a scripted engine). keys: passed
+    to the API servers only. first_delay_s: see BackOff."""
 
     def __init__(
         self,
@@ -91,10 +88,10 @@ class Supervisor:
         self._engine: Child | None = None
         self._servers: dict[str, Child] = {}
         self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
-        self._due: dict[str, float] = {}  # children that wait for their restart -> when, on time.monotonic()
+        self._due: dict[str, float] = {}  # child that waits for its restart -> time of the restart (time.monotonic())
         self._lost_commit = engine_config.lost_commit
         self._served = False
-        self._connected: set[str] = set()  # API servers that have an engine
+        self._connected: set[str] = set()  # API servers that are connected to an engine
         self._announced = False
         self._status = 0
         self._stopping = False
@@ -103,6 +100,8 @@ class Supervisor:
     # ------------------------------------------------------------------ life
 
     def run(self) -> int:
+        """Block until everything has ended, and return the exit status: 0 after a stop signal, REFUSED if the model
+        cannot be served. Raises OSError if a port cannot be bound."""
         raise_open_files_limit()
         self._bind()
         self._socket_dir = ipc_dir.create()
@@ -112,7 +111,7 @@ class Supervisor:
             for i in range(self._config.workers):
                 self._start_server(f"api-{i}")
             while self._children() or (self._due and not self._stopping):
-                self._turn()
+                self._wait_and_handle()
         finally:
             self._kill_all()
             restore()
@@ -123,7 +122,7 @@ class Supervisor:
         return self._status
 
     def _bind(self) -> None:
-        """Open the listeners, and put the ports that they got into the config. Raises OSError."""
+        """Open the listeners, and put their real ports into the config. Raises OSError."""
         config = self._config
         self._listeners = [bind(config.host, config.port)]
         if config.control_port is not None:
@@ -132,11 +131,11 @@ class Supervisor:
         ports = {name: listener.getsockname()[1] for name, listener in zip(names, self._listeners, strict=False)}
         self._config = msgspec.structs.replace(config, **ports)
 
-    def _turn(self) -> None:
-        ready = self._selector.select(self._patience())
-        # What a child told before it died counts: read the pipes first.
+    def _wait_and_handle(self) -> None:
+        ready = self._selector.select(self._seconds_to_deadline())
+        # Events that a child sent before it died count, so the pipes come before the pidfds.
         for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
-            if key.fd in self._selector.get_map():  # else one that was handled before it ended its process
+            if key.fd in self._selector.get_map():  # an event before this one may have killed the child
                 key.data[1]()
         if self._stopping and time.monotonic() >= self._stop_deadline:
             logger.error("not everything ended within %g s: killing the rest", self._config.shutdown_s)
@@ -145,8 +144,8 @@ class Supervisor:
         if not self._stopping:
             self._restart_what_is_due()
 
-    def _patience(self) -> float | None:
-        """Seconds until something must be done though nothing happens."""
+    def _seconds_to_deadline(self) -> float | None:
+        """Return the seconds to the next restart or to the end of shutdown_s, or None if there is neither."""
         due = [self._stop_deadline] if self._stopping else list(self._due.values())
         return max(min(due) - time.monotonic(), 0.0) if due else None
 
@@ -156,7 +155,7 @@ class Supervisor:
     # ------------------------------------------------------------------ signals
 
     def _catch_signals(self) -> Callable[[], None]:
-        """Turn signals into readiness of a pipe; returns what puts the old handlers back."""
+        """Make signals readable from a pipe. Return a function that restores the old handlers."""
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -192,7 +191,7 @@ class Supervisor:
             events = child.events.read()
             for event in events:
                 on_event(event)
-            if not events:  # the end of the pipe; the pidfd tells the rest
+            if not events:  # the child has closed the pipe
                 self._forget_fd(child.events.fd)
 
         def end() -> None:
@@ -214,18 +213,22 @@ class Supervisor:
         if self._lost_commit:
             args.append("--lost-commit")
         child = self._engine = Child(ENGINE, self._engine_module, args, environment=NO_KEYS.environment(os.environ))
-        self._watch(child, lambda event: self._on_engine_event(child, event), self._on_engine_end)
+        self._watch(
+            child,
+            lambda event: self._on_engine_event(child, event),
+            lambda status: self._on_engine_end(child, status),
+        )
 
     def _on_engine_event(self, child: Child, event: dict) -> None:
         if event["event"] == "ready":
             child.ready_since, self._served = time.monotonic(), True
         elif event["event"] == "commit":
-            self._lost_commit = True  # it would be lost if this engine died
+            self._lost_commit = True  # the next engine must know that it lacks this commit
         elif event["event"] == "refused":
             self._on_refused(event["why"])
 
-    def _on_engine_end(self, status: int) -> None:
-        child, self._engine = self._engine, None
+    def _on_engine_end(self, child: Child, status: int) -> None:
+        self._engine = None
         if self._stopping:
             self._status = self._status or (FAILED if status not in (0, -signal.SIGKILL, -signal.SIGTERM) else 0)
         elif not self._served:
@@ -248,7 +251,7 @@ class Supervisor:
         )
 
     def _on_server_event(self, child: Child, event: dict) -> None:
-        if event["event"] == "up":  # it answers; whether it has an engine is not its merit
+        if event["event"] == "up":  # ready in the sense of BackOff, with or without an engine
             child.ready_since = time.monotonic()
             return
         if event["event"] == "refused":
@@ -270,8 +273,8 @@ class Supervisor:
             self._engine.signal(signal.SIGTERM)
 
     def _on_refused(self, why: str) -> None:
-        """Say why the model cannot be served, once, and end. Before anything was served there is nothing to end
-        gracefully: a child that still loads may take long to see a signal."""
+        """Print once why the model cannot be served, and stop. If nothing was served yet, kill the children: there is
+        nothing to end in order, and a child that still loads may take long to handle a signal."""
         if self._stopping:
             return
         print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
@@ -302,7 +305,7 @@ class Supervisor:
     # ------------------------------------------------------------------ the end
 
     def _stop(self, status: int) -> None:
-        """Begin to end everything: first the API servers, which end their open requests through the engine."""
+        """Begin the shutdown. The API servers stop first, since they end their open requests through the engine."""
         self._status = self._status or status
         self._stopping = True
         self._stop_deadline = time.monotonic() + self._config.shutdown_s
@@ -312,7 +315,7 @@ class Supervisor:
             self._engine.signal(signal.SIGTERM)
 
     def _kill_all(self) -> None:
-        """The hard end; returns when all are gone."""
+        """Kill all children, and return when they have ended."""
         self._stopping = True
         for child in self._children():
             child.signal(signal.SIGKILL)
@@ -325,14 +328,14 @@ class Supervisor:
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """The signals that end the server. Under nohup a hangup is ignored, and stays so, here and in the children: an
-    ignored signal is inherited."""
+    """Return the signals that stop the server. SIGHUP is not among them if it is ignored, as under nohup. The children
+    inherit that."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket for all API servers. Raises OSError."""
+    """Open a listening socket for all API servers. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -352,6 +355,6 @@ def _url(listener: socket.socket) -> str:
 
 
 def raise_open_files_limit() -> None:
-    """Every open stream is a file: go to the hard limit."""
+    """Raise the limit of open files to the hard limit, since every open stream is a file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -23,9 +23,9 @@ def test_nobody_is_told_that_it_is_ready_before_it_is_warm_and_its_collector_tam
 
 SIGNALLED = """
 import os, signal, threading
-from fastdeploy.entrypoints.engine_main import stop_signals_wait
+from fastdeploy.entrypoints.engine_main import stop_signals_deferred
 signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
-with stop_signals_wait():
+with stop_signals_deferred():
     threading.Thread(target=threading.Event().wait, daemon=True).start()
     os.kill(os.getpid(), signal.SIGTERM)
     print("end of the block", flush=True)

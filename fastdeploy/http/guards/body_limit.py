@@ -10,22 +10,22 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import RequestTooLarge
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.connection import has_large_body
-from fastdeploy.http.guards.pace import take_turn
+from fastdeploy.http.guards.connection_limits import has_large_body
+from fastdeploy.http.guards.event_loop import wait_for_round
 
-# Weights come by these: as the body itself, or (SGLang's) as base64 in JSON.
+# Routes that take weights: as the body itself, or (SGLang) as base64 in JSON.
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
 JSON_UPLOAD_PATHS = frozenset({"/update_weights_from_tensor"})
-LARGE_JSON = 1 << 20  # bytes; the event loop parses one such body a round
+LARGE_JSON = 1 << 20  # bytes. At most one body of this size is parsed in each round of the event loop.
 
 
 class BodyLimit:
-    """Refuses a body of more than --max-body-mb (--max-upload-mb where it is weights): at once if its length is
-    declared, or else where it passes the limit.
+    """Middleware that refuses a body of more than --max-body-mb, or of more than --max-upload-mb for weights. A body
+    that declares its length is refused before it is read, any other body where it passes the limit.
 
-    A body of more than 64 KiB, other than weights, is received when --max-bodies-mb has room for all of it. Weights
-    have limits of their own (see upload.py). A response that begins before the whole of such a body was received closes
-    the connection, and the rest of the body is not read. turn: see Pace.
+    A body of more than 64 KiB that is no weights is received when --max-bodies-mb has room for all of it. Weights have
+    further limits (see upload.py). If a response begins before the whole body was received, the connection is closed
+    and the rest of the body is not read. turn: see event_loop.Pace.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):
@@ -61,7 +61,7 @@ class BodyLimit:
                 self._memory.give(taken)
                 taken = 0
                 if size > LARGE_JSON and not upload:
-                    await take_turn(self._turn)
+                    await wait_for_round(self._turn)
             return message
 
         async def closing_send(message: Message) -> None:
@@ -78,7 +78,7 @@ class BodyLimit:
             self._memory.give(taken)
 
     def _limit(self, upload: bool) -> tuple[int, RequestTooLarge]:
-        """Bytes that a body may have, and the error for more."""
+        """Return the largest number of bytes of a body, and the error for a larger body."""
         flag, megabytes = "--max-body-mb", self._config.max_body_mb
         if upload:
             flag, megabytes = "--max-upload-mb", self._config.max_upload_mb

@@ -1,18 +1,18 @@
 """Rules that keep web pages from using this server with the rights of the person who views the page.
 
 A page in a browser on this machine can send requests to loopback, where a server often has no keys. Three rules hold on
-every route. A program that is no browser meets the first and the third only:
+every route. The second rule concerns browsers alone:
 
-1. Host. A server bound to loopback answers loopback names only (and --allowed-hosts). A page whose domain resolves to
-   127.0.0.1 (DNS rebinding) sends the name of its domain. Bound to another address, any Host is answered: the names of
-   that address are not known here, and control routes need a key; --allowed-hosts limits them there too. A request
-   without Host (HTTP/1.0) is answered: every browser sends one.
-2. Origin. A request of a page of another origin is refused, whatever its method and type: its Origin header is neither
-   this server's own host and port nor one of --allowed-origins. Browsers send Origin with every POST of another origin.
-   They send none with a plain GET (an image, a link), but say cross-site or same-site in Sec-Fetch-Site.
+1. Host. A server bound to loopback answers loopback names and --allowed-hosts only. A page whose domain resolves to
+   127.0.0.1 (DNS rebinding) sends the name of its domain. A server bound to another address answers any Host, unless
+   --allowed-hosts is given: its names are not known here, and its control routes need a key. A request without Host
+   (HTTP/1.0) is answered, since every browser sends a Host.
+2. Origin. A request of a page of another origin is refused, whatever its method and type. The Origin header of such a
+   request is neither this server's host and port nor one of --allowed-origins. Browsers send Origin with every POST to
+   another origin. A plain GET (an image, a link) has no Origin, but has cross-site or same-site in Sec-Fetch-Site.
 3. Content-Type. The body of a POST or PUT is JSON, octets, of curl's default type (curl -d), or has no type. This is a
-   second line behind rule 2: what a page can send to another origin without asking first is text/plain, multipart or
-   a form, and rule 2 alone stops a form.
+   second line behind rule 2: without asking first, a page can send text/plain, multipart and forms to another origin.
+   A form has curl's default type, so that rule 2 alone stops it.
 
 Preflight requests (OPTIONS) of other origins are refused by rule 2. Starlette's CORSMiddleware answers those of
 --allowed-origins; without that flag no reply has a CORS header.
@@ -30,27 +30,27 @@ from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
 from fastdeploy.http.errors import error_response
 
 BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
-OWN_SITE = ("none", "same-origin")  # of Sec-Fetch-Site: typed by the user, or by a page of this server
+OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the user, or sent by a page of this server
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """hosts: names that Host may have besides loopback's, None = any. origins: of foreign pages that may use this
-    server, "*" = any."""
+class PagePolicy:
+    """hosts: names that Host may have besides those of loopback, None = any. origins: origins of other pages that may
+    use this server, "*" = any."""
 
     hosts: frozenset[str] | None
     origins: frozenset[str]
 
     @classmethod
-    def of(cls, config: ServeConfig) -> Policy:
+    def of(cls, config: ServeConfig) -> PagePolicy:
         """Return the policy of a server with these settings."""
         named = frozenset(host_name(host) for host in config.allowed_hosts)
         anything = "*" in named or (not named and not is_loopback(config.host))
         return cls(None if anything else named | {host_name(config.host)}, frozenset(config.allowed_origins))
 
 
-def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: Policy) -> FastDeployError | None:
-    """Return why a request is not answered, or None if it is: the rules of this module."""
+def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: PagePolicy) -> FastDeployError | None:
+    """Return the error that the rules of this module answer with, or None if they allow the request."""
     given: dict[str, list[str]] = {}
     for name, value in headers:
         given.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1").strip())
@@ -74,7 +74,7 @@ def _is_allowed_host(host: str, allowed: frozenset[str] | None) -> bool:
 def _is_foreign(origins: list[str], sites: list[str], own_host: str, allowed: frozenset[str]) -> bool:
     if "*" in allowed:
         return False
-    if origins:  # "null" (a file, a sandbox) is the origin of nobody
+    if origins:  # the origin of a file or a sandbox is "null", which is never allowed
         return not all(o in allowed or (own_host and o.partition("://")[2] == own_host) for o in origins)
     return not all(site in OWN_SITE for site in sites)
 
@@ -93,9 +93,9 @@ def host_name(host: str) -> str:
 
 
 class BrowserGuard:
-    """Answers 403 or 415 for a request that :func:`refusal` refuses, without reading its body."""
+    """Middleware that answers 403 or 415 if :func:`refusal` says so, without reading the body of the request."""
 
-    def __init__(self, app: ASGIApp, policy: Policy):
+    def __init__(self, app: ASGIApp, policy: PagePolicy):
         self._app = app
         self._policy = policy
 

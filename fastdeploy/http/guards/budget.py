@@ -1,4 +1,4 @@
-"""A bounded amount of something that requests share, handed out in the order in which they asked."""
+"""A bounded amount that requests share, such as memory for bodies. Requests get their part in the order of asking."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastdeploy.core.errors import ServerBusy
 
 
 class Budget:
-    """``total`` units for all requests of one event loop. A caller that finds too few left waits in line for up to
-    ``wait_s`` seconds. ``what`` names the units in the error."""
+    """``total`` units for all requests of one event loop. A caller waits up to ``wait_s`` seconds while too few units
+    are free. what: name of the units in the error."""
 
     def __init__(self, total: int, wait_s: float, what: str):
         self._total = self._free = total
@@ -21,22 +21,22 @@ class Budget:
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, units: int) -> int:
-        """Wait for ``units``, or for all that there are if these are fewer. Return how many to :meth:`give` back.
-        Raises ServerBusy when the wait has been too long."""
+        """Wait for ``units``, or for ``total`` if that is less. Return how many units to :meth:`give` back. Raises
+        ServerBusy after ``wait_s`` seconds."""
         units = min(units, self._total)
         if not self._line and units <= self._free:
             self._free -= units
             return units
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((units, turn))
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((units, granted))
         try:
             async with asyncio.timeout(self._wait_s):
-                await turn
+                await granted
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # granted in the same moment
+            if granted.done() and not granted.cancelled():  # in the same round of the event loop
                 self._free += units
             else:
-                self._line.remove((units, turn))
+                self._line.remove((units, granted))
             self._grant()
             if isinstance(error, TimeoutError):
                 raise ServerBusy(f"no room among {self._what}") from error
@@ -49,13 +49,13 @@ class Budget:
 
     def _grant(self) -> None:
         while self._line and self._line[0][0] <= self._free:
-            units, turn = self._line.popleft()
+            units, granted = self._line.popleft()
             self._free -= units
-            turn.set_result(None)
+            granted.set_result(None)
 
     @contextlib.asynccontextmanager
     async def hold(self, units: int = 1) -> AsyncIterator[None]:
-        """:meth:`take` for as long as the block lasts."""
+        """:meth:`take` the units, and give them back when the block ends."""
         taken = await self.take(units)
         try:
             yield

@@ -1,7 +1,7 @@
 """The keys of a server. The supervisor reads them once, and API servers inherit them in their environment.
 
-Keys are never part of a config: configs are on command lines of processes and in replies of /server_info. No message of
-this module repeats what it was given, since that may be a key in the wrong place.
+Keys are never part of a config, since configs are on command lines of processes and in replies of /server_info. No
+error message of this module repeats its input, which may be a key in the wrong place.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_BYTES = 64 << 10  # the kernel takes 128 KiB in one variable
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys that open data routes and those that open control routes, any of each; () = none is needed."""
+    """The keys of which any opens data routes, and those of which any opens control routes. () = no key is needed."""
 
     data: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
     control: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return ``base`` with these keys in it, and no others."""
+        """Return ``base`` with these keys in place of any that it has."""
         named = {API_KEY: self.data, CONTROL_KEY: self.control}
         rest = {name: value for name, value in base.items() if name not in named}
         return rest | {name: b"\n".join(keys).decode() for name, keys in named.items() if keys}
@@ -36,11 +36,9 @@ NO_KEYS = Keys()
 
 
 def read_keys(api_key: str | None, control_key: str | None, environment: Mapping[str, str]) -> Keys:
-    """Read each kind of key from its file (a path), or from its environment variable where no file is given.
+    """Read each kind of key from its file, or from its environment variable if there is no file.
 
-    Raises:
-        InvalidField: a file cannot be read, or a file or variable holds no valid key.
-    """
+    Raises InvalidField if a file cannot be read, or if a file or variable holds no valid key."""
     return Keys(
         _read("api_key", api_key, environment, API_KEY), _read("control_key", control_key, environment, CONTROL_KEY)
     )

@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.guards.browser_guard import Policy, host_name, refusal
+from fastdeploy.http.guards.browser_guard import PagePolicy, host_name, refusal
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
@@ -21,7 +21,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 
 def code(method: str = "POST", host: str | None = OWN, bound: str = "127.0.0.1", settings=None, **headers: str):
     """The code of the refusal, or None; underscores in names of headers stand for hyphens."""
-    policy = Policy.of(ServeConfig(model="m", host=bound, **(settings or {})))
+    policy = PagePolicy.of(ServeConfig(model="m", host=bound, **(settings or {})))
     given = ({} if host is None else {"host": host}) | headers
     error = refusal(method, [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()], policy)
     return error and error.code
@@ -49,7 +49,7 @@ def test_other_names_are_refused_on_loopback_only_and_can_be_allowed(host):
 
 
 def test_every_host_header_must_be_allowed():
-    policy = Policy.of(ServeConfig(model="m"))
+    policy = PagePolicy.of(ServeConfig(model="m"))
     assert refusal("GET", [(b"host", OWN.encode()), (b"host", b"evil.example")], policy).code == "forbidden"
 
 

@@ -1,7 +1,7 @@
 """SGLang's /pull_weights: copy a version of the weights that a trainer has published to a folder of this host.
 
-slime uses the route in its disk mode. Versions are Hugging Face folders ``weight_v000007`` below ``source_dir``. Version
-0 is the model that the server started with. A second call of the trainer loads the local folder.
+slime uses the route in its disk mode. Versions are Hugging Face folders ``weight_v000007`` below ``source_dir``.
+Version 0 is the model that the server started with. A second call of the trainer loads the local folder.
 
 The server may read and write files that the caller may not. Therefore:
 
@@ -57,8 +57,8 @@ SLICE_BYTES = 64 << 20  # bytes copied between two checks whether the pull was g
 
 
 class Pulls:
-    """The pulls of one API server, each on a thread of its own. A pull that takes longer than --stage-timeout-s is given
-    up. Its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
+    """The pulls of one API server, each on a thread of its own. A pull that takes longer than --stage-timeout-s is
+    given up. Its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
 
     def __init__(self, config: ServeConfig):
         self._config = config
@@ -183,8 +183,8 @@ def _target(root: str, path: str) -> Iterator[tuple[int, int]]:
 
 
 def _copy(source: Folder, names: list[str], target: int, sync: int, version: int, given_up: threading.Event) -> None:
-    """Copy the files. The list of our files is written first, so that after a killed pull the next one recognises all of
-    its files. The state file is absent while the folder may hold files of two versions."""
+    """Copy the files. The list of files is written first, so that the next pull recognises the files of a killed one.
+    The state file is absent while the folder may hold files of two versions."""
     _check_wanted(given_up)
     own = _own_files(sync)
     foreign = sorted(set(os.listdir(target)) - own - {SYNC})
@@ -223,8 +223,8 @@ def _own_files(sync: int) -> set[str]:
 
 @contextlib.contextmanager
 def _replacing(name: str, sync: int, folder: int, mode: int) -> Iterator[int]:
-    """Yield a new file, which becomes ``name`` in ``folder`` when the block ends. A reader of the old file keeps the old
-    content. mode: permissions, less those that the umask removes."""
+    """Yield a new file, which becomes ``name`` in ``folder`` when the block ends. A reader of the old file keeps the
+    old content. mode: permissions, less those that the umask removes."""
     with contextlib.suppress(FileNotFoundError):  # left by a killed pull
         os.unlink(PART, dir_fd=sync)
     fd = os.open(PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=sync)

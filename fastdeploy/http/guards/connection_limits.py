@@ -1,10 +1,10 @@
-"""One HTTP connection, and what its client may cost: bytes of headers, time without progress, a place among others."""
+"""Limits of one HTTP connection: bytes of headers, time without progress, and the number of open connections."""
 
 from __future__ import annotations
 
 import asyncio
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -14,35 +14,37 @@ from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidFiel
 from fastdeploy.http.errors import error_response
 
 MAX_HEADERS = 256
-MAX_PIPELINED = 16  # requests that wait for the answer of an earlier one on the same connection
-MIN_PROGRESS = 1 << 20  # bytes of a body in body_idle_s, unless it is complete
-# A connection that is closed while its client still sends is read for so long, so that the client sees the answer.
+MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
+MIN_PROGRESS = 1 << 20  # bytes that must arrive of an incomplete body in each body_idle_s
+# After an early answer, a connection is read for so many seconds and bytes before it is closed: see LingeringTransport.
 LINGER_S = 2.0
 LINGER_BYTES = 4 << 20
 
 
-class Phase(Enum):
+class ReadPhase(Enum):
     IDLE = "idle"  # between two requests, or the request is complete
     HEAD = "head"
     BODY = "body"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Refuses, with our JSON, bytes that are no HTTP and clients that pass a limit of ``settings``, and closes such a
-    connection. A body of more than 64 KiB is not read before the route asks for it."""
+    """uvicorn's protocol with the limits of ``settings``. A connection that passes a limit, or whose bytes are no HTTP,
+    is answered with a JSON error and closed. A body of more than 64 KiB is not read before the route asks for it."""
+
+    transport: LingeringTransport  # set by connection_made
 
     def __init__(self, settings: ServeConfig, **uvicorn: Any):
         super().__init__(**uvicorn)
         self._settings = settings
-        self._phase = Phase.IDLE
+        self._phase = ReadPhase.IDLE
         self._timer: asyncio.TimerHandle | None = None
         self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
-        self._refusal: FastDeployError | None = None  # found by the parser, sent when the parser is done
+        self._refusal: FastDeployError | None = None  # found in a callback of the parser, sent when the parser returns
 
     # ------------------------------------------------------------------ connection
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(LingeringTransport(transport, self.loop))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(LingeringTransport(cast(asyncio.Transport, transport), self.loop))
         limit = self._settings.max_connections
         if len(self.connections) > limit:
             self.transport.unread = True
@@ -58,20 +60,20 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self.transport.discard(len(data))
             return
-        if self._phase is Phase.IDLE:
+        if self._phase is ReadPhase.IDLE:
             self._expect_head()
         self.transport.unread = True
-        in_head = self._phase is Phase.HEAD
+        in_head = self._phase is ReadPhase.HEAD
         self._progress += len(data)
         super().data_received(data)
-        if in_head and self._phase is Phase.HEAD:
+        if in_head and self._phase is ReadPhase.HEAD:
             self._unparsed += len(data)
             self._check_head(self._unparsed)
         if self._refusal is not None and not self.transport.is_closing():
             self._refuse(self._refusal)
 
     def _expect_head(self) -> None:
-        self._phase = Phase.HEAD
+        self._phase = ReadPhase.HEAD
         self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
         self._start_timer(self._settings.header_s)
 
@@ -84,7 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._phase is not Phase.HEAD:  # sent before the request in front of it was answered
+        if self._phase is not ReadPhase.HEAD:  # a request sent before the one in front of it was answered
             self._expect_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = InvalidField("request", f"more than {MAX_PIPELINED} requests wait on one connection")
@@ -95,8 +97,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is not Phase.HEAD:
-            return  # a trailer, behind the body: nothing reads it
+        if self._phase is not ReadPhase.HEAD:
+            return  # a trailer behind the body, which nothing reads
         self._num_headers += 1
         self._head_bytes += len(name) + len(value)
         self._check_head(self._head_bytes)
@@ -106,7 +108,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._phase = Phase.BODY
+        self._phase = ReadPhase.BODY
         if self._refusal is not None:
             return
         super().on_headers_complete()
@@ -119,7 +121,7 @@ class HttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._phase = Phase.IDLE
+        self._phase = ReadPhase.IDLE
         self.transport.unread = False
         self._stop_timer()
         if self._refusal is None:
@@ -137,13 +139,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _overdue(self) -> None:
-        """The head should be complete by now, or the body should have brought more."""
+        """Close the connection: its headers are not complete in time, or its body has made too little progress."""
         if self.transport.is_closing():
             return
         settings = self._settings
-        if self._phase is Phase.HEAD and self._progress == 0:
+        if self._phase is ReadPhase.HEAD and self._progress == 0:
             self.transport.close()
-        elif self._phase is Phase.HEAD:
+        elif self._phase is ReadPhase.HEAD:
             self._refuse(RequestTimeout(f"the headers were not complete after {settings.header_s:g} s (--header-s)"))
         elif self._progress >= MIN_PROGRESS or self.flow.read_paused:  # paused: this server is the slow side
             self._progress = 0
@@ -158,9 +160,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(InvalidField("request", msg))
 
     def _refuse(self, error: FastDeployError) -> None:
-        """Answer with ``error``, unless the client would take it for the answer to another request, and close."""
+        """Answer with ``error`` and close the connection. No answer is sent if the client would take it for the answer
+        to another request."""
         unanswered = self.cycle is not None and not self.cycle.response_complete
-        if unanswered and self._phase is Phase.BODY and not self.pipeline and not self.cycle.response_started:
+        if unanswered and self._phase is ReadPhase.BODY and not self.pipeline and not self.cycle.response_started:
             self.cycle.disconnected = True  # the route gets no more of the body, and cannot answer
             self.cycle.message_event.set()
             unanswered = False
@@ -173,8 +176,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class LingeringTransport(asyncio.Transport):
-    """``transport``, but :meth:`close` waits for a client that still sends (``unread``), and drops what comes. Without
-    the wait the kernel would answer the client's bytes with a reset, which may overtake our answer."""
+    """``transport`` with another :meth:`close`: while the client still sends (``unread``), the connection stays open
+    for LINGER_S seconds or LINGER_BYTES bytes, and the bytes are dropped. If it were closed at once, the kernel would
+    answer further bytes with a reset, and the client might lose our answer."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         super().__init__()
@@ -196,7 +200,7 @@ class LingeringTransport(asyncio.Transport):
             self._transport.close()
 
     def discard(self, nbytes: int) -> None:
-        """Count what came after :meth:`close`."""
+        """Count bytes that arrived after :meth:`close`."""
         self._left -= nbytes
         if self._left < 0:
             self._transport.close()
@@ -204,7 +208,7 @@ class LingeringTransport(asyncio.Transport):
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self.is_closing():
             self._transport.write(data)
 
@@ -221,6 +225,6 @@ class LingeringTransport(asyncio.Transport):
 
 
 def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return whether the body is longer than what is read ahead, or of unknown length."""
+    """Return whether the body is longer than uvicorn reads ahead, or of unknown length."""
     given = dict(headers)
     return b"transfer-encoding" in given or int(given.get(b"content-length", b"0")) > HIGH_WATER_LIMIT

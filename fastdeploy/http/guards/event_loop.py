@@ -1,4 +1,4 @@
-"""Long work of one reply in slices, between which the event loop runs everything else."""
+"""Fair use of the event loop: the work for a large reply is done in slices, and other work runs between the slices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import msgspec
 
-# In units of one log probability made and encoded, 0.5 to 1 microsecond: a slice is 1 to 2 ms.
+# Units of work. A unit is what it costs to make and encode one log probability: 0.5 to 1 microsecond.
 SLICE = 2000
 _encoder = msgspec.json.Encoder()
 
 
 class Pace:
-    """Counts the work of one reply, and lets the event loop run after each slice of it.
+    """Counts the work for one reply, and lets the event loop run after each slice.
 
-    turn: shared by all replies of one event loop. A reply that has used up its slice waits in line for the turn. So at
-    most one reply begins a further slice in each round of the event loop.
+    turn: a lock that all replies of one event loop share. A reply that has used up its slice waits for the lock. So in
+    each round of the event loop, at most one reply begins a further slice.
     """
 
     def __init__(self, turn: asyncio.Lock):
@@ -26,14 +26,14 @@ class Pace:
         self._left = SLICE
 
     async def spend(self, work: int) -> None:
-        """Count ``work`` units that were done."""
+        """Count ``work`` units that were done, and let the event loop run if the slice is used up."""
         self._left -= work
         if self._left <= 0:
             self._left = SLICE
-            await take_turn(self._turn)
+            await wait_for_round(self._turn)
 
     async def array(self, items: Iterable[Any], work: int = 1) -> msgspec.Raw:
-        """The JSON array of ``items``, each of which is ``work`` units; they are made and encoded slice by slice."""
+        """Return the JSON array of ``items``, which are made and encoded slice by slice. work: units per item."""
         rest, parts = iter(items), []
         while batch := list(islice(rest, max(self._left // work, 1))):
             parts.append(_encoder.encode(batch)[1:-1])
@@ -42,7 +42,7 @@ class Pace:
 
 
 class GrowingArray:
-    """A JSON array that grows at its end. Each item is made and encoded once, however often the array is sent."""
+    """A JSON array that is sent again whenever it has grown. Each item is made and encoded once."""
 
     def __init__(self, pace: Pace):
         self._pace = pace
@@ -56,10 +56,10 @@ class GrowingArray:
         self._items += new
 
     def raw(self) -> msgspec.Raw:
-        return msgspec.Raw(b"[%b]" % self._items)
+        return msgspec.Raw(b"".join((b"[", self._items, b"]")))
 
 
-async def take_turn(turn: asyncio.Lock) -> None:
-    """Let the event loop run once, and return alone: no two return in the same round of the event loop."""
+async def wait_for_round(turn: asyncio.Lock) -> None:
+    """Let the event loop run once. At most one caller with the same lock continues in each round of the event loop."""
     async with turn:
         await asyncio.sleep(0)

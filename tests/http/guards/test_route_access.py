@@ -11,8 +11,8 @@ from fastapi.routing import iter_route_contexts
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.entrypoints.api_server import create_app
-from fastdeploy.http.guards.access import ROUTES, Policy, Request, bearer_key, refusal
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.http.guards.route_access import ROUTES, AccessPolicy, Attempt, bearer_key, refusal
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 
@@ -37,8 +37,8 @@ def code(
     **settings,
 ) -> str | None:
     """The code of the refusal, or None."""
-    policy = Policy.of(ServeConfig(model="m", host=host, **settings), keys)
-    error = refusal(Request(path, port, key, is_upload), policy)
+    policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys)
+    error = refusal(Attempt(path, port, key, is_upload), policy)
     return error and error.code
 
 

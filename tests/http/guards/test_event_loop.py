@@ -19,10 +19,10 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.sglang import generate as sglang_generate
-from fastdeploy.http.dialects.sglang import protocol as sglang_protocol
+from fastdeploy.http.dialects.sglang import generate_body as sglang_generate_body
 from fastdeploy.http.dialects.vllm import generate as vllm_generate
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.pace import SLICE, GrowingArray, Pace
+from fastdeploy.http.guards.event_loop import SLICE, GrowingArray, Pace
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
@@ -103,11 +103,11 @@ def vllm(context: ServingContext):
 
 
 def sglang(context: ServingContext):
-    options = sglang_protocol.LogprobOptions(True, 0, TOP)
-    prompt = sglang_protocol.Prompt("r", PROMPT, SamplingParams(), TextOptions(), options, False)
-    prompts = sglang_protocol.Prompts([prompt], CHOICES, False, "")
+    options = sglang_generate_body.LogprobOptions(True, 0, TOP)
+    prompt = sglang_generate_body.Prompt("r", PROMPT, SamplingParams(), TextOptions(), options, False)
+    prompts = sglang_generate_body.Prompts([prompt], CHOICES, False, "")
     generation = generation_of(context, sglang_generate.LabelledGeneration)
-    return sglang_generate.GenerateView(context, generation, sglang_protocol.GenerateBody(), prompts)
+    return sglang_generate.GenerateView(context, generation, sglang_generate_body.GenerateBody(), prompts)
 
 
 VIEWS = [completion, chat, vllm, sglang]

@@ -1,13 +1,13 @@
-"""Which key opens which route, and on which port.
+"""Access to routes: which key opens which route, and on which port.
 
-Every route has a class in ROUTES; a path that is not there counts as control. The rules, in this order:
+Every route has a class in ROUTES. A path that is not there counts as control. The rules, in this order:
 
 1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
 3. A server that other machines can reach and that has no control key refuses CONTROL routes. With --insecure-control it
    answers them, but takes new weights from folders under --model-root only: an upload needs the control key.
 4. DATA routes need an API key or a control key, if the server has API keys.
-5. CONTROL routes need a control key. Where the server has API keys only, they need one of these.
+5. CONTROL routes need a control key, or an API key if the server has API keys only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
 
 class Access(enum.Enum):
-    """OPEN: says nothing that needs a guard. DATA: generates, tokenizes, or reads the state. CONTROL: changes something
-    for other clients, reads or writes files, or computes over all weights."""
+    """Class of a route. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. CONTROL: changes
+    something for other clients, reads or writes files, or computes over all weights."""
 
     OPEN = enum.auto()
     DATA = enum.auto()
@@ -139,8 +139,9 @@ ROUTES: dict[str, Access] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """The parts of a request that decide. port: the local port that it came to. key: of its Authorization header."""
+class Attempt:
+    """The parts of a request that decide about its access. port: the local port of its connection. key: the key in its
+    Authorization header."""
 
     path: str
     port: int | None
@@ -149,8 +150,8 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """The settings that decide. exposed: see keys.is_exposed."""
+class AccessPolicy:
+    """The settings that decide about access. exposed: see keys.is_exposed."""
 
     keys: Keys
     exposed: bool
@@ -158,32 +159,32 @@ class Policy:
     control_port: int | None
 
     @classmethod
-    def of(cls, config: ServeConfig, keys: Keys) -> Policy:
-        """Return the policy of a server with these settings; config.control_port is the real port, not 0."""
+    def of(cls, config: ServeConfig, keys: Keys) -> AccessPolicy:
+        """Return the policy of a server with these settings. config.control_port must be the real port, not 0."""
         return cls(keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
 
-def refusal(request: Request, policy: Policy) -> FastDeployError | None:
-    """Return why ``request`` is not answered, or None if it is: the rules of this module."""
-    access = ROUTES.get(request.path, Access.CONTROL)
+def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
+    """Return the error that the rules of this module answer with, or None if they allow the request."""
+    access = ROUTES.get(attempt.path, Access.CONTROL)
     if access is Access.OPEN:
         return None
-    error = _control_refusal(request, policy) if access is Access.CONTROL else None
-    error = error or _key_refusal(request.key, access, policy.keys)
-    if isinstance(error, Forbidden) and request.path not in ROUTES:
+    forbidden = _control_refusal(attempt, policy) if access is Access.CONTROL else None
+    error = forbidden or _key_refusal(attempt.key, access, policy.keys)
+    if isinstance(error, Forbidden) and attempt.path not in ROUTES:
         return RouteNotFound("there is no such route")
     return error
 
 
-def _control_refusal(request: Request, policy: Policy) -> Forbidden | None:
-    if policy.control_port not in (None, request.port):
+def _control_refusal(attempt: Attempt, policy: AccessPolicy) -> Forbidden | None:
+    if policy.control_port not in (None, attempt.port):
         return Forbidden(f"this route is answered on the control port only ({policy.control_port})")
     if policy.exposed and not policy.insecure_control:
         return Forbidden(
             "control routes are off: other machines can reach this server and it has no control key. Start it with "
             f"--control-key FILE or {CONTROL_KEY}, or on a loopback --host; or allow it with --insecure-control"
         )
-    if policy.exposed and request.is_upload:
+    if policy.exposed and attempt.is_upload:
         return Forbidden(f"uploads of weights need a control key on this server (--control-key FILE or {CONTROL_KEY})")
     return None
 
@@ -202,12 +203,12 @@ def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey 
 
 
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
-    """Compare with every key, so that the time taken does not show which key is similar."""
+    """Compare with every key, so that the time of the comparison does not tell how similar a key is."""
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
 def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key of ``Authorization: Bearer KEY``; None if there is none, or more than one such header."""
+    """Return the key of ``Authorization: Bearer KEY``, or None unless there is exactly one such header."""
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -216,15 +217,15 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
-    """Return whether the body may be tensors. aiohttp sends the same content type for an absent body."""
+    """Return whether the body may be tensors. An empty body never is: aiohttp gives it the content type of octets."""
     octets = any(name == b"content-type" and b"octet-stream" in value.lower() for name, value in headers)
     return path in JSON_UPLOAD_PATHS or (octets and (b"content-length", b"0") not in headers)
 
 
 class AccessControl:
-    """Answers 401, 403 or 404 for a request that :func:`refusal` refuses, without reading its body."""
+    """Middleware that answers 401, 403 or 404 if :func:`refusal` says so, without reading the body of the request."""
 
-    def __init__(self, app: ASGIApp, policy: Policy):
+    def __init__(self, app: ASGIApp, policy: AccessPolicy):
         self._app = app
         self._policy = policy
 
@@ -234,7 +235,7 @@ class AccessControl:
             return
         path, headers = scope["path"], scope["headers"]
         _, port = scope.get("server") or (None, None)
-        error = refusal(Request(path, port, bearer_key(headers), is_upload(path, headers)), self._policy)
+        error = refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self._policy)
         if error is None:
             await self._app(scope, receive, send)
             return
