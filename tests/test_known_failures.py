@@ -65,7 +65,7 @@
     41 a file that never ends to open     tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
                                           tests/engine/test_staging_thread.py::test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back
     42 numbers multiplied unbounded       tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
-    43 replies that keep a fence waiting  tests/http/guards/test_event_loop.py::test_a_whole_reply_is_made_in_slices
+    43 replies that keep a fence waiting  tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
                                           tests/engine/test_pause.py::test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it
     44 stuck, or only busy                tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
                                           tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes

@@ -10,11 +10,11 @@ import msgspec
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
+from fastdeploy.core.shared_files import SHARED_MEMORY
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 UPLOAD_PREFIX = "fastdeploy-upload-"
-SHARED_MEMORY = "/dev/shm"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 
-from fastdeploy.core.config import SHARED_MEMORY, UPLOAD_PREFIX, upload_folders
+from fastdeploy.core.config import UPLOAD_PREFIX, upload_folders
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.safe_files import path_problem
+from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 
 MAX_NBYTES = 2**63 - 1

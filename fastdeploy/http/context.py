@@ -18,7 +18,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.sampling_params import SamplingParams, check_prompt_logprobs
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.event_loop import Pace
+from fastdeploy.http.guards.pace import Pace
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
 
 # No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import os
-import shutil
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from fastapi import Request
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import InvalidField, OutOfSpace
 from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.shared_files import has_room, new_file, write_all
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.inter_communicator import messages as m
@@ -39,8 +38,7 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
     """The folder for a body of ``nbytes``: the configured one, else shared memory if it has room, else the temporary
     folder."""
     first, *others = upload_folders(config.upload_dir)
-    roomy = not others or (os.path.isdir(first) and shutil.disk_usage(first).free > nbytes)
-    return Path(first if roomy else others[0])
+    return Path(first if not others or has_room(first, nbytes) else others[0])
 
 
 @contextlib.asynccontextmanager
@@ -63,8 +61,7 @@ async def spooled_upload(
     expected = int(request.headers.get("content-length", limit))
     async with admitted_upload(context, check):
         with _new_file(upload_folder(context.config, expected)) as (file, path):
-            with _out_of_space(path.parent):
-                await _receive(request, file)
+            await _receive(request, file)
             yield FileSource(str(path))
 
 
@@ -72,8 +69,7 @@ async def spooled_upload(
 async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[FileSource]:
     """As :func:`spooled_upload`, for bytes that are here already."""
     with _new_file(upload_folder(context.config, len(data))) as (file, path):
-        with _out_of_space(path.parent):
-            await _write(file, data)
+        await asyncio.to_thread(write_all, file, data)
         yield FileSource(str(path))
 
 
@@ -88,25 +84,18 @@ def remove_leftovers(config: ServeConfig) -> None:
 
 @contextlib.contextmanager
 def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a new file and its path. The file is removed when the block ends. A full file system raises OutOfSpace."""
     path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
-    with _out_of_space(folder):
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        with open(fd, "wb", buffering=0) as file:  # unbuffered: what the engine reads has left this process
+        with new_file(path, 0o600) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file, path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _out_of_space(folder: Path) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         if error.errno in NO_SPACE:
             raise OutOfSpace(f"no room for the upload in {folder}: {error.strerror}") from error
         raise
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def _receive(request: Request, file: BinaryIO) -> None:
@@ -115,17 +104,8 @@ async def _receive(request: Request, file: BinaryIO) -> None:
         batch += part
         size += len(part)
         if len(batch) >= BATCH_BYTES:
-            await _write(file, batch)
+            await asyncio.to_thread(write_all, file, batch)
             batch = bytearray()
-    await _write(file, batch)
+    await asyncio.to_thread(write_all, file, batch)
     if not size:
         raise InvalidField("body", "expected the bytes of a safetensors file")
-
-
-async def _write(file: BinaryIO, data: bytes | bytearray) -> None:
-    await asyncio.to_thread(_write_all, file, memoryview(data))
-
-
-def _write_all(file: BinaryIO, rest: memoryview) -> None:
-    while rest:
-        rest = rest[file.write(rest) :]

@@ -22,10 +22,10 @@ import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
+from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
-SHARED_MEMORY = "/dev/shm"  # where shm_open keeps its segments
 # One tensor takes some 140 bytes of a header, and some 100 of an index.
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
 MAX_TENSORS = 32_768

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
 
-SHM = Path("/dev/shm")
+SHM = Path(SHARED_MEMORY)
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -131,9 +132,7 @@ def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[st
 
 
 def _write(path: Path, tensors: Mapping[str, HostTensor], mode: int) -> int:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0) as file:
+    with new_file(path, mode) as file:
         for piece in pieces(tensors):
-            view = memoryview(piece)
-            while view:
-                view = view[file.write(view) :]
+            write_all(file, piece)
         return file.tell()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.shared_files import SHARED_MEMORY, has_room
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.state_encoding import HostTensor
 
 HERE = frozenset({"127.0.0.1", "localhost", "::1"})
-SHM = Path("/dev/shm")
 
 
 Pairs = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
@@ -134,4 +132,4 @@ def _way(via: str, folder: str | None, urls: Sequence[str], nbytes: int) -> str:
     if via != "auto":
         return via
     near = all(urlsplit(url).hostname in HERE for url in urls)
-    return "shared_memory" if near and SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * nbytes else "upload"
+    return "shared_memory" if near and has_room(SHARED_MEMORY, 2 * nbytes) else "upload"

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import resource
+import shutil
 import socket
 import threading
 import time
@@ -149,7 +150,7 @@ def test_no_room_is_a_507_the_engine_hears_nothing_and_no_file_stays(spooling, s
     def full(file, rest):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(upload, "_write_all", full)
+    monkeypatch.setattr(upload, "write_all", full)
     reply = spooling.http.post("/v1/update_weights", content=b"x", headers=OCTETS)
     assert (reply.status_code, reply.json()["error"]["code"]) == (507, "out_of_space")
     assert not list(spool.iterdir()) and spooling.engine.seen.empty()
@@ -226,7 +227,7 @@ def test_shared_memory_is_preferred_where_it_has_room(monkeypatch):
     config = ServeConfig(model="m")
     memory, temporary = upload_folders("")
     room = [10]
-    monkeypatch.setattr(upload.shutil, "disk_usage", lambda path: type("Usage", (), {"free": room[0]}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": room[0]}))
     assert str(upload.upload_folder(config, 9)) == memory
     assert str(upload.upload_folder(config, 10)) == temporary
     assert str(upload.upload_folder(ServeConfig(model="m", upload_dir="/x"), 10**18)) == "/x"

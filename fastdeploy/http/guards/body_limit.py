@@ -11,7 +11,7 @@ from fastdeploy.core.errors import RequestTooLarge
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection_limits import has_large_body
-from fastdeploy.http.guards.event_loop import wait_for_round
+from fastdeploy.http.guards.pace import take_turn
 
 # Routes that take weights: as the body itself, or (SGLang) as base64 in JSON.
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
@@ -25,7 +25,7 @@ class BodyLimit:
 
     A body of more than 64 KiB that is no weights is received when --max-bodies-mb has room for all of it. Weights have
     further limits (see upload.py). If a response begins before the whole body was received, the connection is closed
-    and the rest of the body is not read. turn: see event_loop.Pace.
+    and the rest of the body is not read. turn: see Pace.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):
@@ -61,7 +61,7 @@ class BodyLimit:
                 self._memory.give(taken)
                 taken = 0
                 if size > LARGE_JSON and not upload:
-                    await wait_for_round(self._turn)
+                    await take_turn(self._turn)
             return message
 
         async def closing_send(message: Message) -> None:

@@ -14,7 +14,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import EngineError, NonFiniteLogits
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.http.guards.event_loop import Pace
+from fastdeploy.http.guards.pace import Pace
 from fastdeploy.inter_communicator.messages import Output
 
 TOKENS_AT_ONCE = 128  # of one choice

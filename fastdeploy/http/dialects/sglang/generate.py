@@ -18,7 +18,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompts, parse_generate, read_prompts
-from fastdeploy.http.guards.event_loop import GrowingArray, Pace
+from fastdeploy.http.guards.pace import GrowingArray, Pace
 from fastdeploy.http.openai.protocol import read_json
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.http.serving.generation import Generation, GenerationRequest

@@ -30,7 +30,7 @@ class Pace:
         self._left -= work
         if self._left <= 0:
             self._left = SLICE
-            await wait_for_round(self._turn)
+            await take_turn(self._turn)
 
     async def array(self, items: Iterable[Any], work: int = 1) -> msgspec.Raw:
         """Return the JSON array of ``items``, which are made and encoded slice by slice. work: units per item."""
@@ -59,7 +59,7 @@ class GrowingArray:
         return msgspec.Raw(b"".join((b"[", self._items, b"]")))
 
 
-async def wait_for_round(turn: asyncio.Lock) -> None:
+async def take_turn(turn: asyncio.Lock) -> None:
     """Let the event loop run once. At most one caller with the same lock continues in each round of the event loop."""
     async with turn:
         await asyncio.sleep(0)

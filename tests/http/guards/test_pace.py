@@ -22,7 +22,7 @@ from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.http.dialects.sglang import generate_body as sglang_generate_body
 from fastdeploy.http.dialects.vllm import generate as vllm_generate
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.event_loop import SLICE, GrowingArray, Pace
+from fastdeploy.http.guards.pace import SLICE, GrowingArray, Pace
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
