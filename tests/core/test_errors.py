@@ -1,4 +1,4 @@
-"""Messages of errors are bounded and can be sent, whatever text of a client they repeat."""
+"""Error messages are short and can be encoded, whatever text of a client they repeat."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_a_message_keeps_its_beginning_and_its_end_and_can_be_sent(text):
     assert (again.message, again.detail, str(again)) == (error.message, error.detail, error.message)
 
 
-def test_a_field_of_any_length_is_named_in_short():
+def test_a_long_field_name_is_shortened():
     error = InvalidField("f" * 10**6, "unknown field")
     assert error.field == error.detail["param"] and len(error.field) <= MAX_NAME_CHARS
     assert error.message.endswith("unknown field")
 
 
-def test_what_is_short_stays_as_it_is():
+def test_a_short_message_is_unchanged():
     error = InvalidField("kv", "expected keep or recompute, got 'größer'")
     assert error.message == "kv: expected keep or recompute, got 'größer'" and error.field == "kv"

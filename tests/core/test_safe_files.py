@@ -1,4 +1,4 @@
-"""Foreign files: only regular ones are opened, within bounds, and nothing leads out of the roots."""
+"""Files of other programs: only regular files beneath the roots are opened, and only a limited size is read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fastdeploy.core.safe_files import Folder, make_beneath, open_regular, path_
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "/" + "a/" * 2500, "/" + "x" * 256, "/\ud800", "\udc80"], ids=repr)
-def test_a_text_that_can_name_no_file_is_told_without_asking_the_file_system(path):
+def test_an_impossible_path_is_found_without_the_file_system(path):
     assert path_problem(path).startswith("expected a path")
     with pytest.raises(OSError, match="expected a path"):
         Folder(path)
 
 
 @pytest.mark.parametrize("path", ["/", "~", "a b", "/" + "x" * 255, "ü" * 127])
-def test_a_text_that_can_name_a_file_is_let_through(path):
+def test_a_possible_path_has_no_problem(path):
     assert path_problem(path) is None
 
 
 @pytest.fixture
 def odd(tmp_path):
-    """A folder with one of everything that is no regular file, and one file."""
+    """Return a folder with one regular file, and one entry of every other kind."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "device").symlink_to("/dev/zero")
@@ -55,8 +55,8 @@ def test_only_a_regular_file_is_opened_and_nothing_stays_open(odd):
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_of_the_kernel_that_claims_no_size_is_read_as_empty():
-    """A read of some of them would wait for ever."""
+def test_a_kernel_file_of_size_0_is_read_as_empty():
+    """A read of some of these files would block for ever."""
     fd = open_regular("/proc/self/status")
     try:
         assert read_whole(fd, 100) == b""
@@ -64,7 +64,7 @@ def test_a_file_of_the_kernel_that_claims_no_size_is_read_as_empty():
         os.close(fd)
 
 
-def test_a_link_that_is_put_in_place_after_it_was_checked_is_not_followed(tmp_path, monkeypatch):
+def test_a_link_put_in_place_after_the_check_is_not_followed(tmp_path, monkeypatch):
     root, secret = tmp_path / "root", tmp_path / "secret"
     for folder in (root / "a" / "b", secret / "b"):
         folder.mkdir(parents=True)

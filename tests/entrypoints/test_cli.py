@@ -1,4 +1,4 @@
-"""Flags become frozen configs; bad ones are refused by name."""
+"""Flags become frozen configs. Bad flags are refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse(*flags: str) -> tuple[EngineConfig, ServeConfig]:
     return configs(make_parser().parse_args(["serve", *flags]))
 
 
-def test_flags_reach_the_configs_and_survive_the_way_to_the_children(folder):
+def test_flags_reach_the_configs_of_the_child_processes(folder):
     engine, http = parse(
         *("--model", folder, "--port", "0", "--workers", "3", "--max-num-seqs", "8", "--max-model-len", "512"),
         *("--num-gpu-blocks-override", "99", "--no-enable-prefix-caching", "--served-model-name", "q"),
@@ -82,7 +82,7 @@ def test_a_bad_flag_is_named(folder, capsys, flags, named):
 
 @pytest.mark.parametrize("flag", ["--spill-dir", "--upload-dir"])
 @pytest.mark.parametrize("kind", ["absent", "a file", "not writable"])
-def test_a_folder_that_cannot_be_written_to_is_told_at_start(tmp_path, capsys, flag, kind):
+def test_a_folder_that_is_not_writable_is_refused_at_start(tmp_path, capsys, flag, kind):
     path = {"absent": tmp_path / "absent", "a file": tmp_path / "file", "not writable": "/proc"}[kind]
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as info:
@@ -103,14 +103,14 @@ def serve(*args: str) -> subprocess.CompletedProcess:
 
 
 def only_line(done: subprocess.CompletedProcess) -> str:
-    """The one line on the terminal, after which the command ended as refused."""
+    """Return the only line on the terminal, after checking that the exit status is REFUSED."""
     assert (done.returncode, done.stdout) == (2, "")
     # Without the C++ ops there is their warning as well.
     [line] = [line for line in done.stderr.splitlines() if "Paddle reference ops" not in line]
     return line
 
 
-def test_what_the_engine_refuses_is_one_line_that_names_the_flag():
+def test_a_setting_that_the_engine_refuses_is_one_line_that_names_the_flag():
     line = only_line(serve("--kv-cache-gb", "100000"))
     assert "cannot serve" in line and "--kv-cache-gb: a KV cache of 100000.0 GiB is more than" in line
 

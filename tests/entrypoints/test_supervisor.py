@@ -1,4 +1,4 @@
-"""Real processes: a supervisor, API servers, and a scripted engine, killed in every way."""
+"""Real processes: a supervisor, API servers and a scripted engine, each killed in several ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Tree:
-    """A supervisor with its children. ``root`` is where its socket folder is made."""
+    """A supervisor with its children. ``root``: the folder in which its socket folder is made."""
 
     def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
         self.root = tempfile.mkdtemp(prefix="fdt-")
@@ -51,14 +51,14 @@ class Tree:
         return self
 
     def get(self, path: str) -> httpx.Response:
-        """On a connection of its own, so that a worker that was killed does not matter."""
+        """Send a request on a new connection, which never leads to a killed worker."""
         return httpx.get(self.url + path, timeout=20, headers={"Connection": "close"})
 
     def engine_pid(self) -> int:
         return self.until(lambda: self.get("/v1/is_paused"))["result"]["pid"]
 
     def until(self, call, timeout_s: float = 30.0) -> dict:
-        """Call until it answers 200."""
+        """Repeat the call until the answer is 200."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -70,7 +70,7 @@ class Tree:
             assert time.monotonic() < deadline, "never answered 200"
 
     def children(self) -> dict[int, str]:
-        """pid -> command line of every process below this supervisor."""
+        """Return the command line of every process below this supervisor, by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -182,7 +182,7 @@ def test_when_the_supervisor_is_killed_nothing_outlives_it(tree):
 
 
 def test_an_engine_that_dies_again_and_again_after_it_was_ready_is_always_replaced(tree):
-    """A client that can kill it must not be able to end the server."""
+    """A client that can kill the engine must not be able to end the server."""
     t = tree().wait_serving()
     killed = set()
     for _ in range(MAX_FAILED_STARTS + 2):
@@ -223,7 +223,7 @@ def test_a_model_that_is_refused_ends_the_server_at_once(tree):
     assert t.children() == {} and t.sockets() == []
 
 
-def test_an_engine_that_ignores_the_stop_is_killed_in_the_bound(tree):
+def test_an_engine_that_ignores_the_stop_is_killed_in_time(tree):
     t = tree("stubborn", shutdown_s=1.0).wait_serving()
     assert t.stop() == 1
     assert t.children() == {} and t.sockets() == []
@@ -240,14 +240,14 @@ def test_a_second_ctrl_c_kills_at_once(tree):
     assert t.children() == {} and t.sockets() == []
 
 
-def test_restarts_wait_longer_and_longer_and_a_healthy_life_starts_anew():
+def test_each_restart_waits_longer_until_a_child_was_healthy():
     back_off = BackOff(first_delay_s=1.0)
     assert [back_off.delay(5.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert [back_off.delay(5.0) for _ in range(1000)] == [30.0] * 1000, "it never gives up on one that was ready"
     assert [back_off.delay(60.0), back_off.delay(5.0)] == [0.0, 1.0]
 
 
-def test_only_starts_that_fail_in_a_row_are_the_end():
+def test_only_failed_starts_in_a_row_end_the_restarts():
     back_off = BackOff(first_delay_s=1.0)
     for _ in range(MAX_FAILED_STARTS - 1):
         assert back_off.delay(None) is not None

@@ -11,6 +11,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
+from support.http_calls import answer
 
 ERROR_CASES = [
     ({"prompt": []}, "prompt"),
@@ -235,10 +236,6 @@ def test_more_choices_than_the_engine_ever_queues_are_a_400(stack):
 
 
 # ---------------------------------------------------------------------- control
-
-
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
 
 
 def test_pause_takes_a_body_a_query_or_nothing(module_stack):

@@ -8,12 +8,9 @@ import pytest
 
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
+from support.http_calls import answer
 
 OCTETS = {"content-type": "application/octet-stream"}
-
-
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
 
 
 def assert_invalid(reply, field: str) -> None:

@@ -7,13 +7,9 @@ import pytest
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
+from support.http_calls import answer
 
-
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
-
-
-# What AReaL's VLLMBackend.build_generation_request makes of its defaults.
+# The body that AReaL's VLLMBackend.build_generation_request makes of its defaults.
 PAYLOAD = {"top_p": 1.0, "top_k": 100_000_000, "max_tokens": 9, "temperature": 1.0, "stop_token_ids": [],
            "stream": False, "ignore_eos": False, "skip_special_tokens": True, "frequency_penalty": 0.0, "logprobs": 0,
            "return_tokens_as_token_ids": True, "use_beam_search": False, "prompt": [1, 2]}  # fmt: skip
@@ -23,7 +19,7 @@ def ids_of(choice: dict) -> list[int]:
     return [int(token.split(":")[1]) for token in choice["logprobs"]["tokens"]]
 
 
-def test_a_completion_names_ids_and_needs_no_model(stack):
+def test_a_completion_returns_token_ids_and_needs_no_model(stack):
     stack.script(reply_with([97, 98]))
     reply = stack.post("/v1/completions", **PAYLOAD)
     assert reply.status_code == 200, reply.text
@@ -73,7 +69,7 @@ def test_a_refused_update_says_so_in_areals_shape(stack):
     "path", ["init_weights_update_group", "set_update_weight_meta", "update_weights_xccl", "update_weights_lora",
              "set_update_weight_meta_lora", "update_weights_lora_xccl"],
 )  # fmt: skip
-def test_what_this_device_has_not_is_a_refusal_that_says_what_works(module_stack, path):
+def test_a_route_of_a_missing_feature_is_refused_with_the_alternative(module_stack, path):
     reply = module_stack.post(f"/areal_{path}", group_name="g")
     assert reply.status_code == 400
     assert reply.json()["success"] is False

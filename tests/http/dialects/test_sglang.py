@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import threading
 
 import httpx
@@ -15,33 +14,19 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
+from support.http_calls import answer, events, refused
 
 HELLO = list(b"hey you")
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1"}
 COUNTS = {"running": 2, "frozen": 1, "queued": 4}
 
 
-# What slime's rollout sends with every top_p but 1.
+# Parameters that slime's rollout sends with every top_p below 1.
 KEEP = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
-
-
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    """The engine replies so to every call of ``kind``."""
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
 
 
 def generate(stack, **body) -> httpx.Response:
     return stack.post("/generate", **body)
-
-
-def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
-def refused(response: httpx.Response, field: str) -> None:
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(field), response.text
 
 
 # ---------------------------------------------------------------------- shapes
@@ -65,7 +50,7 @@ def test_a_generation_has_the_shape_that_slime_and_areal_read(stack):
     assert (add.request_id, add.prompt_token_ids, add.sampling.logprobs) == ("mine", [1, 2, 3], 0)
 
 
-def test_a_prompt_can_be_text_and_logprobs_can_name_it(stack):
+def test_a_prompt_can_be_text_and_logprobs_can_hold_the_text_of_each_token(stack):
     stack.script(reply_with(HELLO))
     asked = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
     meta = generate(stack, text="hello", **asked).json()["meta_info"]
@@ -82,7 +67,7 @@ def test_without_return_logprob_none_are_computed_or_sent(stack):
 
 
 def test_sglangs_own_defaults_hold(stack):
-    """Among them logprobs of the distribution after the temperature."""
+    """The default logprobs are those after the temperature."""
     stack.script(reply_with([97]))
     for params, expected in (({}, 126), ({"max_new_tokens": 9}, 9)):
         generate(stack, input_ids=[1, 2], sampling_params=params)
@@ -163,12 +148,12 @@ def test_a_malformed_request_is_refused_by_the_name_of_its_field(module_stack, b
 
 
 def int32(value: str) -> list[int]:
-    """As slime decodes an array of meta_info."""
+    """Decode an array of meta_info as slime does."""
     return np.frombuffer(base64.b64decode(value), np.int32).tolist()
 
 
 def with_kept(rows: list[list[int]]):
-    """A script: a token per row, which was drawn from the row's ids."""
+    """Return a script with one token for each row, drawn from the ids of the row."""
     entries = [Logprob(-0.5, (), np.array(row, "<i4").tobytes()) for row in rows]
 
     def script(add: AddRequest) -> list[m.Output]:
@@ -192,7 +177,7 @@ def test_the_ids_that_top_p_kept_have_the_shape_that_slime_reads(stack):
     assert early and all("top_p_token_ids" not in chunk["meta_info"] for chunk in early), "only the last tells them"
 
 
-def test_where_nothing_is_cut_no_ids_are_told_and_without_tokens_they_are_empty(stack):
+def test_kept_ids_are_absent_if_no_id_was_excluded_and_empty_without_tokens(stack):
     stack.script(reply_with(HELLO))
     body = {"input_ids": [1], "sampling_params": KEEP, "return_logprob": True}
     assert "top_p_token_ids" not in generate(stack, **body).json()["meta_info"]
@@ -233,7 +218,7 @@ def test_an_abort_returns_200_with_every_token_and_its_logprob(stack):
 
 @pytest.mark.parametrize("message", ["Abort before prefill: a pause", "queue_timeout", ""])
 def test_an_abort_before_any_token_has_the_full_shape_and_says_so(stack, message):
-    """AReaL tells by the message that there is nothing to read."""
+    """AReaL recognises the case by the message."""
     answer(stack, m.PauseStatusArgs, {"version": "step-9", "is_paused": False})
     stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", message=message)])
     for body in (generate(stack, input_ids=[1], return_logprob=True).json(),
@@ -244,8 +229,8 @@ def test_an_abort_before_any_token_has_the_full_shape_and_says_so(stack, message
         assert (meta["completion_tokens"], meta["weight_version"], meta["weight_versions"]) == (0, "step-9", [])
 
 
-def test_no_new_tokens_scores_the_prompt_and_returns_none(stack):
-    """max_new_tokens 0 is how SGLang is asked for the logprobs of a prompt alone."""
+def test_max_new_tokens_0_scores_the_prompt_and_returns_no_token(stack):
+    """SGLang's clients send max_new_tokens 0 to get the logprobs of a prompt alone."""
     stack.script(lambda add: [one_output(add, 0, [97], 0), m.Output(add.request_id, 0, finish_reason="length")])
     sampling = {"max_new_tokens": 0, "temperature": 0}
     body = generate(stack, input_ids=[1, 2], sampling_params=sampling, return_logprob=True).json()
@@ -255,8 +240,8 @@ def test_no_new_tokens_scores_the_prompt_and_returns_none(stack):
     assert stack.engine.expect(AddRequest).sampling.max_tokens == 1
 
 
-def test_the_prompts_logprobs_begin_where_asked(stack):
-    """Its first token has none. Beside each, as many others as asked for."""
+def test_prompt_logprobs_start_at_logprob_start_len(stack):
+    """The first token has a null logprob. Each entry has as many top tokens as asked for."""
     prompt = [5, 6, 7, 8]
 
     def script(add: AddRequest) -> list[m.Output]:
@@ -280,7 +265,7 @@ def test_the_prompts_logprobs_begin_where_asked(stack):
 # ---------------------------------------------------------------------- streams
 
 
-def test_every_chunk_of_a_stream_holds_everything_so_far(stack):
+def test_every_event_of_a_stream_holds_everything_so_far(stack):
     stack.script(reply_with(list(b"abcd"), step=2, version="v2"))
     chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))
     assert chunks.pop() == "[DONE]"
@@ -293,8 +278,8 @@ def test_every_chunk_of_a_stream_holds_everything_so_far(stack):
     assert "index" not in chunks[0]
 
 
-def test_a_late_reader_gets_chunks_whose_parts_belong_together(stack):
-    """Three steps have come before it looks: the text is that of the ids, and the end is told once."""
+def test_a_late_reader_gets_events_whose_text_and_ids_agree(stack):
+    """Outputs of three steps wait before the first read. The finish_reason is sent once."""
 
     def at_once(request: AddRequest) -> list[m.Output]:
         outputs = reply_with(list(b"abcd"))(request)
@@ -318,7 +303,7 @@ def test_a_stream_shows_no_text_that_a_stop_string_may_take_back(stack):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_cancels_its_request(stack, stream):
+def test_a_client_that_disconnects_cancels_its_request(stack, stream):
     body = {"input_ids": [1], "stream": stream, "rid": "gone"}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(stack.server.url + "/generate", json=body, timeout=httpx.Timeout(20, read=0.3))
@@ -363,7 +348,7 @@ def test_n_samples_answer_a_list_and_number_their_chunks(stack):
     [({}, "abort", None), ({"mode": "abort"}, "abort", True), ({"mode": "retract"}, "keep", True),
      ({"mode": "in_place"}, "keep", False)],
 )  # fmt: skip
-def test_a_pause_holds_what_comes_and_never_escalates(stack, body, mode, clear_cache):
+def test_a_pause_holds_new_requests_and_never_escalates_to_abort(stack, body, mode, clear_cache):
     answer(stack, m.PauseArgs, {"status": "paused", "state": "paused"})
     reply = stack.post("/pause_generation", **body)
     assert reply.status_code == 200 and reply.json()["status"] == "ok" and "content-length" in reply.headers
@@ -372,7 +357,7 @@ def test_a_pause_holds_what_comes_and_never_escalates(stack, body, mode, clear_c
     assert (args.on_timeout, args.placed_by, args.hold_id) == ("keep", "sglang", None)
 
 
-def test_the_mode_of_a_client_that_sends_none_is_configurable(make_stack):
+def test_the_default_mode_of_a_pause_is_configurable(make_stack):
     stack = make_stack(sglang_pause_mode="keep")
     answer(stack, m.PauseArgs, {})
     stack.http.post("/pause_generation")
@@ -387,8 +372,8 @@ def test_continue_releases_the_anonymous_holds(stack):
     assert stack.engine.expect(m.ResumeArgs).args == m.ResumeArgs()
 
 
-def test_an_abort_names_what_it_hit_and_what_it_did_not_find(stack):
-    """known failure 11: by the id that the client gave, and never in silence."""
+def test_an_abort_lists_the_aborted_and_the_unknown_ids(stack):
+    """known failure 11: the ids are those of the client"""
     hit = {"aborted": [{"request_id": "a", "output_token_count": 3}], "not_found": ["b"]}
     answer(stack, m.AbortArgs, hit)
     for body, args in (
@@ -438,7 +423,7 @@ def test_memory_is_released_and_taken_by_sglangs_names(stack, body, tags):
     assert stack.engine.expect(m.WakeArgs).args.tags == tags
 
 
-def test_memory_in_the_wrong_order_is_a_4xx_and_cuda_graphs_are_none_of_ours(stack):
+def test_memory_in_the_wrong_order_is_a_4xx_and_cuda_graphs_are_ignored(stack):
     answer(stack, m.WakeArgs, failure=m.Failure("wrong_order", "kv_cache does not sleep"))
     reply = stack.post("/resume_memory_occupation", tags=["kv_cache"])
     assert reply.status_code == 409 and reply.json()["error"]["code"] == "wrong_order"
@@ -446,7 +431,7 @@ def test_memory_in_the_wrong_order_is_a_4xx_and_cuda_graphs_are_none_of_ours(sta
     refused(stack.post("/release_memory_occupation", tags=["disk"]), "tags")
 
 
-def test_information_names_the_weights_and_the_shape_of_the_deployment(stack):
+def test_information_routes_tell_the_weights_and_the_shape_of_the_deployment(stack):
     answer(stack, m.WeightInfoArgs, {**LABEL, "session": None, "asleep": []})
     assert stack.http.get("/get_weight_version").json()["weight_version"] == "step-7"
     for path in ("/model_info", "/get_model_info"):

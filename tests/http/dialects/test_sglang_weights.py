@@ -26,7 +26,7 @@ OTHER = safetensors_bytes({"v": np.ones(2, np.float32)})
 
 
 class Weights:
-    """Answers weight calls, writes down their order, and keeps what the files that they name held."""
+    """Answers weight calls, records their order, and reads the tensors of the files that they name."""
 
     def __init__(self, stack, session: dict | None = None, **failures: m.Failure):
         self.calls: list = []
@@ -72,7 +72,7 @@ def b64(data: bytes) -> str:
 
 
 def refused(reply, *words: str) -> dict:
-    """Status 400, both in SGLang's shape and in that of every other route."""
+    """Assert status 400, both in SGLang's shape and in that of every other route."""
     body = reply.json()
     assert reply.status_code == 400 and body["success"] is False, reply.text
     assert body["message"] == body["error"]["message"] and body["error"]["code"]
@@ -96,8 +96,8 @@ def test_a_folder_becomes_one_update_that_aborts_nothing(stack):
     assert weights.calls[2:] == [m.UpdateWeightsArgs(FolderSource("/ckpt/7"), version="8")]
 
 
-def test_abort_all_is_honoured_and_not_before_the_new_weights_are_ready(stack):
-    """As AReaL sends it. What is held meanwhile goes on under the new weights; the hold is the call's own."""
+def test_abort_all_aborts_only_when_the_new_weights_are_ready(stack):
+    """AReaL sends it so. The pause has a hold of its own, so that requests held by others stay held."""
     weights = Weights(stack)
     assert stack.post("/update_weights_from_disk", model_path="/ckpt/7", abort_all_requests=True).status_code == 200
     assert weights.kinds == ["BeginUpdate", "UpdateChunk", "Pause", "CommitUpdate", "Resume", "ResetCache"]
@@ -127,7 +127,7 @@ def test_every_refusal_of_an_update_is_a_400_in_sglangs_shape(stack, code):
     assert body["num_paused_requests"] == 0 and body["error"]["code"] == code
 
 
-def test_a_fault_of_the_servers_own_keeps_its_status(stack):
+def test_an_error_of_the_server_keeps_its_status(stack):
     Weights(stack, UpdateWeightsArgs=m.Failure("out_of_space", "no room"))
     reply = stack.post("/update_weights_from_disk", model_path="/ckpt")
     assert reply.status_code == 507 and reply.json()["success"] is False
@@ -146,8 +146,8 @@ def test_a_folder_request_that_cannot_be_honoured_names_its_field(module_stack, 
 # ---------------------------------------------------------------------- from tensors
 
 
-def test_safetensors_bytes_are_an_update_of_what_arrives(stack):
-    """Without a session each call is its own update; the copy of the upload is gone with the reply."""
+def test_safetensors_bytes_update_the_tensors_that_arrive(stack):
+    """Without a session each call is an update of its own. The file of the upload is removed before the reply."""
     weights = Weights(stack)
     body = {"serialized_named_tensors": [b64(UPLOAD)], "load_format": "flattened_bucket", "flush_cache": False}
     reply = stack.post("/update_weights_from_tensor", **body, weight_version="7")
@@ -203,7 +203,7 @@ def test_an_upload_that_cannot_be_taken_says_why(module_stack, body, word):
 
 
 def test_a_safetensors_file_that_begins_like_a_pickle_is_taken(stack):
-    """Its first byte is the low one of its header's length."""
+    """The first byte of a safetensors file is the lowest byte of its header's length."""
     weights = Weights(stack)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(0x80)
     data = len(header).to_bytes(8, "little") + header + bytes(4)
@@ -247,7 +247,7 @@ def test_tensors_never_go_into_the_session_of_another_trainer(stack):
     "path", ["/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group",
              "/update_weights_from_ipc", "/load_lora_adapter", "/unload_lora_adapter", "/start_profile"],
 )  # fmt: skip
-def test_what_this_server_has_not_is_a_400_that_says_so(module_stack, path):
+def test_a_route_of_a_missing_feature_is_a_400_with_the_reason(module_stack, path):
     body = refused(module_stack.post(path, group_name="g"), path.removeprefix("/"))
     assert "no " in body["message"]
 
@@ -265,7 +265,7 @@ def test_checksums_have_the_shape_of_sglangs_checker(stack):
 
 @pytest.fixture
 def pull(make_stack, tmp_path):
-    """``pull(version)`` into root/local below tmp_path from the versions that trainers publish below published."""
+    """Return ``pull(version)``, which pulls from tmp_path/published into tmp_path/root/local."""
     (tmp_path / "root").mkdir()
     stack = make_stack(model_roots=(str(tmp_path),), pull_root=str(tmp_path / "root"))
     for version in (1, 2):
@@ -296,7 +296,7 @@ def test_a_pull_makes_the_local_folder_a_copy_of_that_version(pull, tmp_path, mo
     assert json.loads((local / ".weight_sync" / "state.json").read_text()) == {"version": "000000"}
 
 
-def test_a_pull_of_what_is_not_there_or_not_whole_is_refused(pull, tmp_path):
+def test_a_pull_of_a_missing_or_incomplete_version_is_refused(pull, tmp_path):
     refused(pull(7), "version 7")
     delta = tmp_path / "published" / "weight_v000003"
     delta.mkdir()
@@ -310,7 +310,7 @@ def test_a_pull_of_what_is_not_there_or_not_whole_is_refused(pull, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["", "~", "a/b", "/" + "x" * 5000, "/a\0b"], ids=ascii)
-def test_a_path_that_can_name_nothing_names_the_field(pull, tmp_path, path):
+def test_an_impossible_path_is_refused_by_the_name_of_its_field(pull, tmp_path, path):
     refused(pull(1, source=path or " "), "source_dir")
     local = path if path.startswith("/") else "/" if not path else "../" + path
     refused(pull(1, local=local), "local_checkpoint_dir")
@@ -381,7 +381,7 @@ def test_a_file_that_no_pull_has_made_is_never_touched(pull, tmp_path):
         refused(pull(2), "files.json" if text != '["../../secret", "id_rsa"]' else "local_checkpoint_dir")
 
 
-def test_a_pull_that_was_cut_short_is_made_good_by_the_next(pull, tmp_path, monkeypatch):
+def test_the_next_pull_completes_one_that_failed(pull, tmp_path, monkeypatch):
     local = tmp_path / "root" / "local"
     assert pull(1).json()["success"] is True
     real, calls = sglang_pull._copy_bytes, []
@@ -399,7 +399,7 @@ def test_a_pull_that_was_cut_short_is_made_good_by_the_next(pull, tmp_path, monk
     assert pull(2).json()["success"] is True and names(local) == ["config.json", "model-2.safetensors"]
 
 
-def test_a_pull_that_hangs_is_given_up_writes_nothing_later_and_so_many_may(make_stack, tmp_path, monkeypatch):
+def test_a_pull_that_hangs_is_given_up_and_only_max_pulls_may_hang(make_stack, tmp_path, monkeypatch):
     stack = make_stack(model_roots=("/",), pull_root=str(tmp_path), stage_timeout_s=0.2)
     mended, ended = threading.Event(), threading.Semaphore(0)
     real = sglang_pull.pull_weights

@@ -26,14 +26,14 @@ def test_an_abort_that_names_no_adapter_is_refused(module_stack, body):
 @pytest.mark.parametrize(
     ("body", "field"), [({}, "return_routed_experts"), ({"return_sample_support": True}, "return_sample_support")]
 )
-def test_what_skyrls_own_generate_adds_is_refused_by_name(module_stack, body, field):
+def test_the_fields_of_skyrls_own_generate_are_refused_by_name(module_stack, body, field):
     reply = module_stack.post("/skyrl/v1/generate", token_ids=[1], sampling_params={}, **body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith(field)
 
 
-def test_the_model_name_of_a_client_that_was_told_none_is_the_model_that_serves(stack):
-    """SkyRL's client says "default" unless it is told a name."""
+def test_the_model_name_default_means_the_model_that_serves(stack):
+    """SkyRL's client sends "default" unless its user configures a name."""
     stack.script(reply_with(list(b"hey")))
     body = {"model": "default", "token_ids": [1], "sampling_params": {"max_tokens": 3}}
     assert stack.post("/inference/v1/generate", **body).json()["choices"][0]["token_ids"] == list(b"hey")
@@ -56,7 +56,7 @@ def test_sleep_for_a_weight_sync_keeps_the_kv_that_skyrl_wants_kept(stack, offlo
     assert (args.tags, args.mode, args.discard) == (tags, "keep", False), "a sync that fails leaves the old weights"
 
 
-def test_wake_for_a_weight_sync_wakes_what_sleeps_of_the_tags_it_names(stack):
+def test_wake_for_a_weight_sync_skips_tags_that_do_not_sleep(stack):
     for asleep, tags, woken in ((["weight"], ["weights"], ("weight",)), ([], ["kv_cache"], None)):
         label = {"version": "v", "weight_epoch": 1, "asleep": asleep}
         stack.engine.replies[m.WeightInfoArgs] = lambda call, label=label: m.Reply(call.call_id, label)

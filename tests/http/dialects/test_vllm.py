@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import httpx
 import pytest
 
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
+from support.http_calls import answer, events, refused
 
 HELLO = list(b"hey you")
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "session": None, "asleep": []}
 
 
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    """The engine replies so to every call of ``kind``."""
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
-
-
 def generate(stack, token_ids=(1, 2, 3), headers=None, **body) -> httpx.Response:
     return stack.http.post("/inference/v1/generate", json={"token_ids": list(token_ids), **body}, headers=headers)
-
-
-def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
-def refused(response: httpx.Response, field: str) -> None:
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["message"].startswith(field), response.text
 
 
 # ---------------------------------------------------------------------- generate
@@ -80,14 +64,14 @@ def test_every_sampling_parameter_reaches_the_engine(stack):
 
 
 def test_without_max_tokens_the_context_is_the_limit(stack):
-    """vLLM's route does so too; its SamplingParams alone would say 16."""
+    """As in vLLM's route. The default of its SamplingParams is 16."""
     stack.script(reply_with([97]))
     for params in ({}, {"max_tokens": None}):
         generate(stack, sampling_params=params)
         assert stack.engine.expect(AddRequest).sampling.max_tokens == 125
 
 
-def test_without_logprobs_there_are_none(stack):
+def test_logprobs_are_null_unless_asked_for(stack):
     stack.script(reply_with([97]))
     assert generate(stack, sampling_params={}).json()["choices"][0]["logprobs"] is None
     assert stack.engine.expect(AddRequest).sampling.logprobs is None
@@ -126,7 +110,7 @@ def test_a_stream_adds_tokens_and_ends_with_done(stack):
 
 @pytest.mark.parametrize("session", ["0", "7", "trajectory-1"])
 def test_session_zero_is_a_session(stack, session):
-    """known failure 32: 0 counts as an id, and is served as any other"""
+    """known failure 32: 0 is a session id as any other"""
     stack.script(reply_with(HELLO))
     reply = generate(stack, sampling_params={}, headers={"X-Session-ID": session})
     assert reply.json()["choices"][0]["token_ids"] == HELLO
@@ -177,7 +161,7 @@ def test_another_model_is_a_404_and_a_missing_one_the_default(stack):
      ("?wait_for_inflight_requests=true", "wait", True)],
 )  # fmt: skip
 def test_a_pause_holds_and_never_escalates_to_abort(make_stack, query, mode, clear_cache):
-    """Caches are cleared unless told otherwise, frozen requests or not: TRL counts on vLLM's default."""
+    """By default the caches are cleared, those of frozen requests too. TRL relies on this default of vLLM."""
     stack = make_stack(vllm_pause_mode="wait")
     answer(stack, m.PauseArgs, {"state": "paused"})
     reply = stack.http.post("/pause" + query)
@@ -188,7 +172,7 @@ def test_a_pause_holds_and_never_escalates_to_abort(make_stack, query, mode, cle
 
 
 @pytest.mark.parametrize("path", ["/pause", "/areal_pause_generation", "/pause_generation"])
-def test_no_dialects_pause_aborts_what_does_not_end_in_time(module_stack, path):
+def test_no_pause_of_a_dialect_aborts_requests_at_its_timeout(module_stack, path):
     answer(module_stack, m.PauseArgs, {})
     assert module_stack.http.post(path).status_code == 200
     args = module_stack.engine.expect(m.PauseArgs).args
@@ -231,7 +215,7 @@ def test_abort_requests_takes_the_clients_ids_and_says_what_it_did_not_find(stac
 
 
 @pytest.mark.parametrize("how", [{"json": {"request_ids": []}}, {"json": {}}, {}])
-def test_no_ids_abort_all(stack, how):
+def test_an_abort_without_ids_aborts_every_request(stack, how):
     answer(stack, m.AbortArgs, {"aborted": [], "not_found": []})
     assert stack.http.post("/abort_requests", **how).json()["aborted"] == 0
     assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(abort_all=True)
@@ -290,7 +274,7 @@ def test_to_sleep_while_asleep_and_to_wake_while_awake_are_no_errors(stack):
         assert isinstance(stack.engine.seen.get().args, m.WeightInfoArgs)  # nothing but questions
 
 
-def test_waking_names_only_what_sleeps(stack):
+def test_a_wake_up_skips_tags_that_do_not_sleep(stack):
     answer(stack, m.WeightInfoArgs, LABEL | {"asleep": ["kv_cache", "weight"]})
     answer(stack, m.WakeArgs, {"asleep": ["kv_cache"]})
     assert stack.http.post("/wake_up?tags=weights").json()["asleep"] == ["kv_cache"]
@@ -362,7 +346,7 @@ def test_the_weight_checker_tells_checksums_and_compares_them(stack):
 
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter"])
-def test_adapters_are_a_feature_that_is_off(module_stack, path):
+def test_adapter_routes_are_a_404(module_stack, path):
     reply = module_stack.post(path, lora_name="a", lora_path="/x", load_inplace=False)
     assert reply.status_code == 404
     assert "adapters" in reply.json()["error"]["message"]
@@ -386,7 +370,7 @@ def test_tokenize_and_detokenize(module_stack):
     assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
 
 
-def test_render_and_tokenize_say_what_a_chat_would_generate_from(stack):
+def test_render_and_tokenize_return_the_prompt_of_a_chat(stack):
     stack.script(reply_with(HELLO))
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
     stack.post("/v1/chat/completions", **chat)

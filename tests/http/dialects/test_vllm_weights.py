@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
+from support.http_calls import answer, refused
 
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "asleep": []}
 OPEN = {"session_id": "s-1", "placed_by": "vllm"}
@@ -16,10 +17,6 @@ ADDED = {"session_id": "s-1", "tensors": 3}
 BEGUN = {"session_id": "s-1", "lease_s": 300.0}
 NCCL = {"master_address": "10.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2, "packed": True}
 SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
-
-
-def answer(stack, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
-    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
 
 
 def with_session(stack, session: dict | None, failure: m.Failure | None = None) -> None:
@@ -35,12 +32,6 @@ def with_session(stack, session: dict | None, failure: m.Failure | None = None) 
     answer(stack, m.CommitUpdateArgs, {"version": "9", "weight_epoch": 4}, None if session == OPEN else ended)
 
 
-def refused(response: httpx.Response, field: str, *words: str) -> None:
-    assert response.status_code == 400, response.text
-    message = response.json()["error"]["message"]
-    assert message.startswith(field) and all(word in message for word in words), message
-
-
 def rpc(stack, method: str, **kwargs) -> httpx.Response:
     return stack.post("/collective_rpc", method=method, **({"kwargs": kwargs} if kwargs else {}))
 
@@ -49,13 +40,13 @@ def rpc(stack, method: str, **kwargs) -> httpx.Response:
 
 
 @pytest.mark.parametrize("info", [NCCL, {"backend": "nccl"}])
-def test_a_transport_that_does_not_exist_is_refused_before_anybody_waits_for_it(module_stack, info):
+def test_a_missing_transport_is_refused_before_a_client_waits_for_it(module_stack, info):
     refused(module_stack.post("/init_weight_transfer_engine", init_info=info), "init_info", "model_path")
     refused(rpc(module_stack, "init_weight_transfer_engine_rdt", init_info=info), "init_info", "shared_memory")
 
 
 @pytest.mark.parametrize("info", [{}, {"backend": "upload"}])
-def test_what_works_needs_no_setup(module_stack, info):
+def test_existing_transports_need_no_setup(module_stack, info):
     assert module_stack.post("/init_weight_transfer_engine", init_info=info).status_code == 200
 
 
@@ -152,7 +143,7 @@ def test_start_update_finish_are_begin_chunk_commit(stack):
 
 
 def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
-    """TRL finishes an update after its sending failed; the engine then refuses what is not whole."""
+    """TRL finishes an update even if sending it failed. The engine then refuses the incomplete update."""
     answer(stack, m.BeginUpdateArgs, BEGUN)
     for body, partial in (({}, False), ({"partial": True}, True)):
         stack.post("/start_weight_update", **body)
@@ -168,7 +159,7 @@ def test_finishing_what_was_never_started_is_a_wrong_order(stack):
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "wrong_order")
 
 
-def test_the_kernels_own_format_is_unknown_here(module_stack):
+def test_only_the_format_of_checkpoints_is_known(module_stack):
     refused(module_stack.post("/start_weight_update", is_checkpoint_format=False), "is_checkpoint_format")
 
 
@@ -197,5 +188,5 @@ def test_an_unknown_worker_method_is_refused(module_stack, body):
     refused(module_stack.post("/collective_rpc", **body), "args" if "args" in body else "method")
 
 
-def test_the_refusal_names_the_methods_there_are(module_stack):
+def test_the_refusal_lists_the_known_methods(module_stack):
     refused(rpc(module_stack, "layerwise_reload"), "method", "skyrl_start_weight_update", "update_weights_disk")

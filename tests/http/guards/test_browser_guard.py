@@ -1,4 +1,4 @@
-"""A page in a browser cannot use the server; a program can, whatever it sends."""
+"""A page in a browser cannot use the server. A program can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 
 
 def code(method: str = "POST", host: str | None = OWN, bound: str = "127.0.0.1", settings=None, **headers: str):
-    """The code of the refusal, or None; underscores in names of headers stand for hyphens."""
+    """Return the code of the refusal, or None. Underscores in names of headers stand for hyphens."""
     policy = PagePolicy.of(ServeConfig(model="m", host=bound, **(settings or {})))
     given = ({} if host is None else {"host": host}) | headers
     error = refusal(method, [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()], policy)
@@ -114,14 +114,14 @@ def test_pages_of_allowed_origins_are_answered():
         ("", True),
     ],
 )
-def test_a_body_has_a_type_that_programs_send(content_type, refused):
+def test_only_content_types_of_programs_are_accepted(content_type, refused):
     assert code(content_type=content_type) == ("unsupported_media_type" if refused else None)
     assert code("PUT", content_type=content_type) == ("unsupported_media_type" if refused else None)
     assert code("GET", content_type=content_type) is None
 
 
 @pytest.mark.parametrize("origin", ["localhost:3000", "http://localhost:3000/"])
-def test_what_can_be_no_origin_is_refused_at_the_start(origin):
+def test_an_invalid_origin_is_refused_at_start(origin):
     with pytest.raises(InvalidField, match="allowed_origins"):
         ServeConfig(model="m", allowed_origins=(origin,)).check()
 
@@ -180,7 +180,7 @@ def test_http_1_0_with_and_without_host(served, host):
     assert b" 200 " in head and "version" in json.loads(body)
 
 
-def test_the_way_curl_and_the_json_clients_send_is_taken(served):
+def test_requests_of_curl_and_of_json_clients_are_answered(served):
     body = b'{"prompt": [97]}'
     for headers in ({"content-type": "application/x-www-form-urlencoded"}, {"content-type": "application/json"}, {}):
         assert served.http.post("/v1/completions", content=body, headers=headers).status_code == 200

@@ -1,4 +1,4 @@
-"""Requests share a bounded amount in the order in which they asked, and nothing of it is ever lost."""
+"""Requests get units of a bounded amount in the order of asking, and no unit is ever lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy.core.errors import ServerBusy
 from fastdeploy.http.guards.budget import Budget
 
 
-def test_who_finds_too_little_waits_in_line_behind_those_who_asked_before():
+def test_a_caller_waits_behind_earlier_ones_until_enough_is_free():
     async def main() -> None:
         budget, done = Budget(10, 60.0, "units"), []
 
@@ -45,7 +45,7 @@ def test_a_wait_that_is_too_long_is_an_error_and_leaves_the_line():
 
 
 @pytest.mark.parametrize("granted", [False, True])
-def test_who_gives_up_loses_nothing(granted):
+def test_a_caller_that_is_cancelled_takes_no_units(granted):
     async def main() -> None:
         budget = Budget(1, 60.0, "units")
         taken = await budget.take(1)

@@ -1,4 +1,4 @@
-"""Limits of the cost of one client, over real sockets: each answers with its status, and others are served."""
+"""Limits of one connection, over real sockets: each limit has its status, and other clients are served."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def connected(stack, sent: bytes = b"") -> Iterator[socket.socket]:
 
 
 def answer(connection: socket.socket) -> tuple[int, str, bytes]:
-    """Read until the server closes: (status, error code, head); (0, "", b"") if it closes without a word."""
+    """Read until the server closes, and return (status, error code, head): (0, "", b"") if there is no answer."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         data = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -34,7 +34,7 @@ def answer(connection: socket.socket) -> tuple[int, str, bytes]:
 
 
 def send_until_closed(connection: socket.socket, part: bytes, times: int) -> int:
-    """How many times ``part`` was taken."""
+    """Send ``part`` until the server refuses, and return how many times it was sent."""
     for sent in range(times):
         try:
             connection.sendall(part)
@@ -56,7 +56,7 @@ def served(stack) -> bool:
     [b"x-filler: " + b"a" * 8000 + b"\r\n", b"a" * 8192, b"x: y\r\n" * 1000],
     ids=["many", "one that never ends", "short ones"],
 )
-def test_headers_without_end_are_a_431_and_are_not_read_on(make_stack, part):
+def test_endless_headers_are_a_431_and_reading_stops(make_stack, part):
     stack = make_stack(max_header_kb=64)
     with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: a") as connection:
         if not part.startswith(b"a"):
@@ -101,19 +101,19 @@ def test_trailers_are_not_kept(make_stack):
 # ---------------------------------------------------------------------- time
 
 
-def test_a_connection_that_says_nothing_is_closed(make_stack):
+def test_a_silent_connection_is_closed(make_stack):
     with connected(make_stack(header_s=0.2)) as connection:
         assert answer(connection) == (0, "", b"")
 
 
-def test_half_a_head_is_a_408(make_stack):
+def test_incomplete_headers_are_a_408(make_stack):
     stack = make_stack(header_s=0.2)
     with connected(stack, b"GET /health HTTP/1.1\r\nhost") as connection:
         assert answer(connection)[:2] == (408, "request_timeout")
     assert served(stack)
 
 
-def test_half_a_head_behind_an_answered_request_is_a_408(make_stack):
+def test_incomplete_headers_behind_an_answered_request_are_a_408(make_stack):
     with connected(make_stack(header_s=0.2), b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /version HTT")
@@ -121,7 +121,7 @@ def test_half_a_head_behind_an_answered_request_is_a_408(make_stack):
 
 
 @pytest.mark.parametrize("length", [100, 10 * MIB])
-def test_half_a_body_is_a_408(make_stack, length):
+def test_an_incomplete_body_is_a_408(make_stack, length):
     stack = make_stack(body_idle_s=0.2)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length
     with connected(stack, head + b'{"prompt"') as connection:
@@ -129,7 +129,7 @@ def test_half_a_body_is_a_408(make_stack, length):
     assert served(stack)
 
 
-def test_half_an_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
+def test_an_incomplete_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
     stack = make_stack(body_idle_s=0.2, upload_dir=str(tmp_path))
     head = b"POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
     with connected(stack, head + b"content-length: 10000000\r\n\r\n" + bytes(1000)) as connection:
@@ -137,8 +137,8 @@ def test_half_an_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
-def test_a_body_that_comes_slowly_but_steadily_is_taken(make_stack):
-    """Each part takes a good share of the time that 1 MiB may take; all of them take much more than it."""
+def test_a_body_that_arrives_slowly_but_steadily_is_accepted(make_stack):
+    """Each part arrives within the time for 1 MiB. All parts together take much longer than that."""
     stack = make_stack(body_idle_s=1.0)
     stack.script(reply_with([97]))
     parts = [b'{"prompt": [97]' + b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b"}"]
@@ -151,8 +151,8 @@ def test_a_body_that_comes_slowly_but_steadily_is_taken(make_stack):
     assert stack.http.post("/v1/completions", content=slowly()).status_code == 200
 
 
-def test_a_long_answer_is_no_silence(make_stack):
-    """Both timers are about what the client sends."""
+def test_no_timer_runs_while_the_server_answers(make_stack):
+    """Both timers measure only the time in which the client sends."""
     stack = make_stack(header_s=0.2, body_idle_s=0.2, keepalive_s=0.1)
     with stack.http.stream(
         "POST", "/v1/completions", json={"prompt": [97], "stream": True, "request_id": "r"}
@@ -182,8 +182,8 @@ def test_connections_beyond_the_limit_are_a_429_until_others_have_gone(make_stac
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
-def test_requests_that_are_sent_ahead_without_number_are_refused(stack):
-    """The first is never answered, so that all others wait."""
+def test_too_many_pipelined_requests_are_refused(stack):
+    """The first request is never answered, so that all others wait."""
     body = b'{"prompt": [97], "stream": true}'
     request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
     with connected(stack, request * 100) as connection:
@@ -216,7 +216,7 @@ def swallow(connection: socket.socket, data: bytes) -> None:
 
 
 def received(stack) -> int:
-    """Bytes of unfinished bodies that the server has read."""
+    """Return the bytes of incomplete bodies that the server has read."""
     return sum(connection._progress for connection in tuple(stack.server._server.server_state.connections))
 
 

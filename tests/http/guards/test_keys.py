@@ -1,4 +1,4 @@
-"""Where keys come from, and where they are never seen."""
+"""Keys are read from files and variables, and are never shown."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_a_key_in_place_of_a_path_is_not_repeated(path):
     assert SECRET not in str(info.value)
 
 
-def test_keys_survive_the_way_through_an_environment_which_then_holds_none():
+def test_keys_pass_through_an_environment_and_are_removed_from_it():
     keys = Keys((b"a", b"b"), (b"c",))
     environment = keys.environment({"PATH": "/bin", API_KEY: "other"})
     assert take_keys(environment) == keys and environment == {"PATH": "/bin"}
     assert NO_KEYS.environment({"PATH": "/bin", CONTROL_KEY: "c"}) == {"PATH": "/bin"}
 
 
-def test_the_text_of_keys_does_not_show_them():
+def test_the_repr_of_keys_hides_them():
     assert SECRET not in repr(Keys((SECRET.encode(),), (SECRET.encode(),)))

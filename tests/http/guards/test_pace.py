@@ -1,4 +1,4 @@
-"""A large reply does not keep the event loop from its other work: counted in rounds of the loop, not in seconds."""
+"""A large reply does not keep the event loop from other work. The tests count rounds of the loop, not seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = [97] * 5
 
 
 async def rounds(work: Awaitable[Any]) -> tuple[Any, int]:
-    """The result of ``work``, and how often the event loop went round while it was done."""
+    """Return the result of ``work``, and the number of rounds of the event loop that it took."""
     count = 0
 
     async def beat() -> None:
@@ -54,7 +54,7 @@ async def rounds(work: Awaitable[Any]) -> tuple[Any, int]:
 
 
 class FilledClient:
-    """Has the whole answer of each request already when it is submitted."""
+    """A client that has the whole output of each request at once."""
 
     welcome = SimpleNamespace(boot_id="boot", max_model_len=10**6)
 
@@ -164,7 +164,7 @@ def test_logprobs_of_a_long_prompt_are_made_in_slices(context):
 
 
 def test_replies_that_are_made_at_once_take_turns(context):
-    """Ten replies take ten times the rounds of one: a round never has a slice of each."""
+    """Ten replies take ten times the rounds of one, since each round has a slice of one reply only."""
 
     async def main() -> None:
         views = [chat(context) for _ in range(10)]
@@ -191,8 +191,8 @@ def test_a_reply_that_is_given_up_does_not_keep_its_turn(context):
     asyncio.run(main())
 
 
-def test_a_chunk_that_repeats_everything_does_not_make_it_again(context):
-    """SGLang's streams: each token is encoded once, whatever the number of chunks."""
+def test_an_event_that_repeats_everything_encodes_each_token_once(context):
+    """In SGLang's streams each event repeats everything so far."""
     made = []
 
     def items(numbers: range):

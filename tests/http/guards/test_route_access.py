@@ -1,4 +1,4 @@
-"""Which key opens which route: the table, the rules, and the answers on a real socket."""
+"""Access to routes by keys and ports: the table, the rules, and the answers on a real socket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def code(
     is_upload: bool = False,
     **settings,
 ) -> str | None:
-    """The code of the refusal, or None."""
+    """Return the code of the refusal, or None."""
     policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys)
     error = refusal(Attempt(path, port, key, is_upload), policy)
     return error and error.code
@@ -82,14 +82,14 @@ def test_a_path_without_a_class_is_guarded_as_control_and_looks_absent():
         (ONLY_DATA, DATA, None, None),
     ],
 )
-def test_on_loopback_the_keys_that_there_are_decide(keys, key, data_route, control_route):
+def test_on_loopback_only_configured_keys_are_required(keys, key, data_route, control_route):
     assert code(OPEN_ROUTE, key, keys) is None
     assert code(DATA_ROUTE, key, keys) == data_route
     assert code(CONTROL_ROUTE, key, keys) == control_route
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "rollout-7", ""])
-def test_where_others_can_connect_control_needs_a_control_key(host):
+def test_an_exposed_server_needs_a_control_key_for_control(host):
     assert code(DATA_ROUTE, host=host) is None
     for keys, key in ((NO_KEYS, None), (ONLY_DATA, None), (ONLY_DATA, DATA)):
         assert code(CONTROL_ROUTE, key, keys, host) == "forbidden"
@@ -137,7 +137,7 @@ def test_the_key_is_the_bearer_of_the_one_authorization_header(values, key):
 
 @pytest.fixture(scope="module")
 def guarded(make_module_stack):
-    """A stack with keys of both kinds and a control port, whose engine counts its pauses."""
+    """Return a stack with keys of both kinds and a control port. Its engine answers pauses."""
     stack = make_module_stack(keys=BOTH, control_port=0)
     stack.script(reply_with([97]))
     stack.engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"paused": True})

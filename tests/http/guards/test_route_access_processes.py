@@ -24,7 +24,7 @@ DATA, CONTROL = "data-key-of-this-test", "control-key-of-this-test"
 
 
 class Served:
-    """``fastdeploy serve`` over a scripted engine. urls: of its ports, as it printed them."""
+    """``fastdeploy serve`` over a scripted engine. urls: the URLs that it printed, one for each port."""
 
     def __init__(self, root: Path, *flags: str, **environment: str):
         (root / "config.json").write_text("{}")
@@ -46,7 +46,7 @@ class Served:
         self.urls = re.findall(r"http://[^\s,]+", self.line)
 
     def children(self) -> dict[str, list[int]]:
-        """Process ids of the API servers and of the engine."""
+        """Return the process ids of the API servers and of the engine."""
         task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         found: dict[str, list[int]] = {"api_server": [], "fake_engine_main": []}
         for pid in map(int, task.read_text().split()):

@@ -16,17 +16,13 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.http.openai.protocol import MAX_BRACKETS, MAX_ENTRIES
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
+from support.http_calls import events
 
 HELLO = list(b"hey you")
 
 
 def client(stack) -> openai.OpenAI:
     return openai.OpenAI(base_url=stack.server.url + "/v1", api_key="none", max_retries=0)
-
-
-def events(response: httpx.Response) -> list:
-    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def in_thread(call, *args, **kwargs):

@@ -1,0 +1,28 @@
+"""Calls of a stack (support.http_stack): what its scripted engine answers, and how replies are read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+
+from fastdeploy.inter_communicator import messages as m
+
+
+def answer(stack: Any, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
+    """Let the engine answer every call of ``kind`` with this result or failure."""
+    stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, result or {}, failure)
+
+
+def events(response: httpx.Response) -> list:
+    """Return the events of a stream, decoded."""
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def refused(response: httpx.Response, field: str, *words: str) -> None:
+    """Assert a 400 whose message names ``field`` and has these words."""
+    assert response.status_code == 400, response.text
+    message = response.json()["error"]["message"]
+    assert message.startswith(field) and all(word in message for word in words), message
