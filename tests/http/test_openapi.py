@@ -11,7 +11,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import STATUS
 from fastdeploy.entrypoints.api_server import create_app
 from fastdeploy.http.dialects.areal import routes as areal
-from fastdeploy.http.dialects.sglang import weights as sglang_weights
+from fastdeploy.http.dialects.sglang import routes as sglang
 from fastdeploy.http.docs_page import type_name
 from fastdeploy.http.openapi import schema_of
 
@@ -78,7 +78,7 @@ def test_every_operation_has_the_error_answers():
 
 def test_every_route_that_reads_a_body_describes_it():
     bare = {path for method, path, op in OPERATIONS if method != "get" and "requestBody" not in op}
-    assert bare == WITHOUT_FIELDS | NOT_HERE | sglang_weights.ABSENT.keys() | areal.ABSENT.keys()
+    assert bare == WITHOUT_FIELDS | NOT_HERE | sglang.ABSENT.keys() | areal.ABSENT.keys()
 
 
 @pytest.mark.parametrize(("method", "path", "schema"), STRICT, ids=name)
