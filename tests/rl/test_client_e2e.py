@@ -15,7 +15,7 @@ from e2e.server import Server, until
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import Partial, Request
+from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
 
@@ -202,15 +202,15 @@ def test_a_stop_string_over_the_seam_is_found(servers):
             alone = await client.generate(list(b"347+85="), asked)
             assert (alone.finish_reason, alone.stop_reason) == ("stop", stop) and alone.text == free.text[:8]
             cut = 11  # tokens are bytes here
-            request = Request(list(b"347+85="), asked)
-            choice = Partial(request)
-            choice.begin("first")
+            request = RolloutRequest(list(b"347+85="), asked)
+            choice = PartialRollout(request)
+            choice.begin_attempt("first")
             head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
-            choice.take(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
-            choice.begin("second")
+            choice.add_chunk(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
+            choice.begin_attempt("second")
             async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
                 async for event in events:
-                    choice.take(event["choices"][0], None)
+                    choice.add_chunk(event["choices"][0], None)
             assert said(choice.rollout()) == said(alone)
 
     run(go())

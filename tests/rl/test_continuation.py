@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import REST_OF_CONTEXT, Partial, Request
+from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
 from rl.fake_server import EOS, FakeServer, Fault, token_at
@@ -94,15 +94,15 @@ def test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_ar
 
 
 def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_original_prompt():
-    request = Request(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
-    partial = Partial(request)
-    partial.begin("a")
-    partial.take({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    request = RolloutRequest(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
+    partial = PartialRollout(request)
+    partial.begin_attempt("a")
+    partial.add_chunk({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
-    partial.begin("b")
+    partial.begin_attempt("b")
     whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
-    partial.take({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    partial.add_chunk({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 
@@ -138,17 +138,17 @@ def test_a_deadline_is_that_of_all_attempts_together():
     _, server = rollout(Fault("abort", 4), Fault("abort", 3), params=PARAMS | {"deadline_s": 5.0})
     given = [b["deadline_s"] for b in server.requests]
     assert 5.0 > given[0] > given[1] > given[2] > 0
-    request = Request(PROMPT, {"deadline_s": 1e-9})
-    assert request.body([Partial(request)])["deadline_s"] > 0, "0 would be refused"
+    request = RolloutRequest(PROMPT, {"deadline_s": 1e-9})
+    assert request.body([PartialRollout(request)])["deadline_s"] > 0, "0 would be refused"
 
 
 def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
-    request = Request(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
+    request = RolloutRequest(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
-        partial = Partial(request)
-        partial.begin("a")
-        partial.take({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
-        partial.cut_off()
+        partial = PartialRollout(request)
+        partial.begin_attempt("a")
+        partial.add_chunk({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial.end_attempt_early()
         assert partial.finish_reason == end, tokens
 
 
@@ -162,24 +162,24 @@ def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
     ],
 )
 def test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data(chunk):
-    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
-    partial.begin("a")
+    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
+    partial.begin_attempt("a")
     with pytest.raises(MalformedReply):
-        partial.take(chunk, None)
+        partial.add_chunk(chunk, None)
 
 
 def test_a_budget_that_was_reached_though_the_last_chunk_was_lost_is_not_asked_for_again():
-    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
-    partial.begin("a")
-    partial.take({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
-    partial.cut_off()
+    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
+    partial.begin_attempt("a")
+    partial.add_chunk({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+    partial.end_attempt_early()
     assert partial.finish_reason == "length"
 
 
 @pytest.mark.parametrize("field", ["n", "stream", "prompt", "request_id", "resumed_tokens"])
 def test_a_parameter_that_the_client_sets_itself_is_refused_by_name(field):
     with pytest.raises(InvalidField, match=field):
-        Request(PROMPT, {field: 1})
+        RolloutRequest(PROMPT, {field: 1})
 
 
 def test_a_request_that_makes_no_sense_is_told_at_once_and_not_repeated():

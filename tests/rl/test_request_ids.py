@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import Partial, Request
+from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from rl.real_server import RealServer, real_server
 from support.fake_runner import expected_tokens
 
@@ -65,22 +65,22 @@ def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_
     assert rollout.token_ids == expected_tokens(PROMPT, 60, weights=2)
 
 
-def attempts(request: Request, index: int, count: int, choices: list[Partial] | None = None) -> list[str]:
+def attempts(request: RolloutRequest, index: int, count: int, choices: list[PartialRollout] | None = None) -> list[str]:
     """The ids of ``count`` attempts of a choice, or of the group ``choices``."""
-    group = choices or [Partial(request, index)]
+    group = choices or [PartialRollout(request, index)]
     ids = []
     for _ in range(count):
         for choice in group:
-            choice.begin("replica")
+            choice.begin_attempt("replica")
         ids.append(request.body(group)["request_id"])
     return ids
 
 
 def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_callers():
-    request = Request(PROMPT, PARAMS, n=3, request_id="mine")
+    request = RolloutRequest(PROMPT, PARAMS, n=3, request_id="mine")
     ids: list[str] = []
     for _ in range(3):
-        group = [Partial(request, k) for k in range(3)]
+        group = [PartialRollout(request, k) for k in range(3)]
         ids += attempts(request, 0, 2, group)
         for choice in group:
             ids += attempts(request, choice.index, 3, [choice])
@@ -91,4 +91,4 @@ def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_caller
 
 def test_an_id_that_leaves_no_room_for_those_of_later_attempts_is_refused_at_once():
     with pytest.raises(InvalidField, match="request_id"):
-        Request(PROMPT, PARAMS, request_id="x" * 500)
+        RolloutRequest(PROMPT, PARAMS, request_id="x" * 500)

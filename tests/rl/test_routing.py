@@ -112,7 +112,7 @@ def test_rejections_do_not_count_as_failures_and_a_resume_ends_the_wait():
         async with FakeServer(*[Fault("reject")] * 30) as server, RolloutClient(server.url, max_failures=2) as client:
             assert len((await client.generate(PROMPT, PARAMS)).token_ids) == 4
             assert len(server.requests) == 31
-            client.replicas[0].busy(asyncio.get_running_loop().time(), 3600.0)
+            client.replicas[0].mark_busy(asyncio.get_running_loop().time(), 3600.0)
             task = asyncio.create_task(client.generate(PROMPT, PARAMS))
             await asyncio.sleep(0.05)
             assert not task.done() and len(server.requests) == 31

@@ -17,7 +17,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
-from fastdeploy.rl.frameworks.verl_weights import bring, peek
+from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -246,7 +246,7 @@ def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
             for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
                 weight_epoch = server.weight_epoch
                 tensors = iter([("a", np.ones(2, np.float32))])
-                await bring(client, tensors, global_steps, via="upload")
+                await publish_step(client, tensors, global_steps, via="upload")
                 assert server.weight_epoch == weight_epoch + 1
                 fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
                 assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
@@ -261,9 +261,9 @@ def test_tensors_from_either_kind_of_iterator_arrive_whole_and_none_is_seen_to_b
 
     async def go():
         for weights in (pairs(), iter([(k, k) for k in range(3)])):
-            some, all_of_them = await peek(weights)
+            some, all_of_them = await peek_first(weights)
             assert some and [pair async for pair in all_of_them] == [(0, 0), (1, 1), (2, 2)]
-        some, all_of_them = await peek(iter([]))
+        some, all_of_them = await peek_first(iter([]))
         assert not some and [pair async for pair in all_of_them] == []
 
     run(go())
