@@ -103,11 +103,11 @@ def test_a_peer_that_fails_is_left_out_with_its_reason_and_the_others_are_compar
 
 def test_a_peer_that_is_never_ready_is_left_out_after_the_limit():
     said: list[str] = []
-    field = compare.Field(said.append)
+    running = compare.RunningEngines(said.append)
     engines = [Engine(name, "1", (sys.executable, "-c", code), "/ready")
                for name, code in (("first", DIES_LATER), ("peer", NEVER_READY))]  # fmt: skip
-    with field.started(engines, ready_s=8):
-        assert [contender.engine.name for contender in field.contenders] == ["first"]
+    with running.started(engines, ready_s=8):
+        assert [contender.engine.name for contender in running.contenders] == ["first"]
     assert "without peer: the server did not become ready within 8 s" in said[-1] and "still loading" in said[-1]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.wire import WireError
+from benchmarks.lib.http_reader import WireError
 
 TEXT = "zwölf µs"
 

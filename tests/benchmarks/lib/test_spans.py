@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.spans import BadLabels, Labelled, judge_update, labels
+from benchmarks.lib.spans import BadSpans, VersionSpan, judge_update, version_spans
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 
 
@@ -22,7 +22,7 @@ def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
 
 
 def test_labels_of_chunks_are_joined():
-    assert labels(stream("a", "a", "b")) == [Labelled("a", 0, 0, 2), Labelled("b", 1, 2, 3)]
+    assert version_spans(stream("a", "a", "b")) == [VersionSpan("a", 0, 0, 2), VersionSpan("b", 1, 2, 3)]
 
 
 @pytest.mark.parametrize("damage", ["gap", "missing", "overlap", "empty"])
@@ -38,8 +38,8 @@ def test_a_token_without_a_label_or_with_two_is_found(damage: str):
             spans.append(dict(spans[0]))
         case "empty":
             spans[0]["end"] = spans[0]["start"]
-    with pytest.raises(BadLabels):
-        labels(log)
+    with pytest.raises(BadSpans):
+        version_spans(log)
 
 
 def failed(log: StreamLog, old: StreamLog, after: StreamLog) -> list[str]:

@@ -6,7 +6,7 @@ from safetensors.numpy import load, save
 
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 from benchmarks.lib.update import split_safetensors
-from benchmarks.weight_update import Bench, Row, medians
+from benchmarks.weight_update import Row, UpdateBenchmark, medians
 
 
 @pytest.mark.parametrize("limit", [1, 100, 10_000])
@@ -35,7 +35,7 @@ class Seen:
 
 def fill(*streams) -> Row:
     row = Row("folder", False, "keep", False)
-    Bench(None, "m", None, [])._fill(row, list(streams), 0.95, 1.4, "new")
+    UpdateBenchmark(None, "m", None, [])._fill(row, list(streams), 0.95, 1.4, "new")
     return row
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.wire import EventReader, ResponseReader, WireError
+from benchmarks.lib.http_reader import EventReader, ResponseReader, WireError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 EVENTS = b': keep-alive\n\ndata: {"a": 1}\n\n:\r\ndata: one\r\ndata: two\r\n\r\nevent: x\ndata:[DONE]\n\n'
