@@ -1,4 +1,4 @@
-"""Failure 48: only a newline ends a line of a stream, whatever the text of a token is."""
+"""Parsing of streams and errors. Only a newline ends a line of a stream, whatever the text of a token is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdeploy.rl.replies import LineReader, read_events, reply_error
 from rl.real_server import real_server
 from support.tiny_tokenizer import save_tokenizer
 
-# All that str.splitlines takes for the end of a line, beside "\n".
+# All characters but "\n" that end a line for str.splitlines.
 SEPARATORS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -33,7 +33,7 @@ def read(chunks: list[bytes]) -> list:
 
 
 @given(text=st.text(st.sampled_from("a\u00e9" + SEPARATORS)), cuts=st.lists(st.integers(0, 200)))
-def test_a_text_of_any_characters_arrives_whole_however_the_bytes_are_cut(text, cuts):
+def test_any_text_arrives_complete_wherever_its_bytes_are_cut(text, cuts):
     event = {"choices": [{"text": text}]}
     line = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
     sent = line + b": keep-alive\n\n" + line.replace(b"\n", b"\r\n") + b"data: [DONE]\n\n"
@@ -52,7 +52,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory():
 
 
 def test_the_client_reads_text_with_every_separator(tmp_path):
-    """Tokens of this tokenizer are bytes; the real server writes them as they are."""
+    """Tokens of this tokenizer are bytes, which the real server writes unchanged."""
     save_tokenizer(tmp_path)
     script = list(SEPARATORS.encode())
 
@@ -76,8 +76,8 @@ def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
     assert reply_error(429, {}, body).detail.get("retry_after") == expected
 
 
-def test_what_health_and_ready_say_is_told_apart():
-    """A caller that waits for a server to be back asks again while no engine is there."""
+def test_the_refusals_of_health_and_ready_are_different_errors():
+    """A client that waits for a server repeats its call while there is no engine."""
     told = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
     assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
     assert all(is_retryable(error) for error in told)

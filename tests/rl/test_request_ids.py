@@ -1,4 +1,4 @@
-"""Failure 47: each attempt is a request with an id of its own, and a group's choices share none."""
+"""Each attempt is a request with an id of its own, also for each choice of a group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
     assert all(r.num_resumes >= 1 for r in rollouts), "not vacuous"
 
 
-def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_it(server, tmp_path):
+def test_a_stale_answer_is_generated_again_although_the_server_retained_it(server, tmp_path):
     for name in ("w1", "w2"):
         (tmp_path / name).mkdir()
 
@@ -66,7 +66,7 @@ def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_
 
 
 def attempts(request: RolloutRequest, index: int, count: int, choices: list[PartialRollout] | None = None) -> list[str]:
-    """The ids of ``count`` attempts of a choice, or of the group ``choices``."""
+    """Return the ids of ``count`` attempts of a choice, or of the group ``choices``."""
     group = choices or [PartialRollout(request, index)]
     ids = []
     for _ in range(count):
@@ -89,6 +89,6 @@ def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_caller
     assert all(name.startswith("mine~") for name in ids[1:])
 
 
-def test_an_id_that_leaves_no_room_for_those_of_later_attempts_is_refused_at_once():
+def test_a_request_id_too_long_for_the_ids_of_later_attempts_is_refused():
     with pytest.raises(InvalidField, match="request_id"):
         RolloutRequest(PROMPT, PARAMS, request_id="x" * 500)

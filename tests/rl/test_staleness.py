@@ -1,4 +1,4 @@
-"""Failure 32: how old a token is comes from the span that was fixed when it was made, not from the reply's arrival."""
+"""The age of a token is that of its span's weights, not of the reply's arrival."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(coroutine):
 
 
 async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1, **options):
-    """A rollout whose first two tokens are from before ``commits`` publications, the others from after them."""
+    """Generate a rollout with two tokens from before ``commits`` publications and the others from after them."""
     await client.update_weights("/w", version="first")
     server.faults.append(Fault("hang", 2))
     task = asyncio.create_task(client.generate(PROMPT, PARAMS, **options))
@@ -34,7 +34,7 @@ async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1
     return await task
 
 
-def test_the_age_of_a_rollout_is_that_of_its_oldest_token():
+def test_the_staleness_of_a_rollout_is_that_of_its_oldest_token():
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             r = await straddling(client, server, commits=2)
@@ -66,7 +66,7 @@ def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(bound):
 
 
 def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
-    """One restarted and counts its epochs anew; labels repeat."""
+    """One replica restarted and counts its epochs from 0; labels repeat."""
     ledger = PublicationLedger()
     for number, (epoch_a, epoch_b) in enumerate([(7, 1), (8, 2), (9, 3)], 1):
         assert ledger.begin_publication() == number
@@ -78,7 +78,7 @@ def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
     assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
 
 
-def test_the_first_tokens_of_new_weights_may_overtake_the_answer_to_the_commit():
+def test_tokens_of_new_weights_that_arrive_before_the_commits_answer_belong_to_it():
     ledger = PublicationLedger()
     ledger.begin_publication()
     ledger.record_commit(1, "a", "boot", 1)

@@ -27,7 +27,7 @@ def cells(found: LoadComparison, engine: int) -> dict[str, str]:
 
 
 def test_the_ratio_is_the_median_of_paired_repeats_not_of_the_whole():
-    # The machine slowed down threefold in the second and third repeat; the first engine was always twice as fast.
+    # The machine is three times slower in repeats 2 and 3; the first engine is always twice as fast.
     found = compared(
         ("ours", [figures(30), figures(10), figures(10)]), ("peer", [figures(15), figures(5), figures(15)])
     )
@@ -59,7 +59,7 @@ def test_without_a_probe_there_is_no_roofline_and_the_rest_stands():
     assert "no roofline" in machine_line(())
 
 
-def test_what_a_load_does_not_show_is_a_dash():
+def test_a_figure_that_a_load_does_not_have_is_a_dash():
     runs = (Figures(2.0, 10, 5.0),)
     found = LoadComparison(Groups("groups", 4, 8, 8, 8), (EngineRuns("ours", runs), EngineRuns("peer", runs)), ())
     row = cells(found, 1)

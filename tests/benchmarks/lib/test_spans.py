@@ -7,7 +7,7 @@ from benchmarks.lib.timeline import StreamLog, TokenEvent
 
 
 def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
-    """One token per chunk, token k made by versions[k]; epochs are the order of appearance."""
+    """Make a stream of one token per chunk. Token k has versions[k]; a version's epoch is its order of appearance."""
     order = list(dict.fromkeys(versions))
     events = [
         TokenEvent(
@@ -21,12 +21,12 @@ def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
     return StreamLog("r", 0.0, 200, events, [(9.0, "length")], done_markers=1)
 
 
-def test_labels_of_chunks_are_joined():
+def test_adjacent_spans_of_chunks_are_joined():
     assert version_spans(stream("a", "a", "b")) == [VersionSpan("a", 0, 0, 2), VersionSpan("b", 1, 2, 3)]
 
 
 @pytest.mark.parametrize("damage", ["gap", "missing", "overlap", "empty"])
-def test_a_token_without_a_label_or_with_two_is_found(damage: str):
+def test_a_token_in_no_span_or_in_two_is_an_error(damage: str):
     log = stream("a", "a", "b")
     spans = log.tokens[1].weight_versions
     match damage:
