@@ -18,6 +18,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
+from rl.coroutines import run
 
 PROMPT = list(range(40, 60))
 LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
@@ -32,10 +33,6 @@ def servers() -> Iterator[list[Server]]:
     finally:
         for server in made:
             server.remove()
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 100))
 
 
 def state(scale: float = 0.0) -> dict[str, np.ndarray]:

@@ -14,14 +14,11 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
+from rl.coroutines import run
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "prompt_logprobs": 0}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def rollouts(*faults: Fault | None, params=PARAMS, n: int = 1) -> tuple[list[Rollout], FakeServer]:

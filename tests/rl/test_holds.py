@@ -16,6 +16,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.sync_client import SyncRolloutClient
+from rl.coroutines import run
 from rl.real_server import RealServer, real_server
 
 
@@ -31,10 +32,6 @@ def server(shared) -> Iterator[RealServer]:
     yield shared
     for hold in shared.holds():
         shared.post("/v1/resume", hold_id=hold["id"])
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def until(condition) -> None:

@@ -13,16 +13,13 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
+from rl.coroutines import run
 from rl.fake_server import FakeServer
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
 DATA = {"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"}
 LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def use_everything(client: RolloutClient) -> None:

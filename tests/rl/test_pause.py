@@ -10,11 +10,8 @@ import pytest
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
+from rl.coroutines import run
 from rl.fake_server import FakeServer
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager

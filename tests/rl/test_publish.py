@@ -14,13 +14,10 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import SHM
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float16)}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager
@@ -195,7 +192,7 @@ def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest():
             changed = STATE | {"b": STATE["b"] + 1}
             assert await sent(changed) == ["b"] and partial()
             assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
-            # Another client commits, an engine restarts, a publication fails: the replicas no longer serve the last publication.
+            # After a foreign commit, a restart or a failure, the replicas no longer serve the last publication.
             servers[1].weight_epoch += 1
             assert await sent(changed) == ["a", "b"] and not partial()
             servers[0].restart()

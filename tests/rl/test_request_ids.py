@@ -10,6 +10,7 @@ import pytest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
+from rl.coroutines import run
 from rl.real_server import RealServer, real_server
 from support.fake_runner import expected_tokens
 
@@ -21,10 +22,6 @@ PARAMS = {"max_tokens": 60, "ignore_eos": True}
 def server() -> Iterator[RealServer]:
     with real_server(runner={"step_s": 0.002}, max_num_seqs=8) as server:
         yield server
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def until_running(client: RolloutClient, count: int, task: asyncio.Task) -> None:

@@ -9,14 +9,11 @@ import pytest
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager

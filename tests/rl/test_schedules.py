@@ -20,6 +20,7 @@ from fastdeploy.rl.errors import HoldLost
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
+from rl.coroutines import run
 from rl.real_server import RealServer, Wire, real_server
 from support.fake_runner import expected_tokens
 
@@ -44,10 +45,6 @@ def server() -> Iterator[RealServer]:
         patch.setattr(verl_server, "BACKOFF_S", 0.01)
         with real_server(runner={"step_s": 0.0005}, max_num_seqs=2, max_waiting=4) as server:
             yield server
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
 async def disturb(server: RealServer, wire: Wire, events: list[tuple[str, int]]) -> None:

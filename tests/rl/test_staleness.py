@@ -10,14 +10,11 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import TooStale
 from fastdeploy.rl.rollout import TokenSpan
 from fastdeploy.rl.staleness import PublicationLedger
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1, **options):

@@ -18,15 +18,12 @@ from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "seed": 3, "max_tokens": 8}
 LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @pytest.fixture
