@@ -24,8 +24,8 @@ import numpy as np
 import paddle
 
 from benchmarks.lib.roofline import Machine
-from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
+from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 MAX_LEN, BLOCK = 16384, 16
@@ -71,15 +71,15 @@ class Model:
         self.head = [self._pack(rng, [VOCAB], HIDDEN)]
         self.probe = ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
 
-    def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> PackedLinear:
+    def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> CpuLinear:
         """Pack random bfloat16 weights of about 2^-6, so that none is zero, denormal or large."""
         return self.ops.pack_linear([rng.integers(0x3C00, 0x3D00, (n, k), dtype=np.uint16) for n in sizes])
 
-    def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[PackedLinear]]]:
+    def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[CpuLinear]]]:
         """Return (one pass over all layers, the weights that it reads) by name."""
         ops, x = self.ops, paddle.rand([rows, HIDDEN])
 
-        def each(weights: list[PackedLinear]):
+        def each(weights: list[CpuLinear]) -> tuple[Callable[[], object], list[CpuLinear]]:
             return (lambda: [ops.linear(x, w) for w in weights]), weights
 
         mlp = (
@@ -93,14 +93,14 @@ class Model:
         return calls
 
 
-def roofline_calls(ops: CpuOps, weight: PackedLinear) -> dict[str, Callable[[], object]]:
+def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
     """Return the probes of the roofline, for ``measure``; none without AMX, which the probes need."""
     if ops.isa != "amx":
         return {}
     return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(PEAK_ROUNDS)}
 
 
-def read_roofline(ops: CpuOps, weight: PackedLinear, timings: dict[str, Timing]) -> Machine | None:
+def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) -> Machine | None:
     if "read" not in timings:
         return None
     return Machine(weight.nbytes / timings["read"].median, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median)

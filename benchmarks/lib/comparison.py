@@ -74,7 +74,8 @@ class LoadComparison:
         if machine is None or any(run.errors for run in measured.runs):
             return None
         shares = [self.load.share(shape, machine, run) for run in measured.runs]
-        return None if None in shares else median(shares)
+        known = [share for share in shares if share is not None]
+        return median(known) if len(known) == len(shares) else None
 
     def rows(self, shape: Shape) -> list[tuple[str, ...]]:
         """Return one row of the table per engine; see HEADER. ratio: tokens per second, first engine over this one.
