@@ -52,7 +52,7 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
             assert flag in SERVE._option_string_actions or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
         if span.startswith("make "):
             assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(), f"{page.name}: {span}"
-    for name in re.findall(r"(?<![\w./-])fastdeploy(?:\.\w+)+", page.read_text()):
+    for name in re.findall(r"(?<![\w./-])(?:fastdeploy|benchmarks)(?:\.\w+)+", page.read_text()):
         assert is_a_name_of_ours(name), f"{page.name}: {name}"
 
 
