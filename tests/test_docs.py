@@ -88,6 +88,12 @@ def test_the_errors_and_their_status_are_those_of_the_tree():
     assert told == STATUS
 
 
+def test_the_architectures_are_those_of_the_models():
+    told = {names(row[0])[0] for row in tables(OPERATIONS)["architectures"]}
+    models = (ROOT / "fastdeploy" / "model_executor" / "models" / "__init__.py").read_text()
+    assert told == set(re.findall(r'"(\w+ForCausalLM)"', models))
+
+
 def test_the_environment_variables_are_those_that_the_code_reads():
     told = {name for row in tables(OPERATIONS)["environment"] for name in names(row[0])}
     text = "".join(path.read_text() for path in (ROOT / "fastdeploy").rglob("*.py"))
