@@ -69,7 +69,7 @@ def check_command(command: list[str]) -> None:
             read_keys(args.api_key, args.control_key, {})
             configs(args)
         case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:
-            # What the tools of the development do with the files is the business of the suite, of make lint and make ops.
+            # The files are run by the suite, by make lint and by make ops.
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
         case ["python", *arguments]:
             refused = "--no-program-takes-this"  # it is told after everything else was found to be in order
@@ -115,9 +115,10 @@ def server() -> Iterator[Server]:
 def untouched(server) -> Iterator[None]:
     """Fails if the test leaves the server paused, asleep, or with an open weight session."""
     yield
-    assert not server.get("/v1/is_paused").result["holds"]
-    weights = server.get("/v1/weights").result
-    assert weights["session"] is None and not weights["asleep"]
+    holds, weights = server.get("/v1/is_paused").result["holds"], server.get("/v1/weights").result
+    for hold in holds:  # so that the next test does not wait for them
+        server.post("/v1/resume", {"hold_id": hold["id"]})
+    assert not holds and weights["session"] is None and not weights["asleep"]
 
 
 def local(text: str, server: Server, model: Path) -> str:
