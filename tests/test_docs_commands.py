@@ -167,6 +167,13 @@ def test_the_fields_of_a_reply_are_those_that_its_table_names(page, note, server
     assert reply.result.keys() == {name for row in tables(page)[note] for name in names(row[0])}
 
 
+def test_the_fields_of_an_update_are_those_that_its_table_names(server):
+    document = server.get("/openapi.json").json
+    schema = document["paths"]["/v1/update_weights"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    rows = tables(ROOT / "docs" / "pause-and-weights.md")["body: /v1/update_weights"]
+    assert {name for row in rows for name in names(row[0])} == schema["properties"].keys()
+
+
 def test_the_metrics_are_those_of_the_server(server):
     told = {
         f"fastdeploy:{name}" for row in tables(ROOT / "docs" / "operations.md")["metrics"] for name in names(row[0])
