@@ -1,6 +1,7 @@
 # make demo   set everything up in .venv, build the custom ops, run the main job
 # make test   the test suite        make test-slow   the long tests
 # make fuzz   random requests and checkpoints for some five minutes
+# make lint   formatting, lint and types
 # make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
 
 PYTHON ?= python3
@@ -26,9 +27,12 @@ test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 fuzz: $(VENV)/.test ops
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
-lint: $(VENV)/.test
-	$(BIN)/python -m pip install -q ruff
+# The versions are pinned in setup.py, so that everybody's formatter writes the same text.
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h
+	$(BIN)/mypy
 
 # Skips the work when the sources have not changed, and says so when there is no compiler.
 ops: $(VENV)/.runtime
@@ -49,6 +53,10 @@ $(VENV)/.runtime: setup.py pyproject.toml | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,lint]"
 	@touch $@
 
 # What the long tests need besides: TRL, which they train with.

@@ -78,6 +78,7 @@ RUNTIME = [
     "uvloop>=0.21",
 ]
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "requests>=2.31"]
+LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
 TEST = [
     "hypothesis>=6.100",
     "openai>=1.60",
@@ -103,6 +104,6 @@ setup(
         "fastdeploy.model_executor.ops": ["*.so"],
     },
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
-    extras_require={"test": TEST, "trl": TRL, "dev": ["ruff"]},
+    extras_require={"test": TEST, "trl": TRL, "lint": LINT},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
 )

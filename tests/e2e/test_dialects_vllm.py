@@ -1,4 +1,4 @@
-"""vLLM's routes on a live server with the embedded model: what SkyRL, TRL and AReaL do to it in a step."""
+"""vLLM's routes on a live server with the embedded model: the calls that SkyRL, TRL and AReaL make in a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_weights(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def live(server) -> Iterator[Server]:
-    """The server that all share; awake, running and idle again whatever a test did."""
+    """The shared server, awake, running and idle again after each test."""
     yield server
     server.post("/wake_up")
     server.post("/abort_requests", {"request_ids": []})
@@ -37,7 +37,7 @@ def generate(server, count: int, **more) -> dict:
 
 
 class InFlight(threading.Thread):
-    """One generation in a thread; ``choice`` when it has come."""
+    """One generation in a thread; ``choice`` is set at its end."""
 
     def __init__(self, server, count: int, **more):
         super().__init__(daemon=True)
@@ -72,8 +72,8 @@ def test_tokens_in_tokens_out_equals_a_completion(live):
     assert choice["finish_reason"] == "length"
 
 
-def test_keep_freezes_streams_and_holds_what_comes(live):
-    """What SkyRL and TRL count on: nothing is aborted, nothing refused, and no token changes."""
+def test_keep_freezes_streams_and_holds_new_requests(live):
+    """SkyRL and TRL need this: nothing is aborted or refused, and no token changes."""
     alone = generate(live, 1500)["token_ids"]
     before = live.metric("generation_tokens_total")
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
@@ -91,7 +91,6 @@ def test_keep_freezes_streams_and_holds_what_comes(live):
 
 
 def test_the_cache_can_be_reset_while_frozen_and_nothing_changes(live):
-    """known failure 29"""
     alone = generate(live, 1200)["token_ids"]
     stream = LiveStream(live, PROMPT, max_tokens=1200).wait_for_tokens(5)
     ok(live.post("/pause?mode=keep&clear_cache=false"))
@@ -101,8 +100,8 @@ def test_the_cache_can_be_reset_while_frozen_and_nothing_changes(live):
     assert stream.wait_end().tokens == alone
 
 
-def test_an_aborted_generation_is_a_whole_reply(live):
-    """known failure 11: by the id the client gave, told apart from one that is not there."""
+def test_an_aborted_generation_is_a_complete_reply(live):
+    """The abort names the client's id; an unknown id is reported as not found."""
     flight = InFlight(live, 3000, request_id="mine")
     until(lambda: counts(live)["running"] == 1, 30, "it to run")
     result = ok(live.post("/abort_requests", {"request_ids": ["mine", "other"]}))
@@ -113,7 +112,6 @@ def test_an_aborted_generation_is_a_whole_reply(live):
 
 
 def test_a_new_label_aborts_nothing(live):
-    """known failure 26"""
     before = ok(live.get("/weight_info"))
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
     ok(live.post("/update_weight_version", {"new_version": "relabelled", "abort_all_requests": True}))
@@ -159,8 +157,8 @@ def test_skyrls_colocated_step_discards_the_weights_and_publishes_new_ones(start
     assert compared["match"] is False
 
 
-def test_trls_update_cycle_freezes_replaces_and_goes_on(start_server, new_weights):
-    """Paused with cleared caches, an upload as the one chunk, resumed: later tokens are the new policy's."""
+def test_trls_update_cycle_freezes_requests_replaces_weights_and_resumes(start_server, new_weights):
+    """Pause with cleared caches, upload in one chunk, resume: later tokens come from the new weights."""
     server = start_server()
     stream = LiveStream(server, PROMPT, max_tokens=2000).wait_for_tokens(5)
     ok(server.post("/pause?mode=keep"))
@@ -179,7 +177,7 @@ def test_trls_update_cycle_freezes_replaces_and_goes_on(start_server, new_weight
 
 
 def test_a_half_sent_update_leaves_the_old_weights(live, new_weights):
-    """TRL finishes an update whose sending failed."""
+    """TRL finishes an update also if its sending failed."""
     before = ok(live.post("/weight_checker", {"action": "checksum"}))["checksums"]
     ok(live.post("/start_weight_update"))
     assert live.post("/finish_weight_update").status == 400

@@ -1,4 +1,4 @@
-"""What dies, dies alone: every open call is answered, nothing is left behind, and the server serves again."""
+"""The death of one process: every open call is answered, nothing is left behind, and the server serves again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = list(range(40, 60))
 
 
 class PauseCall(threading.Thread):
-    """A pause over HTTP, in flight while the test does something else."""
+    """A call of /v1/pause in a thread, while the test continues."""
 
     def __init__(self, server, **args):
         super().__init__(daemon=True)
@@ -47,7 +47,7 @@ for line in urllib.request.urlopen(request):
 
 
 def start_client(server, stream):
-    """A client in a process of its own, whose request would run for seconds."""
+    """Start a client process whose request runs for seconds."""
     body = {"prompt": PROMPT, "stream": stream, "ignore_eos": True, "max_tokens": 3900}
     command = [sys.executable, "-c", CLIENT, server.url + "/v1/completions", json.dumps(body)]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -61,8 +61,8 @@ def draining(server):
     return until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
 
 
-def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boot_id(start_server):
-    """known failure 16; the stream keeps every token it was sent, and ends once."""
+def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(start_server):
+    """The stream keeps every token that it got, and ends once."""
     server = start_server()
     boot = server.get("/v1/is_paused").result["boot_id"]
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(3)]
@@ -82,8 +82,8 @@ def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boo
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unasked(start_server):
-    """known failure 33: it stays held until weights are published again."""
+def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_weights_by_itself(start_server):
+    """The engine stays paused until weights are published again."""
     server = start_server()
     model = server.get("/v1/models").json["data"][0]
     assert server.post("/v1/update_weights", {"model_path": model["root"], "version": "p1"}).status == 200
@@ -105,8 +105,8 @@ def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unaske
     assert held.finals == ["length"] and {s["version"] for s in held.spans} == {"p2"}
 
 
-def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_server):
-    """known failure 36: the drain does not wait for requests nobody reads."""
+def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server):
+    """The drain does not wait for requests of a dead API server."""
     server = start_server("--workers", "2")
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(4)]
     pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
@@ -128,8 +128,7 @@ def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_se
     until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
 
 
-def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
-    """known failure 19, and 8 of the HTTP contract: a dropped connection cancels its request."""
+def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
     server = start_server()
     client = start_client(server, stream=True)
     assert client.stdout.readline(), "it streams"
@@ -154,8 +153,8 @@ def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(start_server)
     assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
 
 
-def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(start_server):
-    """design, section 3: never half-paused, never "already paused" after a failure (known failure 3)."""
+def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(start_server):
+    """The server is never half paused, and never answers "already paused" after a failure."""
     server = start_server("--stall-s", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
@@ -170,7 +169,7 @@ def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(st
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
 
 
-def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(start_server):
+def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(start_server):
     server = start_server("--stall-s", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
@@ -184,14 +183,14 @@ def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(sta
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuck(start_server):
+def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuck(start_server):
     server = start_server("--stall-s", "1")
     boot = server.get("/v1/is_paused").result["boot_id"]
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     pause = PauseCall(server, mode="wait", timeout_s=0.5, on_timeout="keep")
     draining(server)
     os.kill(server.api_pids[0], signal.SIGSTOP)
-    time.sleep(3)  # past the deadline and the stall time; the engine beats all the while
+    time.sleep(3)  # longer than the deadline and the stall time; the engine sends heartbeats meanwhile
     os.kill(server.api_pids[0], signal.SIGCONT)
     pause.wait(20)
     assert pause.reply.result["is_paused"] and pause.reply.result["boot_id"] == boot
@@ -200,7 +199,7 @@ def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuc
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, how):
+def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server, how):
     server = start_server("--workers", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     pids = [server.engine_pid, *server.api_pids]
@@ -222,7 +221,7 @@ def test_a_paused_server_stops_as_well(start_server):
     assert stream.finals == ["abort"]
 
 
-def test_killed_supervisor_takes_everything_along(start_server):
+def test_a_killed_supervisor_ends_all_its_processes(start_server):
     server = start_server("--workers", "2")
     pids = [server.engine_pid, *server.api_pids]
     server.process.kill()

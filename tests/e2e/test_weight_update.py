@@ -1,4 +1,4 @@
-"""POST /v1/update_weights on a live server: new weights for new tokens, the old ones for as long as it fails."""
+"""POST /v1/update_weights on a live server: new weights for new tokens; a failed update keeps the old weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = list(range(40, 60))
 
 
 def perturbed(folder, scale=0.02, seed=3):
-    """A copy of the embedded checkpoint with other weights, whatever its dtype (bfloat16 is edited as bits)."""
+    """Copy the embedded checkpoint with other weights; bfloat16 is changed as bits."""
     shutil.copytree(MODEL_DIR, folder)
     path = folder / "model.safetensors"
     raw = path.read_bytes()
@@ -47,8 +47,8 @@ def update(server, folder, **more):
     return server.post("/v1/update_weights", {"model_path": str(folder), **more})
 
 
-def test_a_live_stream_goes_on_and_says_which_token_is_whose(start_server, new_weights):
-    """known failure 22: the switch is at one token, and an update never resumes or aborts anything."""
+def test_a_live_stream_continues_and_labels_each_token_with_its_version(start_server, new_weights):
+    """The version changes at one token; an update neither resumes nor aborts anything."""
     server = start_server()
     alone = server.complete(PROMPT, max_tokens=2500, ignore_eos=True)["token_ids"]
     stream = LiveStream(server, PROMPT, max_tokens=2500).wait_for_tokens(5)
@@ -68,7 +68,7 @@ def test_a_live_stream_goes_on_and_says_which_token_is_whose(start_server, new_w
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(start_server, new_weights, paused):
-    """known failures 21 and 35: with a warm prefix cache, and without a label."""
+    """With a warm prefix cache, and without a given version."""
     fresh = start_server("--model", str(new_weights))
     wanted = fresh.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
     fresh.stop()
@@ -79,7 +79,7 @@ def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
         server.post("/v1/pause", {"mode": "keep"})
     copy = shutil.copytree(new_weights, new_weights.parent / f"copy-{paused}")
     report = update(server, copy).result
-    shutil.rmtree(copy)  # trainers do, at once
+    shutil.rmtree(copy)  # as trainers do, at once
     assert report["version"] == "1"
     if paused:
         assert server.get("/v1/is_paused").result["is_paused"], "an update never resumes"
@@ -91,7 +91,7 @@ def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
 
 
 def test_kept_and_recomputed_requests_differ_only_as_asked(start_server, new_weights):
-    """recompute: the continuation equals a fresh server given prompt + tokens so far."""
+    """kv=recompute: the continuation equals that of a fresh server given prompt and tokens so far."""
     server = start_server()
     stream = LiveStream(server, PROMPT, max_tokens=1500).wait_for_tokens(5)
     server.post("/v1/pause", {"mode": "keep"})
@@ -105,7 +105,6 @@ def test_kept_and_recomputed_requests_differ_only_as_asked(start_server, new_wei
 
 
 def test_a_refused_update_leaves_the_old_weights_serving_bit_for_bit(server, tmp_path):
-    """known failure 24."""
     before = server.complete(PROMPT, max_tokens=20, ignore_eos=True, logprobs=0)
     half = tmp_path / "half"
     shutil.copytree(MODEL_DIR, half)
