@@ -22,6 +22,7 @@ import numpy as np
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
 
+SHM = Path(SHARED_MEMORY)
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -119,7 +120,7 @@ def encode(tensors: Mapping[str, HostTensor]) -> bytes:
 def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
     """Write a POSIX shared memory segment in safetensors layout; give its name and size; delete it on exit. The segment
     is written and not mapped, so that a full /dev/shm raises OSError instead of a SIGBUS."""
-    path = Path(SHARED_MEMORY) / f"fastdeploy-{uuid.uuid4().hex}"
+    path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
     try:
         yield path.name, _write(path, tensors, 0o600)
     finally:

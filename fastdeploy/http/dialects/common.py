@@ -27,8 +27,6 @@ LISTS = frozenset({"tags", "request_ids"})
 
 Route = Callable[[Request], Awaitable[Response]]
 
-# --------------------------------------------------------------------------- bodies
-
 
 class LaxBody(BaseModel):
     """A body whose unknown fields are dropped, as the engines of these dialects do."""
@@ -63,9 +61,6 @@ async def read_lax(request: Request, kind: type[Kind]) -> Kind:
     return parse_body({k: v for k, v in data.items() if k in kind.model_fields}, kind, {})
 
 
-# --------------------------------------------------------------------------- pauses
-
-
 async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
     """Pause the engine and return the report once it is quiesced.
 
@@ -85,9 +80,6 @@ async def place_pause(context: ServingContext, mode: str, clear_cache: bool | No
 async def resume(context: ServingContext) -> dict[str, Any]:
     """Release every anonymous hold. Named and system holds stay, and the report lists them."""
     return await context.client.call(m.ResumeArgs())
-
-
-# --------------------------------------------------------------------------- replies
 
 
 def adapters_off() -> HTTPException:
@@ -131,9 +123,6 @@ def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_fiel
 
     for path, why in reasons.items():
         add(path, why)
-
-
-# --------------------------------------------------------------------------- this server
 
 
 def model_fields(context: ServingContext) -> dict[str, Any]:
