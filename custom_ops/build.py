@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
 PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "thread_pool.cc")
 VECTOR = ("linear.cc", "attention.cc", "layer.cc", "sampling.cc")
-TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "probes.cc")
+TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "roofline_probes.cc")
 UNITS = (
     [Unit(name, []) for name in PORTABLE]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]

@@ -25,7 +25,7 @@ constexpr int64_t kQueryRows = 32;
 // in order, each computed from nothing: the same bits, whether one task goes through all of them or each is a task.
 constexpr int64_t kPartition = 1024;
 static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
-constexpr int32_t kAll = -1;
+constexpr int32_t kAllPartitions = -1;
 // A task is split where it has more than one in so many of all keys: with enough others of its size beside it, it keeps
 // no thread waiting.
 constexpr int64_t kFairShares = 64;
@@ -36,7 +36,7 @@ constexpr int64_t kMergeGrain = 64;  // tasks; few results are merged sooner tha
 struct Task {
   int32_t sequence, kv_head, first_row, rows, members, shared;
   int32_t keys;       // seen by the row that sees most
-  int32_t partition;  // or kAll
+  int32_t partition;  // or kAllPartitions
   int32_t partial;    // of one partition: its first row in the partial results
 };
 
@@ -132,7 +132,7 @@ static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
         task.shared = together.shared;
         for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
           task.keys = std::max(task.keys, a.positions[t] + 1);
-        task.partition = kAll;
+        task.partition = kAllPartitions;
         if (task.keys <= std::max(kPartition, all_keys / kFairShares)) {
           *next++ = task;
           continue;
@@ -150,9 +150,9 @@ static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
   return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partial_rows)};
 }
 
-// Adds a later partition, of keys from `begin` on, to what is known of those before; `unit` is the logarithm of what
-// scores are powers of. Rows that see none of its keys stay as they are.
-static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float unit, const State& later,
+// Adds a later partition, of keys from `begin` on, to what is known of those before; `log_base` is the natural
+// logarithm of the number whose powers the scores are. Rows that see none of its keys stay as they are.
+static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float log_base, const State& later,
                          const State& state) {
   const int64_t padded = a.cache->dim_padded;
   for (int64_t r = 0; r < task.rows; r += 16) {
@@ -160,9 +160,10 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
     Mask sees = 0;
     for (int64_t i = 0; i < count; ++i)
       if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
-    const F16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
-    const F16 shrink = exp(mul(sub(old_best, best), set1(unit))), weight = exp(mul(sub(later_best, best), set1(unit)));
-    const F16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
+    const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
+    const Floats16 shrink = exp(mul(sub(old_best, best), set1(log_base))),
+                   weight = exp(mul(sub(later_best, best), set1(log_base)));
+    const Floats16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
     store(state.best + r, select(sees, best, old_best));
     store(state.mass + r, select(sees, mass, old_mass));
     alignas(64) float shrinks[16], weights[16];
@@ -192,7 +193,7 @@ static inline void write_out(const AttentionArgs& a, const Task& task, const Sta
 // attend(begin, state) goes through the task's keys of the partition from `begin` on; own: two states of kQueryRows.
 template <typename Attend>
 static inline void run_task(const AttentionArgs& a, const Task& task, const State& partials, const State* own,
-                            float unit, Attend attend) {
+                            float log_base, Attend attend) {
   const int64_t padded = a.cache->dim_padded;
   auto attend_afresh = [&](int64_t begin, const State& state) {
     std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
@@ -200,20 +201,20 @@ static inline void run_task(const AttentionArgs& a, const Task& task, const Stat
     std::memset(state.out, 0, static_cast<size_t>(task.rows * padded) * 4);
     attend(begin, state);
   };
-  if (task.partition != kAll) {
+  if (task.partition != kAllPartitions) {
     attend_afresh(task.partition * kPartition, partials.from(task.partial, padded));
     return;
   }
   attend_afresh(0, own[0]);
   for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
     attend_afresh(begin, own[1]);
-    merge(a, task, begin, unit, own[1], own[0]);
+    merge(a, task, begin, log_base, own[1], own[0]);
   }
   write_out(a, task, own[0]);
 }
 
 // Results of the tasks that were split, once all have run.
-static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, float unit) {
+static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, float log_base) {
   if (tasks.partials.out == nullptr) return;
   auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
   parallel_for(tasks.count, kMergeGrain, [&](int64_t first, int64_t last) {
@@ -221,7 +222,7 @@ static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, fl
       const Task& task = tasks.list[t];
       if (task.partition != 0) continue;
       for (int64_t i = 1; i < partitions(task.keys); ++i)
-        merge(a, task, i * kPartition, unit, partial(tasks.list[t + i]), partial(task));
+        merge(a, task, i * kPartition, log_base, partial(tasks.list[t + i]), partial(task));
       write_out(a, task, partial(task));
     }
   });

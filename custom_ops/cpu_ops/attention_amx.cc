@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstring>
 
+#include "amx_tiles.h"
+#include "approximate_math.h"
 #include "attention.h"
-#include "rough.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace fd {
 namespace amx {
@@ -18,8 +18,8 @@ namespace {
 // Rows of a left tile, always: those beyond a task's own compute on whatever lies behind its queries; a row of the
 // result depends on its own left row alone.
 constexpr int64_t kTileRows = 16;
-constexpr bool kShare = true;         // a tile has room for the rows of several sequences
-constexpr float kUnit = 0.69314718f;  // scores are powers of 2
+constexpr bool kSharesKeys = true;       // a tile has room for the rows of several sequences
+constexpr float kLogBase = 0.69314718f;  // scores are powers of 2
 
 // One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
 struct alignas(64) Workspace {
@@ -96,7 +96,7 @@ void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, 
 
 // 2^x for x <= 0; exactly 0 below -126; NaN stays NaN.
 inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
-  return rough_exp2(x, _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ));
+  return approximate_exp2(x, _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
 
 // Online softmax over one key block, in powers of 2. Row r sees the first start + (first_row + r) / group + 1 of its
@@ -203,7 +203,7 @@ void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uin
     softmax_block(work, state, rows, units, start - key0, group, first_row, a.scale * 1.44269504f);
     weigh_values(work.probabilities, values, groups, padded, two, work.product);
     for (int r = 0; r < rows; ++r) {
-      const F16 shrink = set1(work.shrink[r]);
+      const Floats16 shrink = set1(work.shrink[r]);
       float *out = state.out + r * padded, *product = work.product + r * padded;
       for (int64_t d = 0; d < padded; d += 16) store(out + d, fma(load(out + d), shrink, load(product + d)));
     }
@@ -255,26 +255,23 @@ Workspace& workspace(int64_t padded) {
 
 }  // namespace
 
-void count_tasks(const AttentionArgs& a, int64_t* count) {
-  *count = make_tasks(a, kShare).count;
-}
+void count_tasks(const AttentionArgs& a, int64_t* count) { *count = make_tasks(a, kSharesKeys).count; }
 
 void attention(const AttentionArgs& a) {
   const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
   uint16_t* query = static_cast<uint16_t*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 2));
   avx512::prepare_attention(a, query, true);
-  const Tasks tasks = make_tasks(a, kShare);
+  const Tasks tasks = make_tasks(a, kSharesKeys);
   parallel_pieces(tasks.count, 1, [&](Pieces& pieces) {
     Workspace& work = workspace(a.cache->dim_padded);
     configure_tiles(kTileRows);  // last: an exception must not leave the tiles in use
     for (int64_t begin, end; pieces.next(&begin, &end);)
       for (int64_t t = begin; t < end; ++t)
-        run_task(a, tasks.list[t], tasks.partials, work.states, kUnit, [&](int64_t key, const State& state) {
-          attend_task(a, tasks.list[t], query, key, state, work);
-        });
+        run_task(a, tasks.list[t], tasks.partials, work.states, kLogBase,
+                 [&](int64_t key, const State& state) { attend_task(a, tasks.list[t], query, key, state, work); });
     _tile_release();
   });
-  merge_partials(a, tasks, kUnit);
+  merge_partials(a, tasks, kLogBase);
 }
 
 }  // namespace amx

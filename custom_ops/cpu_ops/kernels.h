@@ -58,62 +58,87 @@ struct AttentionArgs : Batch {
   float eps;
 };
 
-struct LayerArgs {
-  const float *input_norm, *post_norm;
-  const Weight *qkv, *o, *gate_up, *down;
-  AttentionArgs attention;  // but for the batch, qkv and out; its eps is that of all norms
+// The blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
+
+// o(attention(qkv(x))).
+struct AttentionBlock {
+  const float* norm;  // of the residual, [hidden]
+  const Weight *qkv, *o;
+  float norm_eps;
+  AttentionArgs attention;  // without the batch, qkv and out
 };
 
-// Layers of a step, one after another. With `rows`, all but the cache of the last one is computed for these token rows
-// alone (ascending): they are the residual's first rows afterwards.
+// down(silu(gate(x)) * up(x)).
+struct MlpBlock {
+  const float* norm;
+  const Weight *gate_up, *down;
+  float norm_eps;
+};
+
+enum class BlockKind : int64_t { kAttention = 0, kMlp = 1 };
+
+struct Block {
+  BlockKind kind;
+  int64_t ends_layer;  // 1 for the last block of a layer
+  union {
+    AttentionBlock attention;
+    MlpBlock mlp;
+  };
+};
+
+// A step through all layers, block by block. With `rows`, the last attention block completes the cache for all tokens,
+// and from there on only these token rows are computed: they end up as the first num_rows rows of the residual. Rows
+// ascend. Null: all.
 struct StepArgs {
   Batch batch;
+  int64_t bf16;     // type of all weights and of the cache
   float* residual;  // [tokens, hidden]
   const int64_t* rows;
   int64_t num_rows;
-  const LayerArgs* layers;
+  const Block* blocks;
   int64_t count;
-  int (*between_layers)();  // or null; the rest is not computed once it returns anything but 0
+  int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 
-// What a layer needs of its step: rows is null but in the last one.
-struct LayerInput {
+// The step on its way from block to block.
+struct StepState {
   const Batch& batch;
-  float* residual;
-  const int64_t* rows;
+  float* residual;  // [m, hidden]
+  int64_t m;
+  const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
   int64_t num_rows;
 };
 
-#define FD_DECLARE_KERNELS(isa)                                                                                \
-  namespace isa {                                                                                              \
-  void decoder_layer(const LayerArgs& a, const LayerInput& in);                                                \
-  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);           \
-  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
-  void attention(const AttentionArgs& a);                                                                      \
-  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
+#define FD_DECLARE_KERNELS(isa)                                                                      \
+  namespace isa {                                                                                    \
+  void run_block(const Block& block, StepState& step);                                               \
+  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out); \
+  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);        \
+  void attention(const AttentionArgs& a);                                                            \
+  void count_tasks(const AttentionArgs& a, int64_t* count);                                          \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)
 FD_DECLARE_KERNELS(amx)  // bfloat16 only
 #undef FD_DECLARE_KERNELS
 
-#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                         \
-  namespace isa {                                                                                              \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                  \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                      \
-  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                    \
-  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,             \
-                float* chosen, float* top_values, int32_t* top_ids);                                           \
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                            \
+  namespace isa {                                                                                                 \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                     \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
+  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,   \
+              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                       \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen, \
+                float* top_values, int32_t* top_ids);                                                             \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)
 #undef FD_DECLARE_VECTOR_KERNELS
 
 namespace amx {
-double probe_read(const void* data, int64_t bytes);  // reads it all on all threads
-int64_t probe_peak(int64_t rounds);                  // multiplies tiles in registers; returns the operations done
-void probe_exp2(const float* x, int64_t n, float* out);  // rough.h
+double probe_read(const void* data, int64_t bytes);      // reads it all on all threads
+int64_t probe_peak(int64_t rounds);                      // multiplies tiles in registers; returns the operations done
+void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx
 

@@ -13,9 +13,7 @@ namespace {
 constexpr size_t kHuge = size_t{2} << 20;
 
 // Huge pages, but for an end of less than half of one: a layer has four weights, and their ends add up.
-size_t whole_pages(size_t bytes) {
-  return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge);
-}
+size_t whole_pages(size_t bytes) { return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge); }
 
 class Buffer {
  public:

@@ -113,8 +113,7 @@ void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, i
     } else {
       uint16_t* out = static_cast<uint16_t*>(w.data) + tile * w.tile_elements();
       const int64_t whole = w.k / kDepth;
-      for (int64_t kt = 0; kt < whole; ++kt)
-        pack_tile_bf16(row + kt * kDepth * 2, w.k, out + kt * kDepth * kColumns);
+      for (int64_t kt = 0; kt < whole; ++kt) pack_tile_bf16(row + kt * kDepth * 2, w.k, out + kt * kDepth * kColumns);
       for (int64_t k = whole * kDepth; k < w.k; ++k)
         for (int lane = 0; lane < kColumns; ++lane)
           out[k / 2 * 32 + lane * 2 + k % 2] = load_at<uint16_t>(row + lane * row_bytes, k);

@@ -36,8 +36,7 @@ void run_pieces(int64_t n, int64_t grain, PiecesFn fn, void* context);
 // body(pieces): for work that carries something (tile registers, a result not yet written) from piece to piece.
 template <typename Body>
 inline void parallel_pieces(int64_t n, int64_t grain, Body body) {
-  run_pieces(
-      n, grain, [](void* context, Pieces& pieces) { (*static_cast<Body*>(context))(pieces); }, &body);
+  run_pieces(n, grain, [](void* context, Pieces& pieces) { (*static_cast<Body*>(context))(pieces); }, &body);
 }
 
 // body(begin, end) for each piece.
