@@ -163,11 +163,10 @@ class Decoder:
         batch: AttentionBatch,
         rows: np.ndarray,
         between_layers: Callable[[], None] | None = None,
-    ) -> paddle.Tensor | None:
+    ) -> paddle.Tensor:
         """See ``Model.forward``."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
-        hidden = self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers)
-        return hidden if len(rows) else None
+        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers)
 
     def logits(self, weights: ModelWeights, hidden: paddle.Tensor) -> paddle.Tensor:
         """See ``Model.logits``."""

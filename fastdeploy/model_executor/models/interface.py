@@ -56,10 +56,10 @@ class Model(Protocol):
         batch: AttentionBatch,
         rows: np.ndarray,
         between_layers: Callable[[], None] | None = None,
-    ) -> paddle.Tensor | None:
+    ) -> paddle.Tensor:
         """Compute token_ids, int32 [T]. Returns the hidden states of the token rows ``rows`` (int64, ascending),
-        float32 [len(rows), hidden_size], for ``logits``; None if there are no rows. The keys and values of all T
-        tokens are in the cache afterwards. between_layers: see ``Ops.decoder_layers``."""
+        float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
+        afterwards. between_layers: see ``Ops.decoder_layers``."""
 
     def logits(self, weights: ModelWeights, hidden: paddle.Tensor) -> paddle.Tensor:
         """Return logits: hidden [N, hidden_size] -> float32 [N, vocab_size]. The next call may overwrite the result."""
