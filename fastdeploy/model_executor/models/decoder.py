@@ -132,7 +132,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, ops: Ops, builders: Sequence[BlockBuilder]):
         self.config, self.ops = config, ops
         self._builders = tuple(builders)
-        self.aliases = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
+        self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
         self.parameters = self._parameters()
 
     def _parameters(self) -> tuple[Parameter, ...]:

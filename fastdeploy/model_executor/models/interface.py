@@ -36,14 +36,10 @@ class Model(Protocol):
     ignores it, but a trainer that sends a tensor does not mean it to be ignored).
     """
 
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def ops(self) -> Ops: ...
-    @property
-    def parameters(self) -> tuple[Parameter, ...]: ...
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
+    config: ModelConfig
+    ops: Ops
+    parameters: tuple[Parameter, ...]
+    aliases: Mapping[str, str]
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
         """Make weights of the packed value of each parameter, by key."""
