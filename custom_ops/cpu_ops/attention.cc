@@ -49,7 +49,7 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
   for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
 }
 
-// Whether the cache can hold x [dim] as finite numbers.
+// Returns whether x [dim] is finite in the type of the cache.
 bool is_finite(const Cache& cache, const float* x) {
   Floats16 sum = zero();
   for (int64_t d = 0; d < cache.head_dim; d += 16) {
@@ -59,7 +59,7 @@ bool is_finite(const Cache& cache, const float* x) {
   return equal(sum, sum) == 0xffff;
 }
 
-// Writes one head's key and value into their slot. Keys are scattered (the slot is the fast axis, see kernels.h).
+// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h).
 void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
                 const float* value) {
   const int64_t dim = cache.head_dim, padded = cache.dim_padded;
@@ -107,8 +107,8 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
     const float* value = row + (a.heads + cache.kv_heads + h) * dim;
-    // What is not finite must reach the rows behind it, and no row before it: those multiply its value by a weight of
-    // 0. So the value becomes 0, and the key NaN, which makes the score NaN for all that see it.
+    // A pair that is not finite must reach the rows behind it, and no row before it, whose weight for its value is 0.
+    // So the value becomes 0, and the key NaN, which makes the score NaN for all rows that see it.
     alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
     if (!is_finite(cache, head) || !is_finite(cache, value)) {
       head[0] = NAN;
@@ -182,9 +182,10 @@ void add_values_rows(int rows, const float* weights, const void* values, int64_t
   for (; r < rows; ++r) add_values<Bf16, 1>(weights + r * kKeyBlock, values, padded, count, out + r * padded);
 }
 
-// Goes through the task's keys of the partition from `begin` on. A row that sees none of them ends up as NaN.
+// Computes the keys of the partition from `begin` on. A row that sees none of them becomes NaN.
 template <bool Bf16>
-void attend(const AttentionArgs& a, const Task& task, const float* all_queries, int64_t begin, const State& state) {
+void attend(const AttentionArgs& a, const Task& task, const float* all_queries, int64_t begin,
+            const SoftmaxState& state) {
   using Element = typename std::conditional<Bf16, uint16_t, float>::type;
   const Cache& cache = *a.cache;
   const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
@@ -264,9 +265,9 @@ void attention(const AttentionArgs& a) {
   parallel_for(tasks.count, 1, [&](int64_t begin, int64_t end) {
     const int64_t floats = state_floats(kQueryRows, a.cache->dim_padded);
     float* memory = static_cast<float*>(scratch(kScratchTask, static_cast<size_t>(2 * floats) * 4));
-    const State own[] = {state_in(memory, kQueryRows), state_in(memory + floats, kQueryRows)};
+    const SoftmaxState own[] = {state_in(memory, kQueryRows), state_in(memory + floats, kQueryRows)};
     for (int64_t t = begin; t < end; ++t)
-      run_task(a, tasks.list[t], tasks.partials, own, kLogBase, [&](int64_t key, const State& state) {
+      run_task(a, tasks.list[t], tasks.partials, own, kLogBase, [&](int64_t key, const SoftmaxState& state) {
         a.cache->bf16 ? attend<true>(a, tasks.list[t], query, key, state)
                       : attend<false>(a, tasks.list[t], query, key, state);
       });

@@ -1,12 +1,12 @@
-// Every kernel, declared once per instruction set. Layouts are the same for all of them:
+// Declarations of all kernels, one per instruction set. The memory layouts are the same for all of them:
 //
 // float32 weight   [ceil(N/16)][K][16]              column tile, k, column
 // bfloat16 weight  [ceil(N/16)][Kp/32][16][16][2]   column tile, k tile, k pair, column, k within the pair
 //                  (Kp = K rounded up to 32; padding is zero). One k tile is one AMX tile of 1 KiB, in the pair-wise
-//                  ("VNNI") order that TDPBF16PS wants for its right operand.
+//                  ("VNNI") order of the right operand of TDPBF16PS.
 // float32 cache    K [block][kv head][slot/16][Dp][16], V [block][kv head][slot][Dp]
 // bfloat16 cache   K [block][kv head][slot/16][Dp/2][16][2], V [block][kv head][slot/2][Dp][2]
-//                  (Dp = head_dim rounded up to 32): again AMX's right operands, of q @ k.T and of p @ v.
+//                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace fd {
 constexpr int64_t kColumns = 16;  // columns of a weight tile
 constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
 
-// An immutable packed weight; owns its pages and bias (padded to whole tiles) together.
+// An immutable packed weight. Owns its pages and its bias, which is padded to whole tiles.
 struct Weight {
   bool bf16;
   int64_t n, k;      // as given
@@ -42,7 +42,7 @@ struct Cache {
   }
 };
 
-// The shape of a step, which all its layers share (AttentionBatch of ops/interface.py).
+// The token rows of a step, the same for all blocks (AttentionBatch of ops/interface.py).
 struct Batch {
   int64_t tokens, sequences, table_width;
   const int32_t *cu_tokens, *starts, *tables, *positions;
@@ -86,9 +86,9 @@ struct Block {
   };
 };
 
-// A step through all layers, block by block. With `rows`, the last attention block completes the cache for all tokens,
-// and from there on only these token rows are computed: they end up as the first num_rows rows of the residual. Rows
-// ascend. Null: all.
+// A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
+// cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
+// of the residual. Null: all rows.
 struct StepArgs {
   Batch batch;
   int64_t bf16;     // type of all weights and of the cache
@@ -100,7 +100,7 @@ struct StepArgs {
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 
-// The step on its way from block to block.
+// The state of a step between two blocks.
 struct StepState {
   const Batch& batch;
   float* residual;  // [m, hidden]
@@ -136,17 +136,18 @@ FD_DECLARE_VECTOR_KERNELS(avx512)
 #undef FD_DECLARE_VECTOR_KERNELS
 
 namespace amx {
-double probe_read(const void* data, int64_t bytes);      // reads it all on all threads
-int64_t probe_peak(int64_t rounds);                      // multiplies tiles in registers; returns the operations done
+double probe_read(const void* data, int64_t bytes);      // reads all bytes on all threads
+int64_t probe_peak(int64_t rounds);                      // multiplies tiles in registers; returns the operations
 void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx
 
-// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight; kind: 0 = float32, 1 = bfloat16 bits.
+// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight.
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias);
 void free_weight(Weight* w);
 void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, int64_t n);
-// Columns [first, first + n) of the weight become `target` [n, k], in the weight's own type: the bits that were packed.
+// Columns [first, first + n) of the weight become `target` [n, k] in the type of the weight, with the bits that were
+// packed.
 void unpack_rows(const Weight& w, void* target, int64_t first, int64_t n);
 
 }  // namespace fd

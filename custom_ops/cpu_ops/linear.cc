@@ -1,8 +1,8 @@
 // Linears and embedding lookup with vector FMA, for float32 weights everywhere and for bfloat16 ones without AMX.
 // Compiled once per instruction set.
 //
-// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend on its own row of x
-// and its own column of the weight, and on nothing else.
+// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend only on its own row
+// of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +21,7 @@ constexpr int kRows = 8;
 constexpr int kRows = 3;
 #endif
 
-// x rows worked on while a column pair stays in L2.
+// Rows of x that are computed while a pair of columns stays in L2.
 constexpr int64_t kRowBlock = 256;
 
 template <int Rows>

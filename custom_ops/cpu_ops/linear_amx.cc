@@ -1,15 +1,15 @@
 // bfloat16 linears on AMX tiles.
 //
-// TDPBF16PS multiplies a input tile (16 rows x 32 k, row-major) with a weight tile (16 k pairs x 16 columns, "VNNI"
+// TDPBF16PS multiplies an input tile (16 rows x 32 k, row-major) with a weight tile (16 k pairs x 16 columns, "VNNI"
 // order) into 16 x 16 float32 accumulators. Each element adds its 32 products in an order fixed by the instruction, and
-// the k tiles follow one another from 0: an output depends on its own row and column alone, whatever M is. Cutting K
-// into blocks stores and reloads float32 accumulators, which changes no bit.
+// the k tiles follow in order from 0: an output depends only on its own row and column, for every M. Cutting K into
+// blocks stores and reloads float32 accumulators, which changes no bit.
 //
 // Throughput: one TDPBF16PS per 16 cycles, latency 52, so four accumulators keep the unit busy: a 2 x 2 block uses all
-// eight tiles (4 accumulators, 2 of the input, 2 of weights) and loads a tile per multiplication. What bounds it:
-//   up to 32 rows   the way of the weights from memory: they are read once, in order, prefetched by the loop itself
-//   beyond          L2: it delivers some 33 bytes a cycle (measured), and a 2 x 2 block of which both sides come from
-//                   L2 wants 64. So K is cut such that the weights of a block stay in L1 while all rows go past.
+// eight tiles (4 accumulators, 2 of the input, 2 of weights) and loads a tile per multiplication. The bottleneck is:
+//   up to 32 rows   memory: the weights are read once, in order, and the loop itself prefetches them
+//   beyond          L2: it delivers some 33 bytes a cycle (measured), and a 2 x 2 block that reads both sides from L2
+//                   needs 64. So K is cut so that the weights of a block stay in L1 for all rows.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -27,19 +27,19 @@ namespace {
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kStrip = 32;             // rows of a 2 x 2 block
 constexpr int64_t kStripFloats = 32 * 32;  // its accumulators
-constexpr int64_t kGroup = 2;              // strips that go past the same weights before K moves on
-// How far ahead weights are fetched where memory is the bound: 4 KiB, about what one core's memory latency is worth.
+constexpr int64_t kGroup = 2;              // strips that use the same weights before K moves on
+// Prefetch distance where memory is the bottleneck: 4 KiB, about what one core reads during the latency of memory.
 constexpr int64_t kPrefetchSteps = 2;
-// K tiles of a block whose weights (14 KiB) share L1 (48 KiB on every AMX core so far) with the rows that go past.
+// K tiles of a block: their weights (14 KiB) share L1 (48 KiB on every AMX core so far) with the rows.
 constexpr int64_t kL1Steps = 7;
-// LinearInput rows, cut to a block of K, that share L2 (2 MiB) with accumulators and the weights that stream past.
+// Bytes of input rows, cut to a block of K, that share L2 (2 MiB) with accumulators and the stream of weights.
 constexpr int64_t kWholeBudget = int64_t{1} << 20, kCutBudget = int64_t{640} << 10;
 constexpr int64_t kMaxRows = 512;
-// A piece of work: enough weights that what a thread does once per piece costs nothing, and few enough to share out.
+// Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
-// How a LinearInput lies in memory: [row tile][k tile][rows of a tile][32]. Rows beyond m in whole strips hold
-// anything: a row of the result depends on its own input row alone.
+// Layout of a LinearInput: [row tile][k tile][rows of a tile][32]. Rows from m to the end of a strip hold anything: a
+// row of the result depends on its own input row only.
 struct InputTiles {
   char* data;
   int64_t rows;     // of a tile: 16, or m if that is less
@@ -214,11 +214,11 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
     }
   }
   pending.finish_rows(kGroup * kStrip, finish);
-  _mm_sfence();  // writes past the cache become visible before the job counts as done
+  _mm_sfence();  // streaming stores become visible before the job counts as done
   _tile_release();
 }
 
-// The same for all rows, on all threads.
+// Runs run_pairs for all rows on all threads.
 template <typename Tiles, typename Finish>
 void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
   const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
@@ -245,8 +245,8 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tile
   }
 }
 
-// Results too large to still be in a cache when they are read are written past it: an ordinary store would first read
-// the line it overwrites. Needs rows of whole, aligned cache lines.
+// Large results, which leave the cache before they are read, are written with streaming stores: an ordinary store would
+// first read the line that it overwrites. Needs rows of whole, aligned cache lines.
 bool write_past_cache(const float* out, int64_t m, int64_t n) {
   constexpr int64_t kLarge = int64_t{4} << 20;
   return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
@@ -256,7 +256,7 @@ void stream_columns(float* row, int64_t tile, int64_t, Floats16 value) {
   _mm512_stream_ps(row + tile * kColumns, value.v);
 }
 
-// Rows of float32 (times factor times norm) as input rows.
+// Converts a row of float32 (times factor times norm) to a row of the input layout.
 void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out, int64_t step) {
   const __m512 scale = _mm512_set1_ps(factor);
   for (int64_t t = 0; t < k_tiles; ++t) {

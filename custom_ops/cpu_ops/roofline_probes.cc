@@ -1,5 +1,4 @@
-// What the machine can do at most, for benchmarks/ops.py to hold the ops against; and parts of the kernels by
-// themselves, for their tests.
+// Measurements of the machine's limits for benchmarks/ops.py, and parts of the kernels for their tests.
 #include <immintrin.h>
 
 #include "amx_tiles.h"

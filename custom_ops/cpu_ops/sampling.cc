@@ -1,8 +1,8 @@
 // Sampling and log probabilities over the vocabulary, without sorting it. Compiled once per instruction set.
 //
-// What top-k, top-p and min-p keep is always "the best tokens down to some (logit, id)", best first, and the lowest id
-// first among equals. So each filter moves one boundary, found by selection among a few candidates near the maximum;
-// then one pass in id order draws. Logits are compared as they are; only masses go through exp.
+// Top-k, top-p and min-p each keep the best tokens down to some (logit, id), where the lowest id comes first among
+// equal logits. So each filter moves one boundary, which is found by selection among a few candidates near the maximum.
+// Then one pass in the order of ids draws. Logits are compared directly; only sums of weights need exp.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -28,7 +28,7 @@ Floats16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
   return *count == 16 ? load(x + i) : select((1u << *count) - 1, load_n(x + i, *count), set1(-INFINITY));
 }
 
-// Lowest id among the largest; the id is -1 where the row is not finite: a NaN or +inf in it, or nothing but -inf.
+// Finds the lowest id of the largest logits. The id is -1 if the row is not finite: it has a NaN or +inf, or only -inf.
 Candidate argmax(const float* x, int64_t n) {
   Floats16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
   Mask numbers = 0xffff;  // NaN is not equal to itself
@@ -70,7 +70,7 @@ struct Row {
   }
 };
 
-// Sums of float weights in double: per block of 16 lanes x 64, so that a vocabulary of any size stays exact enough.
+// Sums float weights in double, per block of 16 lanes x 64, so that a vocabulary of any size is exact enough.
 constexpr int64_t kBlock = 1024;
 
 // Lanes at or before the boundary.
@@ -95,7 +95,7 @@ double block_mass(const Row& row, int64_t from, Candidate boundary) {
   return reduce_add(sum);
 }
 
-// Depths below the maximum, in units of temperature, at which the candidates of a selection may be cut.
+// Depths below the maximum, in units of temperature, at which the candidates of a selection can be cut.
 constexpr int kDepths = 12;
 constexpr float kDepthUnits[kDepths] = {0.5f, 1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 40};
 
@@ -214,7 +214,7 @@ Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p)
     if (use_k) {
       while (h.count[depth] < top_k) ++depth;
     } else {
-      // A margin for the order of summation; the whole row always suffices.
+      // A margin, because sums in another order differ; the whole row always suffices.
       while (depth < kDepths && h.mass[depth] < top_p * h.mass[kDepths] * (1 + 1e-6)) ++depth;
     }
     // With one filter the boundary lies between two depths; with both, top-p needs all that top-k kept.
@@ -266,7 +266,7 @@ int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallbac
       if (before > target) return chosen;
     }
   }
-  return chosen;  // rounding left the target just beyond the last weight
+  return chosen;  // rounding can put the target just behind the last weight
 }
 
 }  // namespace
@@ -278,7 +278,7 @@ void sample(const float* logits, int64_t rows, int64_t vocab, const float* tempe
       const float* x = logits + r * vocab;
       const Candidate best = argmax(x, vocab);
       out[r] = best.id;
-      const float inverse = 1.0f / temperature[r];  // infinite for 0, and for what is as good as 0
+      const float inverse = 1.0f / temperature[r];  // infinite for 0 and for numbers close to 0
       if (!std::isfinite(inverse) || best.id < 0) continue;
       const Row row = {x, vocab, best.logit, inverse};
       out[r] = draw(row, find_boundary(row, top_k[r], top_p[r], min_p[r]), uniform[r], best.id);
@@ -306,7 +306,7 @@ void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* i
       auto logprob = [&](float logit) { return static_cast<float>(static_cast<double>(logit) - row.best - log_mass); };
       chosen[r] = logprob(x[ids[r]]);
       if (top == 0) continue;
-      // A short list, best first; a vector of logits is looked at only if one of them beats the list's last.
+      // A short list, best first. A vector of logits is examined only if one of them beats the last of the list.
       auto* list = static_cast<Candidate*>(scratch(kScratchTask, static_cast<size_t>(top) * sizeof(Candidate)));
       int64_t size = 0;
       float floor = -INFINITY;

@@ -1,8 +1,8 @@
 // Sixteen float32 lanes: one AVX-512 register or two AVX2 registers. Kernels are written once on this type and compiled
 // once per instruction set (FD_ISA is the namespace); both give the same bits, since lanes and order are the same.
 //
-// Everything here is static: these files are compiled with different -m flags, and an inline function shared between
-// them could be linked in the version that the CPU at hand does not have.
+// Everything here is static: files that include this one are compiled with different -m flags, and the linker could
+// choose a version of a shared inline function that this CPU cannot run.
 #pragma once
 
 #include <immintrin.h>
@@ -50,7 +50,7 @@ static inline Floats16 pow2(Floats16 n) {
   const __m512i bits = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 23))};
 }
-// Sixteen (low, high) pairs of bfloat16: the low ones, the high ones.
+// Sixteen pairs of bfloat16, split into the first and the second of each pair.
 struct Pairs {
   Floats16 low, high;
 };
@@ -68,13 +68,13 @@ static inline Floats16 round_bf16(Floats16 a) {
   const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   return {_mm512_mask_blend_ps(nan, _mm512_castsi512_ps(kept), a.v)};
 }
-// Sixteen bfloat16, rounded.
+// Stores sixteen values, rounded to bfloat16.
 static inline void store_bf16(uint16_t* p, Floats16 a) {
   const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bits));
 }
-// Sixteen bfloat16, rounded, as the low or the high ones of as many pairs; the others, which may be another thread's to
-// write, are left alone.
+// Stores sixteen values, rounded to bfloat16, as the first or the second of sixteen pairs. The other half, which
+// another thread may be writing, is not touched.
 static inline void store_half_pairs(uint16_t* p, Floats16 a, bool high) {
   const __m512i bits = _mm512_castps_si512(round_bf16(a).v);
   if (high) {
