@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense decoder-only model. ``heads`` and ``kv_heads`` times ``head_dim`` are the widths of q and k, v."""
+    """Sizes of a Qwen2 or Qwen3 model. ``heads`` and ``kv_heads`` times ``head_dim`` are the widths of q and k, v."""
 
     hidden: int
     inner: int
