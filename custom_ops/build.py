@@ -1,8 +1,8 @@
-"""Builds the CPU ops: ``python custom_ops/build.py``.
+"""Build the CPU ops: ``python custom_ops/build.py``.
 
-One shared library for every x86-64: kernels are compiled once per instruction set and chosen at run time. Without a
-compiler it says so in one line and succeeds: the Paddle reference ops run instead. A second run with the same sources,
-flags and compiler does nothing.
+The result is one shared library for every x86-64: kernels are compiled once per instruction set and chosen at run time.
+Without a compiler the script prints one line and succeeds, and the Paddle reference ops run instead. A second run with
+the same sources and flags does nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "custom_ops" / "cpu_ops"
 LIBRARY = ROOT / "fastdeploy" / "model_executor" / "ops" / "libfastdeploy_cpu_ops.so"
 
-# -ffp-contract=off: a product and a sum are fused where a kernel says so and nowhere else, so that two paths through
-# a kernel cannot differ in the last bit.
+# -ffp-contract=off: the compiler never fuses a product and a sum on its own, so that two paths through a kernel cannot
+# differ in the last bit.
 COMMON = [
     "-std=c++17",
     "-O3",
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
 PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "thread_pool.cc")
 VECTOR = ("linear.cc", "attention.cc", "layer.cc", "sampling.cc")
-TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "probes.cc")
+TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "roofline_probes.cc")
 UNITS = (
     [Unit(name, []) for name in PORTABLE]
     + [Unit(name, flags) for name in VECTOR for flags in (AVX2, AVX512)]
@@ -61,7 +61,7 @@ UNITS = (
 
 
 def find_compiler() -> str | None:
-    """$CXX, else the first of g++, clang++, c++ on the PATH."""
+    """Return $CXX, or the first of g++, clang++ and c++ that is on the PATH."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         if name and shutil.which(name):
             return name
@@ -69,7 +69,7 @@ def find_compiler() -> str | None:
 
 
 def fingerprint() -> str:
-    """Hash of the sources and flags the library is made of; the library carries it (``fd_fingerprint``)."""
+    """Return a hash of the sources and flags. The library contains the hash of its own (``fd_fingerprint``)."""
     digest = hashlib.sha256(repr((COMMON, UNITS)).encode())
     for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -97,7 +97,7 @@ def compile_library(compiler: str, target: Path, stamp: str) -> None:
 
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             objects = list(executor.map(compile_unit, UNITS))
-        # Linked under another name, then renamed: a process that has the old library mapped keeps it whole.
+        # Link under another name, then rename: a process that has mapped the old library keeps its file.
         staged = target.with_suffix(f".{os.getpid()}.tmp")
         subprocess.run(
             [compiler, "-shared", "-pthread", *objects, "-o", str(staged)], check=True, capture_output=True, text=True
@@ -114,7 +114,7 @@ def build(target: Path = LIBRARY) -> bool:
     if target.exists() and stamp.encode() in target.read_bytes():
         print(f"cpu_ops: {target.name} is up to date")
         return True
-    target.unlink(missing_ok=True)  # made of other sources: the reference ops are better than that
+    target.unlink(missing_ok=True)  # built from other sources: the reference ops are better than such a library
     compiler = find_compiler()
     if compiler is None:
         print("cpu_ops: not built, no C++ compiler found (g++ or clang++); the Paddle reference ops will run")

@@ -36,27 +36,26 @@ bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
 
 }  // namespace
 
-#define FD_VECTOR(kernel, ...) \
-  guarded([&] { wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); })
-#define FD_MATRIX(bf16, kernel, ...)                                             \
-  guarded([&] {                                                                  \
-    if (tiled(bf16)) {                                                           \
-      amx::kernel(__VA_ARGS__);                                                  \
-    } else {                                                                     \
-      wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__);          \
-    }                                                                            \
+#define FD_VECTOR(kernel, ...) guarded([&] { wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); })
+#define FD_MATRIX(bf16, kernel, ...)                                    \
+  guarded([&] {                                                         \
+    if (tiled(bf16)) {                                                  \
+      amx::kernel(__VA_ARGS__);                                         \
+    } else {                                                            \
+      wide() ? avx512::kernel(__VA_ARGS__) : avx2::kernel(__VA_ARGS__); \
+    }                                                                   \
   })
 
 extern "C" {
 
 const char* fd_fingerprint() { return FD_FINGERPRINT; }
 
-// What the caller's own declarations of these structs must measure.
+// Sizes that the caller compares with those of its own declarations of these structs.
 int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
-int64_t fd_sizeof_layer_args() { return sizeof(LayerArgs); }
+int64_t fd_sizeof_block() { return sizeof(Block); }
 int64_t fd_sizeof_step_args() { return sizeof(StepArgs); }
 
-// Of the last op on this thread that returned -2.
+// The message of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
 
 int fd_isa() { return static_cast<int>(current_isa()); }
@@ -85,14 +84,15 @@ void fd_unpack_rows(const Weight* w, void* target, int64_t first, int64_t n) { u
 
 void fd_get_bias(const Weight* w, float* bias) { std::memcpy(bias, w->bias, static_cast<size_t>(w->n) * 4); }
 
-// 1: between_layers ended it.
-int fd_decoder_layers(const StepArgs* s) {
+// Returns 1 if between_layers ended the step.
+int fd_run_layers(const StepArgs* s) {
+  int64_t last_attention = s->count - 1;
+  while (last_attention > 0 && s->blocks[last_attention].kind != BlockKind::kAttention) --last_attention;
+  StepState step = {s->batch, s->residual, s->batch.tokens, nullptr, s->num_rows};
   for (int64_t i = 0; i < s->count; ++i) {
-    const bool last = i + 1 == s->count;
-    const LayerInput in = {s->batch, s->residual, last ? s->rows : nullptr, s->num_rows};
-    const LayerArgs& layer = s->layers[i];
-    if (const int status = FD_MATRIX(layer.qkv->bf16, decoder_layer, layer, in)) return status;
-    if (s->between_layers != nullptr && s->between_layers() != 0) return 1;
+    step.rows = i == last_attention ? s->rows : nullptr;
+    if (const int status = FD_MATRIX(s->bf16, run_block, s->blocks[i], step)) return status;
+    if (s->blocks[i].ends_layer && s->between_layers != nullptr && s->between_layers() != 0) return 1;
   }
   return 0;
 }
@@ -148,9 +148,7 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
                      data + c->offset(layer, which, sources[i]) * element, static_cast<size_t>(bytes));
 }
 
-int fd_attention(const AttentionArgs* a) {
-  return FD_MATRIX(a->cache->bf16, attention, *a);
-}
+int fd_attention(const AttentionArgs* a) { return FD_MATRIX(a->cache->bf16, attention, *a); }
 
 // The pieces of work that fd_attention makes of a batch; qkv and out may be null.
 int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {

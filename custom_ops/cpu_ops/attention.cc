@@ -13,8 +13,8 @@ namespace FD_ISA {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr bool kShare = false;  // attend takes one sequence at a time
-constexpr float kUnit = 1.0f;   // scores are powers of e
+constexpr bool kSharesKeys = false;  // attend takes one sequence at a time
+constexpr float kLogBase = 1.0f;     // scores are powers of e
 
 #if defined(__AVX512F__)
 constexpr int kRowGroup = 8;
@@ -28,38 +28,38 @@ void norm_and_rotate(const AttentionArgs& a, const float* x, const float* norm, 
   const int64_t dim = a.cache->head_dim, half = dim / 2;
   float factor = 1.0f;
   if (norm != nullptr) {
-    F16 sum = zero();
+    Floats16 sum = zero();
     for (int64_t i = 0; i < dim; i += 16) {
-      const F16 v = load_n(x + i, static_cast<int>(std::min<int64_t>(16, dim - i)));
+      const Floats16 v = load_n(x + i, static_cast<int>(std::min<int64_t>(16, dim - i)));
       sum = fma(v, v, sum);
     }
     factor = 1.0f / std::sqrt(reduce_add(sum) / static_cast<float>(dim) + a.eps);
   }
   for (int64_t i = 0; i < half; i += 16) {
     const int n = static_cast<int>(std::min<int64_t>(16, half - i));
-    F16 first = load_n(x + i, n), second = load_n(x + half + i, n);
+    Floats16 first = load_n(x + i, n), second = load_n(x + half + i, n);
     if (norm != nullptr) {
       first = mul(mul(first, set1(factor)), load_n(norm + i, n));
       second = mul(mul(second, set1(factor)), load_n(norm + half + i, n));
     }
-    const F16 c = load_n(cos + i, n), s = load_n(sin + i, n);
+    const Floats16 c = load_n(cos + i, n), s = load_n(sin + i, n);
     store_n(out + i, sub(mul(first, c), mul(second, s)), n);
     store_n(out + half + i, add(mul(second, c), mul(first, s)), n);
   }
   for (int64_t i = dim; i < a.cache->dim_padded; ++i) out[i] = 0.0f;
 }
 
-// Whether the cache can hold x [dim] as finite numbers.
+// Returns whether x [dim] is finite in the type of the cache.
 bool is_finite(const Cache& cache, const float* x) {
-  F16 sum = zero();
+  Floats16 sum = zero();
   for (int64_t d = 0; d < cache.head_dim; d += 16) {
-    const F16 v = load_n(x + d, static_cast<int>(std::min<int64_t>(16, cache.head_dim - d)));
+    const Floats16 v = load_n(x + d, static_cast<int>(std::min<int64_t>(16, cache.head_dim - d)));
     sum = fma(cache.bf16 ? round_bf16(v) : v, zero(), sum);  // 0 x infinity is NaN
   }
   return equal(sum, sum) == 0xffff;
 }
 
-// Writes one head's key and value into their slot. Keys are scattered (the slot is the fast axis, see kernels.h).
+// Writes the key and value of one head into their slot. The slot is the fastest axis of the keys (see kernels.h).
 void write_slot(const Cache& cache, int64_t k_base, int64_t v_base, int64_t slot, const float* key,
                 const float* value) {
   const int64_t dim = cache.head_dim, padded = cache.dim_padded;
@@ -107,8 +107,8 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
     const float* value = row + (a.heads + cache.kv_heads + h) * dim;
-    // What is not finite must reach the rows behind it, and no row before it: those multiply its value by a weight of 0.
-    // So the value becomes 0, and the key NaN, which makes the score NaN for all that see it.
+    // A pair that is not finite must reach the rows behind it, and no row before it, whose weight for its value is 0.
+    // So the value becomes 0, and the key NaN, which makes the score NaN for all rows that see it.
     alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
     if (!is_finite(cache, head) || !is_finite(cache, value)) {
       head[0] = NAN;
@@ -120,11 +120,11 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
 
 // scores[r] += sum over d of query[r][d] * keys[d], for 16 keys.
 template <bool Bf16, int Rows>
-void dot_keys(const float* query, int64_t padded, const void* keys, F16* scores) {
-  F16 acc[Rows];
+void dot_keys(const float* query, int64_t padded, const void* keys, Floats16* scores) {
+  Floats16 acc[Rows];
   for (int r = 0; r < Rows; ++r) acc[r] = zero();
   for (int64_t d = 0; d < padded; d += 2) {
-    F16 even, odd;
+    Floats16 even, odd;
     if (Bf16) {
       const Pairs pair = load_pairs(static_cast<const uint16_t*>(keys) + d * 16);
       even = pair.low;
@@ -145,10 +145,10 @@ void dot_keys(const float* query, int64_t padded, const void* keys, F16* scores)
 template <bool Bf16, int Rows>
 void add_values(const float* weights, const void* values, int64_t padded, int64_t count, float* out) {
   for (int64_t d = 0; d < padded; d += 16) {
-    F16 acc[Rows];
+    Floats16 acc[Rows];
     for (int r = 0; r < Rows; ++r) acc[r] = load(out + r * padded + d);
     for (int64_t key = 0; key < count; key += 2) {
-      F16 even, odd;
+      Floats16 even, odd;
       const bool both = key + 1 < count;  // slots beyond the count may hold anything
       if (Bf16) {
         const Pairs pair = load_pairs(static_cast<const uint16_t*>(values) + key * padded + d * 2);
@@ -168,10 +168,9 @@ void add_values(const float* weights, const void* values, int64_t padded, int64_
 }
 
 template <bool Bf16>
-void dot_keys_rows(int rows, const float* query, int64_t padded, const void* keys, F16* scores) {
+void dot_keys_rows(int rows, const float* query, int64_t padded, const void* keys, Floats16* scores) {
   int r = 0;
-  for (; r + kRowGroup <= rows; r += kRowGroup)
-    dot_keys<Bf16, kRowGroup>(query + r * padded, padded, keys, scores + r);
+  for (; r + kRowGroup <= rows; r += kRowGroup) dot_keys<Bf16, kRowGroup>(query + r * padded, padded, keys, scores + r);
   for (; r < rows; ++r) dot_keys<Bf16, 1>(query + r * padded, padded, keys, scores + r);
 }
 
@@ -183,15 +182,15 @@ void add_values_rows(int rows, const float* weights, const void* values, int64_t
   for (; r < rows; ++r) add_values<Bf16, 1>(weights + r * kKeyBlock, values, padded, count, out + r * padded);
 }
 
-// Goes through the task's keys of the partition from `begin` on. A row that sees none of them ends up as NaN.
+// Computes the keys of the partition from `begin` on. A row that sees none of them becomes NaN.
 template <bool Bf16>
-void attend(const AttentionArgs& a, const Task& task, const float* all_queries, int64_t begin, const State& state) {
+void attend(const AttentionArgs& a, const Task& task, const float* all_queries, int64_t begin,
+            const SoftmaxState& state) {
   using Element = typename std::conditional<Bf16, uint16_t, float>::type;
   const Cache& cache = *a.cache;
   const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads;
   const int64_t first_token = a.cu_tokens[task.sequence], start = a.starts[task.sequence];
-  const float* query =
-      all_queries + (task.kv_head * query_rows(a) + first_token * group + task.first_row) * padded;
+  const float* query = all_queries + (task.kv_head * query_rows(a) + first_token * group + task.first_row) * padded;
   const int32_t* table = a.tables + task.sequence * a.table_width;
   const Element* data = static_cast<const Element*>(cache.data);
   const int64_t head_offset = task.kv_head * cache.block_size * padded;
@@ -205,27 +204,27 @@ void attend(const AttentionArgs& a, const Task& task, const float* all_queries, 
       const int64_t key = key0 + u * 16;
       const Element* keys = data + cache.offset(a.layer, 0, table[key / cache.block_size]) + head_offset +
                             key % cache.block_size * padded;
-      F16 unit[kQueryRows];
+      Floats16 unit[kQueryRows];
       dot_keys_rows<Bf16>(rows, query, padded, keys, unit);
       for (int r = 0; r < rows; ++r) store(scores + r * kKeyBlock + u * 16, unit[r]);
     }
     for (int r = 0; r < rows; ++r) {
       const int64_t visible = start + (task.first_row + r) / group + 1 - key0;  // may exceed the block or be negative
       float* row = scores + r * kKeyBlock;
-      F16 top = set1(-INFINITY);
+      Floats16 top = set1(-INFINITY);
       for (int64_t u = 0; u < units; ++u) {
         const int64_t left = visible - u * 16;
         const Mask seen = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
-        const F16 s = select(seen, mul(load(row + u * 16), set1(a.scale)), set1(-INFINITY));
+        const Floats16 s = select(seen, mul(load(row + u * 16), set1(a.scale)), set1(-INFINITY));
         store(row + u * 16, s);
         top = max(top, s);
       }
       const float new_best = std::max(state.best[r], reduce_max(top));
       alignas(64) float shrink[16];
       store(shrink, exp(set1(state.best[r] - new_best)));
-      F16 sum = zero();
+      Floats16 sum = zero();
       for (int64_t u = 0; u < units; ++u) {
-        const F16 p = exp(sub(load(row + u * 16), set1(new_best)));
+        const Floats16 p = exp(sub(load(row + u * 16), set1(new_best)));
         store(row + u * 16, p);
         sum = add(sum, p);
       }
@@ -245,9 +244,7 @@ void attend(const AttentionArgs& a, const Task& task, const float* all_queries, 
 
 }  // namespace
 
-void count_tasks(const AttentionArgs& a, int64_t* count) {
-  *count = make_tasks(a, kShare).count;
-}
+void count_tasks(const AttentionArgs& a, int64_t* count) { *count = make_tasks(a, kSharesKeys).count; }
 
 void prepare_attention(const AttentionArgs& a, void* query, bool bf16) {
   const int64_t work = (a.heads + 2 * a.cache->kv_heads) * a.cache->head_dim;
@@ -264,18 +261,18 @@ void attention(const AttentionArgs& a) {
   const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
   float* query = static_cast<float*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 4));
   prepare_attention(a, query, false);
-  const Tasks tasks = make_tasks(a, kShare);
+  const Tasks tasks = make_tasks(a, kSharesKeys);
   parallel_for(tasks.count, 1, [&](int64_t begin, int64_t end) {
     const int64_t floats = state_floats(kQueryRows, a.cache->dim_padded);
     float* memory = static_cast<float*>(scratch(kScratchTask, static_cast<size_t>(2 * floats) * 4));
-    const State own[] = {state_in(memory, kQueryRows), state_in(memory + floats, kQueryRows)};
+    const SoftmaxState own[] = {state_in(memory, kQueryRows), state_in(memory + floats, kQueryRows)};
     for (int64_t t = begin; t < end; ++t)
-      run_task(a, tasks.list[t], tasks.partials, own, kUnit, [&](int64_t key, const State& state) {
+      run_task(a, tasks.list[t], tasks.partials, own, kLogBase, [&](int64_t key, const SoftmaxState& state) {
         a.cache->bf16 ? attend<true>(a, tasks.list[t], query, key, state)
                       : attend<false>(a, tasks.list[t], query, key, state);
       });
   });
-  merge_partials(a, tasks, kUnit);
+  merge_partials(a, tasks, kLogBase);
 }
 
 }  // namespace FD_ISA

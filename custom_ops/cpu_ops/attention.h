@@ -1,5 +1,5 @@
-// How attention is cut into tasks and put together again; shared by the vector and the AMX version. Static for the
-// reason given in simd.h.
+// Cutting of attention into tasks, and merging of their results; shared by the vector and the AMX version. Static for
+// the reason given in simd.h.
 #pragma once
 
 #include <algorithm>
@@ -15,52 +15,53 @@
 namespace fd {
 namespace FD_ISA {
 
-// Keys are taken in blocks of 64 from position 0, whatever the query: the softmax of a row is updated in the same
-// order in a decode step and in any cut of a prefill. Blocks beyond a row's own position add exact zeros.
+// Keys are taken in blocks of 64 from position 0 for every query: the softmax of a row is updated in the same order in
+// a decode step and for every cut of a prompt into chunks. Keys behind the position of a row add exact zeros.
 constexpr int64_t kKeyBlock = 64;
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
 constexpr int64_t kQueryRows = 32;
 
-// Keys of a partition, again from position 0. A row's result is that of its first partition, merged with the others'
-// in order, each computed from nothing: the same bits, whether one task goes through all of them or each is a task.
+// Keys of a partition, also from position 0. The result of a row is that of its first partition, merged with those of
+// the others in order. Each partition is computed on its own, so one task for all of them gives the same bits as one
+// task each.
 constexpr int64_t kPartition = 1024;
 static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
-constexpr int32_t kAll = -1;
-// A task is split where it has more than one in so many of all keys: with enough others of its size beside it, it keeps
-// no thread waiting.
+constexpr int32_t kAllPartitions = -1;
+// A task is split if it has more than 1 / kFairShares of all keys. A smaller task has enough others of its size beside
+// it to keep every thread busy.
 constexpr int64_t kFairShares = 64;
-constexpr int64_t kMergeGrain = 64;  // tasks; few results are merged sooner than another thread is awake
+constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
-// With `members` above 1: one decode row each of so many neighbouring sequences whose first `shared` keys are the same
-// ones (a prompt that several samples share lies in the cache once): these keys are gone through together.
+// If `members` is above 1, the task has one decode row of each of so many neighbouring sequences, whose first `shared`
+// keys are the same blocks of the cache (samples that share a prompt). The task reads these keys once for all of them.
 struct Task {
   int32_t sequence, kv_head, first_row, rows, members, shared;
-  int32_t keys;       // seen by the row that sees most
-  int32_t partition;  // or kAll
-  int32_t partial;    // of one partition: its first row in the partial results
+  int32_t keys;       // number of keys that the last of its rows sees
+  int32_t partition;  // number of the partition, or kAllPartitions
+  int32_t partial;    // if it has one partition: its first row in the partial results
 };
 
-// What the keys so far give each row: its best score, the sum of weights relative to that, and the weighted values
-// [Dp]. Room for whole vectors of rows.
-struct State {
+// The softmax of each row over the keys so far: the best score, the sum of weights relative to it, and the weighted sum
+// of the values [Dp]. Rows are allocated in whole vectors of 16.
+struct SoftmaxState {
   float *best, *mass, *out;
 
-  State from(int64_t row, int64_t padded) const { return {best + row, mass + row, out + row * padded}; }
+  SoftmaxState from(int64_t row, int64_t padded) const { return {best + row, mass + row, out + row * padded}; }
 };
 
 struct Tasks {
   Task* list;
   int64_t count;
-  State partials;  // of the tasks of one partition; null if there are none
+  SoftmaxState partials;  // of the tasks of one partition; null if there are none
 };
 
-// Queries as [kv head][token * group + head of the group][Dp], so that the rows of a task are contiguous; padded so
-// that whole 16-row tiles may be read.
+// Rows of the query array [kv head][token * group + head of the group][Dp]: the rows of a task are contiguous, and
+// padding allows reads of whole 16-row tiles.
 static inline int64_t query_rows(const AttentionArgs& a) {
   return a.tokens * (a.heads / a.cache->kv_heads) + kQueryRows;
 }
 
-// Keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
+// Returns the keys, in whole blocks of 64, that sequences s and s + 1 have in common, if both decode one token.
 static inline int32_t shared_keys(const AttentionArgs& a, int64_t s) {
   if (s + 1 >= a.sequences || a.cu_tokens[s + 2] - a.cu_tokens[s] != 2 || a.cu_tokens[s + 1] - a.cu_tokens[s] != 1)
     return 0;
@@ -71,16 +72,17 @@ static inline int32_t shared_keys(const AttentionArgs& a, int64_t s) {
   return static_cast<int32_t>(same * a.cache->block_size / kKeyBlock * kKeyBlock);
 }
 
-// Neighbouring sequences that go through their first keys together; one alone shares none.
+// Neighbouring sequences that are one task for the keys they share; a single sequence has shared = 0.
 struct Neighbours {
   int64_t members;
   int32_t shared;
 };
 
-// Those from s on, at most `most`. common[i]: the keys that i and i + 1 share, 0 for the last.
+// Finds the group that begins with s, at most `most` members. common[i]: the keys that i and i + 1 share, 0 for the
+// last.
 static inline Neighbours find_neighbours(const int32_t* common, int64_t sequences, int64_t s, int64_t most) {
   const int32_t shared = common[s];
-  // Where the next one shares more with its own next, the better group begins behind s.
+  // If the next sequence shares more with its successor, the better group begins there.
   if (most < 2 || shared == 0 || (s + 1 < sequences && common[s + 1] > shared)) return {1, 0};
   int64_t members = 2;
   while (members < most && common[s + members - 1] >= shared) ++members;
@@ -89,19 +91,19 @@ static inline Neighbours find_neighbours(const int32_t* common, int64_t sequence
 
 static inline int64_t partitions(int64_t keys) { return (keys + kPartition - 1) / kPartition; }
 
-// Of the partition that `key` is in.
+// Returns the end of the partition of `key`.
 static inline int64_t partition_end(int64_t key) { return (key / kPartition + 1) * kPartition; }
 
-// Of the task's r-th row: (token, head of the group) pairs in a row, also where each token is another sequence's.
+// Returns the token of the r-th row of a task. Rows are (token, head of the group) pairs in order, over all members.
 static inline int64_t token_of(const AttentionArgs& a, const Task& task, int64_t r) {
   return a.cu_tokens[task.sequence] + (task.first_row + r) / (a.heads / a.cache->kv_heads);
 }
 
 static inline int64_t state_floats(int64_t rows, int64_t padded) { return rows * (2 + padded); }
 
-static inline State state_in(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+static inline SoftmaxState state_in(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
 
-// `share`: whether the kernel takes tasks of several members.
+// share: the kernel can compute tasks with several members.
 static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
   const int64_t group = a.heads / a.cache->kv_heads, most = share ? kQueryRows / group : 1;
   int64_t room = 0, all_keys = 0;
@@ -132,7 +134,7 @@ static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
         task.shared = together.shared;
         for (int64_t t = token_of(a, task, 0); t <= token_of(a, task, task.rows - 1); ++t)
           task.keys = std::max(task.keys, a.positions[t] + 1);
-        task.partition = kAll;
+        task.partition = kAllPartitions;
         if (task.keys <= std::max(kPartition, all_keys / kFairShares)) {
           *next++ = task;
           continue;
@@ -150,19 +152,20 @@ static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
   return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partial_rows)};
 }
 
-// Adds a later partition, of keys from `begin` on, to what is known of those before; `unit` is the logarithm of what
-// scores are powers of. Rows that see none of its keys stay as they are.
-static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float unit, const State& later,
-                         const State& state) {
+// Merges a later partition, of keys from `begin` on, into the state of those before. log_base: the natural logarithm of
+// the number whose powers the weights are. Rows that see no key of the partition keep their state.
+static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float log_base,
+                         const SoftmaxState& later, const SoftmaxState& state) {
   const int64_t padded = a.cache->dim_padded;
   for (int64_t r = 0; r < task.rows; r += 16) {
     const int64_t count = std::min<int64_t>(16, task.rows - r);
     Mask sees = 0;
     for (int64_t i = 0; i < count; ++i)
       if (a.positions[token_of(a, task, r + i)] >= begin) sees |= 1u << i;
-    const F16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
-    const F16 shrink = exp(mul(sub(old_best, best), set1(unit))), weight = exp(mul(sub(later_best, best), set1(unit)));
-    const F16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
+    const Floats16 old_best = load(state.best + r), later_best = load(later.best + r), best = max(old_best, later_best);
+    const Floats16 shrink = exp(mul(sub(old_best, best), set1(log_base))),
+                   weight = exp(mul(sub(later_best, best), set1(log_base)));
+    const Floats16 old_mass = load(state.mass + r), mass = fma(old_mass, shrink, mul(load(later.mass + r), weight));
     store(state.best + r, select(sees, best, old_best));
     store(state.mass + r, select(sees, mass, old_mass));
     alignas(64) float shrinks[16], weights[16];
@@ -177,7 +180,7 @@ static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin
   }
 }
 
-static inline void write_out(const AttentionArgs& a, const Task& task, const State& state) {
+static inline void write_out(const AttentionArgs& a, const Task& task, const SoftmaxState& state) {
   const int64_t dim = a.cache->head_dim, group = a.heads / a.cache->kv_heads;
   for (int64_t r = 0; r < task.rows; ++r) {
     const int64_t head = task.kv_head * group + (task.first_row + r) % group;
@@ -189,39 +192,39 @@ static inline void write_out(const AttentionArgs& a, const Task& task, const Sta
   }
 }
 
-// attend(begin, state) goes through the task's keys of the partition from `begin` on; own: two states of kQueryRows.
+// attend(begin, state) must compute the keys of the partition from `begin` on. own: two states of kQueryRows.
 template <typename Attend>
-static inline void run_task(const AttentionArgs& a, const Task& task, const State& partials, const State* own,
-                            float unit, Attend attend) {
+static inline void run_task(const AttentionArgs& a, const Task& task, const SoftmaxState& partials,
+                            const SoftmaxState* own, float log_base, Attend attend) {
   const int64_t padded = a.cache->dim_padded;
-  auto attend_afresh = [&](int64_t begin, const State& state) {
+  auto attend_afresh = [&](int64_t begin, const SoftmaxState& state) {
     std::fill_n(state.best, round_up(task.rows, 16), -INFINITY);
     std::fill_n(state.mass, round_up(task.rows, 16), 0.0f);
     std::memset(state.out, 0, static_cast<size_t>(task.rows * padded) * 4);
     attend(begin, state);
   };
-  if (task.partition != kAll) {
+  if (task.partition != kAllPartitions) {
     attend_afresh(task.partition * kPartition, partials.from(task.partial, padded));
     return;
   }
   attend_afresh(0, own[0]);
   for (int64_t begin = kPartition; begin < task.keys; begin += kPartition) {
     attend_afresh(begin, own[1]);
-    merge(a, task, begin, unit, own[1], own[0]);
+    merge(a, task, begin, log_base, own[1], own[0]);
   }
   write_out(a, task, own[0]);
 }
 
-// Results of the tasks that were split, once all have run.
-static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, float unit) {
+// Merges and writes the results of the tasks that were split, once all tasks have run.
+static inline void merge_partials(const AttentionArgs& a, const Tasks& tasks, float log_base) {
   if (tasks.partials.out == nullptr) return;
   auto partial = [&](const Task& task) { return tasks.partials.from(task.partial, a.cache->dim_padded); };
-  parallel_for(tasks.count, kMergeGrain, [&](int64_t first, int64_t last) {
+  parallel_for(tasks.count, kTasksPerMerge, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const Task& task = tasks.list[t];
       if (task.partition != 0) continue;
       for (int64_t i = 1; i < partitions(task.keys); ++i)
-        merge(a, task, i * kPartition, unit, partial(tasks.list[t + i]), partial(task));
+        merge(a, task, i * kPartition, log_base, partial(tasks.list[t + i]), partial(task));
       write_out(a, task, partial(task));
     }
   });

@@ -6,30 +6,30 @@
 #include <cmath>
 #include <cstring>
 
+#include "amx_tiles.h"
+#include "approximate_math.h"
 #include "attention.h"
-#include "rough.h"
 #include "simd.h"
-#include "tiles.h"
 
 namespace fd {
 namespace amx {
 namespace {
 
-// Rows of a left tile, always: those beyond a task's own compute on whatever lies behind its queries; a row of the
-// result depends on its own left row alone.
+// Rows of an input tile, always 16: rows that a task does not have compute on whatever lies behind its queries, and a
+// row of the result depends on its own row of the input only.
 constexpr int64_t kTileRows = 16;
-constexpr bool kShare = true;         // a tile has room for the rows of several sequences
-constexpr float kUnit = 0.69314718f;  // scores are powers of 2
+constexpr bool kSharesKeys = true;       // a tile has room for the rows of several sequences
+constexpr float kLogBase = 0.69314718f;  // scores are powers of 2
 
-// One task's memory: scores and products of 32 rows, their probabilities as bfloat16 left tiles.
+// Memory of one task: scores and products of 32 rows, their probabilities as bfloat16 input tiles.
 struct alignas(64) Workspace {
   float scores[kQueryRows * kKeyBlock];
   uint16_t probabilities[kQueryRows * kKeyBlock];
   float shrink[kQueryRows];
-  float* product;    // [32][Dp]
-  uint16_t* values;  // [2][16][Dp][2], for groups of 32 keys that cannot be read in place
-  State states[2];   // for run_task
-  State own;         // of one member of a task
+  float* product;          // [32][Dp]
+  uint16_t* values;        // [2][16][Dp][2], for groups of 32 keys that cannot be read in place
+  SoftmaxState states[2];  // for run_task
+  SoftmaxState own;        // of one member of a task
 };
 
 // scores[32][64] for `units` x 16 keys.
@@ -96,12 +96,12 @@ void weigh_values(const uint16_t* probabilities, const uint16_t* const* values, 
 
 // 2^x for x <= 0; exactly 0 below -126; NaN stays NaN.
 inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
-  return rough_exp2(x, _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ));
+  return approximate_exp2(x, _mm512_mask_cmp_ps_mask(wanted, x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ));
 }
 
 // Online softmax over one key block, in powers of 2. Row r sees the first start + (first_row + r) / group + 1 of its
 // keys, `start` being relative to the block (and so perhaps negative). `scale` includes log2(e).
-void softmax_block(Workspace& work, const State& state, int rows, int64_t units, int64_t start, int64_t group,
+void softmax_block(Workspace& work, const SoftmaxState& state, int rows, int64_t units, int64_t start, int64_t group,
                    int64_t first_row, float scale) {
   const __m512 factor = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-INFINITY);
   alignas(64) float best[kQueryRows] = {};
@@ -116,7 +116,7 @@ void softmax_block(Workspace& work, const State& state, int rows, int64_t units,
     }
     best[r] = std::max(state.best[r], reduce_max({top}) * scale);
   }
-  for (int r = 0; r < rows; r += 16) {  // whole vectors: rows beyond the last compute on leftovers, for nobody
+  for (int r = 0; r < rows; r += 16) {  // whole vectors; the results of rows behind the last are not used
     const __m512 fresh = _mm512_load_ps(best + r);
     _mm512_store_ps(work.shrink + r, exp2_or_zero(_mm512_sub_ps(_mm512_load_ps(state.best + r), fresh), 0xffff));
     _mm512_store_ps(state.best + r, fresh);
@@ -142,8 +142,8 @@ inline void prefetch(const void* data, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(data) + i, _MM_HINT_T1);
 }
 
-// Copies the values of 16 keys, zeroing slots from `count` on: they may hold what an earlier owner of the block left
-// there, and 0 x infinity is NaN.
+// Copies the values of 16 keys and zeroes slots from `count` on: these may hold values of an earlier request, and
+// 0 x infinity is NaN.
 void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* to) {
   if (count < 16) std::memset(to, 0, static_cast<size_t>(16 * padded) * 2);
   if (count == 0) return;
@@ -153,11 +153,11 @@ void copy_values(const uint16_t* from, int64_t padded, int64_t count, uint16_t* 
   for (int64_t d = 0; d < padded; ++d) to[count / 2 * 2 * padded + d * 2] = last[d * 2];
 }
 
-// Goes through keys [begin, keys) of a sequence, as far as they are in begin's partition, for `rows` queries from the
-// first_row-th of the sequence's rows on; begin is a multiple of 64. Adds to what `state` holds of the keys before; a
-// row that sees none at all becomes NaN.
+// Computes keys [begin, keys) of a sequence within the partition of `begin`, for `rows` queries from the first_row-th
+// row of the sequence on. begin is a multiple of 64. The results are added to `state`; a row that sees no key at all
+// becomes NaN.
 void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uint16_t* query, int64_t first_row,
-            int rows, int64_t begin, int64_t keys, const State& state, Workspace& work) {
+            int rows, int64_t begin, int64_t keys, const SoftmaxState& state, Workspace& work) {
   const Cache& cache = *a.cache;
   const int64_t padded = cache.dim_padded, group = a.heads / cache.kv_heads, start = a.starts[sequence];
   const int32_t* table = a.tables + sequence * a.table_width;
@@ -184,7 +184,7 @@ void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uin
         values[g] = values_at(key);
         continue;
       }
-      // The end of the sequence, or a group that straddles two blocks of 16.
+      // The end of the sequence, or a group that lies in two blocks of 16.
       uint16_t* copy = work.values + g * 32 * padded;
       for (int64_t half = 0; half < 32; half += 16) {
         const int64_t count = std::clamp<int64_t>(limit - key - half, 0, 16);
@@ -192,8 +192,8 @@ void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uin
       }
       values[g] = copy;
     }
-    // Decode reads keys and values from memory: fetch the next block's while this one is worked on. Behind the last
-    // one of the partition that is the next task's, most likely this thread's too.
+    // Decode reads keys and values from memory: fetch those of the next block now. Behind the last block of the
+    // partition they belong to the next task, most likely of the same thread.
     for (int64_t key = key0 + kKeyBlock; key < std::min(keys, key0 + 2 * kKeyBlock); key += 16) {
       const int64_t at = head_offset + key % cache.block_size * padded, block = table[key / cache.block_size];
       prefetch(data + cache.offset(a.layer, 0, block) + at, 32 * padded);
@@ -203,22 +203,22 @@ void attend(const AttentionArgs& a, int64_t sequence, int64_t kv_head, const uin
     softmax_block(work, state, rows, units, start - key0, group, first_row, a.scale * 1.44269504f);
     weigh_values(work.probabilities, values, groups, padded, two, work.product);
     for (int r = 0; r < rows; ++r) {
-      const F16 shrink = set1(work.shrink[r]);
+      const Floats16 shrink = set1(work.shrink[r]);
       float *out = state.out + r * padded, *product = work.product + r * padded;
       for (int64_t d = 0; d < padded; d += 16) store(out + d, fma(load(out + d), shrink, load(product + d)));
     }
   }
 }
 
-void copy_state(const State& from, int64_t rows, int64_t padded, const State& to) {
+void copy_state(const SoftmaxState& from, int64_t rows, int64_t padded, const SoftmaxState& to) {
   std::memcpy(to.best, from.best, static_cast<size_t>(rows) * 4);
   std::memcpy(to.mass, from.mass, static_cast<size_t>(rows) * 4);
   std::memcpy(to.out, from.out, static_cast<size_t>(rows * padded) * 4);
 }
 
-// Goes through the task's keys of the partition from `begin` on.
+// Computes the keys of the partition from `begin` on.
 void attend_task(const AttentionArgs& a, const Task& task, const uint16_t* all_queries, int64_t begin,
-                 const State& state, Workspace& work) {
+                 const SoftmaxState& state, Workspace& work) {
   const int64_t padded = a.cache->dim_padded, group = a.heads / a.cache->kv_heads;
   const int64_t first = a.cu_tokens[task.sequence] * group + task.first_row;
   const uint16_t* query = all_queries + (task.kv_head * query_rows(a) + first) * padded;
@@ -227,8 +227,8 @@ void attend_task(const AttentionArgs& a, const Task& task, const uint16_t* all_q
          work);
   const int64_t alone = std::max<int64_t>(begin, task.shared);
   if (one || alone >= partition_end(begin)) return;
-  for (int64_t i = 0; i < task.members; ++i) {  // each goes on from where all are
-    const State whole = state.from(i * group, padded);
+  for (int64_t i = 0; i < task.members; ++i) {  // each member continues from the state of the shared keys
+    const SoftmaxState whole = state.from(i * group, padded);
     std::fill_n(work.own.best, kQueryRows, -INFINITY);
     std::fill_n(work.own.mass, kQueryRows, 0.0f);
     copy_state(whole, group, padded, work.own);
@@ -238,7 +238,7 @@ void attend_task(const AttentionArgs& a, const Task& task, const uint16_t* all_q
   }
 }
 
-// Each thread has one.
+// Returns the workspace of the calling thread.
 Workspace& workspace(int64_t padded) {
   const int64_t head = round_up(sizeof(Workspace), 64) / 4, matrix = kQueryRows * padded;
   const int64_t state = state_floats(kQueryRows, padded);
@@ -255,26 +255,24 @@ Workspace& workspace(int64_t padded) {
 
 }  // namespace
 
-void count_tasks(const AttentionArgs& a, int64_t* count) {
-  *count = make_tasks(a, kShare).count;
-}
+void count_tasks(const AttentionArgs& a, int64_t* count) { *count = make_tasks(a, kSharesKeys).count; }
 
 void attention(const AttentionArgs& a) {
   const int64_t elements = a.cache->kv_heads * query_rows(a) * a.cache->dim_padded;
   uint16_t* query = static_cast<uint16_t*>(scratch(kScratchQuery, static_cast<size_t>(elements) * 2));
   avx512::prepare_attention(a, query, true);
-  const Tasks tasks = make_tasks(a, kShare);
+  const Tasks tasks = make_tasks(a, kSharesKeys);
   parallel_pieces(tasks.count, 1, [&](Pieces& pieces) {
     Workspace& work = workspace(a.cache->dim_padded);
     configure_tiles(kTileRows);  // last: an exception must not leave the tiles in use
     for (int64_t begin, end; pieces.next(&begin, &end);)
       for (int64_t t = begin; t < end; ++t)
-        run_task(a, tasks.list[t], tasks.partials, work.states, kUnit, [&](int64_t key, const State& state) {
+        run_task(a, tasks.list[t], tasks.partials, work.states, kLogBase, [&](int64_t key, const SoftmaxState& state) {
           attend_task(a, tasks.list[t], query, key, state, work);
         });
     _tile_release();
   });
-  merge_partials(a, tasks, kUnit);
+  merge_partials(a, tasks, kLogBase);
 }
 
 }  // namespace amx

@@ -52,7 +52,7 @@ Isa detect_isa() {
     const unsigned long long xcr0 = xgetbv0();
     if ((xcr0 & 0x6) != 0x6) return Isa::kNone;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return Isa::kNone;
-    if (!(b & (1u << 5))) return Isa::kNone;  // AVX2
+    if (!(b & (1u << 5))) return Isa::kNone;                                    // AVX2
     const unsigned needed = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F, DQ, BW, VL
     if ((b & needed) != needed || (xcr0 & 0xe6) != 0xe6) return Isa::kAvx2;
     const bool amx = (d & (1u << 22)) && (d & (1u << 24)) && (xcr0 & 0x60000) == 0x60000;  // BF16, TILE

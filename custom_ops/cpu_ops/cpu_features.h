@@ -1,4 +1,4 @@
-// Which instruction set the kernels use, decided once per process.
+// The instruction set of the kernels, decided once per process.
 #pragma once
 
 namespace fd {
@@ -9,10 +9,10 @@ enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3 };
 // The best level that both the CPU and the operating system allow. Asks Linux for the AMX tile state.
 Isa detect_isa();
 
-// The level in force: detect_isa() capped by FASTDEPLOY_CPU_ISA=avx2|avx512|amx or by set_isa.
+// The level in use: detect_isa(), limited by FASTDEPLOY_CPU_ISA=avx2|avx512|amx or by set_isa.
 Isa current_isa();
 
-// Caps the level (tests). Returns the level in force. All layouts in memory are the same at every level.
+// Limits the level (tests). Returns the level in use. All memory layouts are the same at every level.
 Isa set_isa(Isa wanted);
 
 }  // namespace fd

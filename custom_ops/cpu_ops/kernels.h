@@ -1,12 +1,12 @@
-// Every kernel, declared once per instruction set. Layouts are the same for all of them:
+// Declarations of all kernels, one per instruction set. The memory layouts are the same for all of them:
 //
 // float32 weight   [ceil(N/16)][K][16]              column tile, k, column
 // bfloat16 weight  [ceil(N/16)][Kp/32][16][16][2]   column tile, k tile, k pair, column, k within the pair
 //                  (Kp = K rounded up to 32; padding is zero). One k tile is one AMX tile of 1 KiB, in the pair-wise
-//                  ("VNNI") order that TDPBF16PS wants for its right operand.
+//                  ("VNNI") order of the right operand of TDPBF16PS.
 // float32 cache    K [block][kv head][slot/16][Dp][16], V [block][kv head][slot][Dp]
 // bfloat16 cache   K [block][kv head][slot/16][Dp/2][16][2], V [block][kv head][slot/2][Dp][2]
-//                  (Dp = head_dim rounded up to 32): again AMX's right operands, of q @ k.T and of p @ v.
+//                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace fd {
 constexpr int64_t kColumns = 16;  // columns of a weight tile
 constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
 
-// An immutable packed weight; owns its pages and bias (padded to whole tiles) together.
+// An immutable packed weight. Owns its pages and its bias, which is padded to whole tiles.
 struct Weight {
   bool bf16;
   int64_t n, k;      // as given
@@ -42,7 +42,7 @@ struct Cache {
   }
 };
 
-// The shape of a step, which all its layers share (AttentionBatch of ops/interface.py).
+// The token rows of a step, the same for all blocks (AttentionBatch of ops/interface.py).
 struct Batch {
   int64_t tokens, sequences, table_width;
   const int32_t *cu_tokens, *starts, *tables, *positions;
@@ -58,70 +58,96 @@ struct AttentionArgs : Batch {
   float eps;
 };
 
-struct LayerArgs {
-  const float *input_norm, *post_norm;
-  const Weight *qkv, *o, *gate_up, *down;
-  AttentionArgs attention;  // but for the batch, qkv and out; its eps is that of all norms
+// The blocks that a layer is made of. Each adds to the residual: residual += block(RMSNorm(residual)).
+
+// o(attention(qkv(x))).
+struct AttentionBlock {
+  const float* norm;  // of the residual, [hidden]
+  const Weight *qkv, *o;
+  float norm_eps;
+  AttentionArgs attention;  // without the batch, qkv and out
 };
 
-// Layers of a step, one after another. With `rows`, all but the cache of the last one is computed for these token rows
-// alone (ascending): they are the residual's first rows afterwards.
+// down(silu(gate(x)) * up(x)).
+struct MlpBlock {
+  const float* norm;
+  const Weight *gate_up, *down;
+  float norm_eps;
+};
+
+enum class BlockKind : int64_t { kAttention = 0, kMlp = 1 };
+
+struct Block {
+  BlockKind kind;
+  int64_t ends_layer;  // 1 for the last block of a layer
+  union {
+    AttentionBlock attention;
+    MlpBlock mlp;
+  };
+};
+
+// A step through all layers, block by block. With `rows` (ascending), the last attention block still completes the
+// cache for all tokens, but from its output on only these token rows are computed. They become the first num_rows rows
+// of the residual. Null: all rows.
 struct StepArgs {
   Batch batch;
+  int64_t bf16;     // type of all weights and of the cache
   float* residual;  // [tokens, hidden]
   const int64_t* rows;
   int64_t num_rows;
-  const LayerArgs* layers;
+  const Block* blocks;
   int64_t count;
-  int (*between_layers)();  // or null; the rest is not computed once it returns anything but 0
+  int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 
-// What a layer needs of its step: rows is null but in the last one.
-struct LayerInput {
+// The state of a step between two blocks.
+struct StepState {
   const Batch& batch;
-  float* residual;
-  const int64_t* rows;
+  float* residual;  // [m, hidden]
+  int64_t m;
+  const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
   int64_t num_rows;
 };
 
-#define FD_DECLARE_KERNELS(isa)                                                                                \
-  namespace isa {                                                                                              \
-  void decoder_layer(const LayerArgs& a, const LayerInput& in);                                                \
-  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out);           \
-  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
-  void attention(const AttentionArgs& a);                                                                      \
-  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
+#define FD_DECLARE_KERNELS(isa)                                                                      \
+  namespace isa {                                                                                    \
+  void run_block(const Block& block, StepState& step);                                               \
+  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out); \
+  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);        \
+  void attention(const AttentionArgs& a);                                                            \
+  void count_tasks(const AttentionArgs& a, int64_t* count);                                          \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)
 FD_DECLARE_KERNELS(amx)  // bfloat16 only
 #undef FD_DECLARE_KERNELS
 
-#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                         \
-  namespace isa {                                                                                              \
-  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                  \
-  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                      \
-  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k, \
-              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                    \
-  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top,             \
-                float* chosen, float* top_values, int32_t* top_ids);                                           \
+#define FD_DECLARE_VECTOR_KERNELS(isa)                                                                            \
+  namespace isa {                                                                                                 \
+  void embedding(const int32_t* ids, int64_t m, const Weight& w, float* out);                                     \
+  void prepare_attention(const AttentionArgs& a, void* query, bool bf16);                                         \
+  void sample(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int32_t* top_k,   \
+              const float* top_p, const float* min_p, const double* uniform, int32_t* out);                       \
+  void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* ids, int64_t top, float* chosen, \
+                float* top_values, int32_t* top_ids);                                                             \
   }
 FD_DECLARE_VECTOR_KERNELS(avx2)
 FD_DECLARE_VECTOR_KERNELS(avx512)
 #undef FD_DECLARE_VECTOR_KERNELS
 
 namespace amx {
-double probe_read(const void* data, int64_t bytes);  // reads it all on all threads
-int64_t probe_peak(int64_t rounds);                  // multiplies tiles in registers; returns the operations done
-void probe_exp2(const float* x, int64_t n, float* out);  // rough.h
+double probe_read(const void* data, int64_t bytes);      // reads all bytes on all threads
+int64_t probe_peak(int64_t rounds);                      // multiplies tiles in registers; returns the operations
+void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx
 
-// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight; kind: 0 = float32, 1 = bfloat16 bits.
+// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight.
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias);
 void free_weight(Weight* w);
 void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, int64_t n);
-// Columns [first, first + n) of the weight become `target` [n, k], in the weight's own type: the bits that were packed.
+// Columns [first, first + n) of the weight become `target` [n, k] in the type of the weight, with the bits that were
+// packed.
 void unpack_rows(const Weight& w, void* target, int64_t first, int64_t n);
 
 }  // namespace fd

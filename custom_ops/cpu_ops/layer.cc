@@ -1,7 +1,7 @@
-// A decoder layer, and the logits at the end, in terms of left.h. Compiled once per instruction set.
+// The blocks of a decoder layer, and single linears. Compiled once per instruction set.
 #include <cstring>
 
-#include "left.h"
+#include "linear.h"
 #include "thread_pool.h"
 
 namespace fd {
@@ -18,54 +18,68 @@ void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width
     std::memmove(out + i * width, x + rows[i] * width, static_cast<size_t>(width) * 4);
 }
 
-// multiply_gated of any width. Where gate and up share a column tile, their products are multiplied by themselves.
-Left multiply_any_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
+// multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
+// combined.
+LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
   const int64_t half = w.n / 2;
-  if (half % kColumns == 0) return multiply_gated(slot, left, w, next);
-  float* both = floats(kScratchGateUp, left.m * w.n);
-  multiply(left, w, both, false);
-  for (int64_t r = 0; r < left.m; ++r)
+  if (half % kColumns == 0) return multiply_gated(slot, input, w, next);
+  float* both = floats(kScratchGateUp, input.m * w.n);
+  multiply(input, w, both, false);
+  for (int64_t r = 0; r < input.m; ++r)
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
       const float *gate = both + r * w.n + i, *up = gate + half;
       store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // behind all reads
     }
-  return make_left(slot, both, nullptr, 0, left.m, next);
+  return make_linear_input(slot, both, nullptr, 0, input.m, next);
+}
+
+// residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.
+void attention_block(const AttentionBlock& block, StepState& step) {
+  AttentionArgs args = block.attention;
+  static_cast<Batch&>(args) = step.batch;
+  const int64_t hidden = block.qkv->k, width = block.o->k;
+  float* qkv = floats(kScratchQkv, step.m * block.qkv->n);
+  float* attended = floats(kScratchAttended, step.m * width);
+  multiply(make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
+           qkv, false);
+  args.qkv = qkv;
+  args.out = attended;
+  attention(args);
+  if (step.rows != nullptr) {
+    step.m = step.num_rows;
+    pick_rows(attended, step.rows, step.m, width, attended);
+    pick_rows(step.residual, step.rows, step.m, hidden, step.residual);
+  }
+  if (step.m == 0) return;
+  const LinearInput input = make_linear_input(kScratchInput, attended, nullptr, 0, step.m, *block.o);
+  multiply(input, *block.o, step.residual, true);
+}
+
+// residual += down(silu(gate(norm(residual))) * up(norm(residual))).
+void mlp_block(const MlpBlock& block, const StepState& step) {
+  if (step.m == 0) return;
+  const LinearInput input =
+      make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);
+  multiply(multiply_any_gated(kScratchInner, input, *block.gate_up, *block.down), *block.down, step.residual, true);
 }
 
 }  // namespace
 
-// residual += o(attention(qkv(norm(residual)))), then += down(gated(norm(residual))).
-void decoder_layer(const LayerArgs& a, const LayerInput& in) {
-  AttentionArgs attention_args = a.attention;
-  static_cast<Batch&>(attention_args) = in.batch;
-  const int64_t hidden = a.qkv->k, width = a.o->k;
-  const float eps = attention_args.eps;
-  int64_t m = attention_args.tokens;
-  float* qkv = floats(kScratchQkv, m * a.qkv->n);
-  float* attended = floats(kScratchAttended, m * width);
-  multiply(make_left(kScratchInput, in.residual, a.input_norm, eps, m, *a.qkv), *a.qkv, qkv, false);
-  attention_args.qkv = qkv;
-  attention_args.out = attended;
-  attention(attention_args);
-  if (in.rows != nullptr) {
-    m = in.num_rows;
-    if (m == 0) return;
-    pick_rows(attended, in.rows, m, width, attended);
-    pick_rows(in.residual, in.rows, m, hidden, in.residual);
+void run_block(const Block& block, StepState& step) {
+  switch (block.kind) {
+    case BlockKind::kAttention: return attention_block(block.attention, step);
+    case BlockKind::kMlp: return mlp_block(block.mlp, step);
   }
-  multiply(make_left(kScratchInput, attended, nullptr, 0, m, *a.o), *a.o, in.residual, true);
-  const Left normed = make_left(kScratchInput, in.residual, a.post_norm, eps, m, *a.gate_up);
-  multiply(multiply_any_gated(kScratchInner, normed, *a.gate_up, *a.down), *a.down, in.residual, true);
 }
 
 void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out) {
-  multiply(make_left(kScratchInput, x, norm, eps, m, w), w, out, false);
+  multiply(make_linear_input(kScratchInput, x, norm, eps, m, w), w, out, false);
 }
 
 void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
-  const Left left = make_left(kScratchInput, x, nullptr, 0, m, gate_up);
-  multiply(multiply_any_gated(kScratchInner, left, gate_up, down), down, out, false);
+  const LinearInput input = make_linear_input(kScratchInput, x, nullptr, 0, m, gate_up);
+  multiply(multiply_any_gated(kScratchInner, input, gate_up, down), down, out, false);
 }
 
 }  // namespace FD_ISA

@@ -1,12 +1,12 @@
 // Linears and embedding lookup with vector FMA, for float32 weights everywhere and for bfloat16 ones without AMX.
 // Compiled once per instruction set.
 //
-// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend on its own row of x
-// and its own column of the weight, and on nothing else.
+// Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ...: its bits depend only on its own row
+// of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
 
-#include "left.h"
+#include "linear.h"
 #include "thread_pool.h"
 
 namespace fd {
@@ -21,17 +21,17 @@ constexpr int kRows = 8;
 constexpr int kRows = 3;
 #endif
 
-// x rows worked on while a column pair stays in L2.
+// Rows of x that are computed while a pair of columns stays in L2.
 constexpr int64_t kRowBlock = 256;
 
 template <int Rows>
-void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, F16* acc) {
-  F16 c0[Rows], c1[Rows];
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc) {
+  Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; ++i) {
-    const F16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
+    const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
-      const F16 a = set1(x[r * ldx + i]);
+      const Floats16 a = set1(x[r * ldx + i]);
       c0[r] = fma(a, b0, c0[r]);
       c1[r] = fma(a, b1, c1[r]);
     }
@@ -43,13 +43,13 @@ void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1,
 }
 
 template <int Rows>
-void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, F16* acc) {
-  F16 c0[Rows], c1[Rows];
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc) {
+  Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; i += 2) {
     const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
-      const F16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
+      const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
       c0[r] = fma(odd, b0.high, fma(even, b0.low, c0[r]));
       c1[r] = fma(odd, b1.high, fma(even, b1.low, c1[r]));
     }
@@ -61,7 +61,7 @@ void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16
 }
 
 template <int Rows>
-void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, F16* acc) {
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc) {
   const int64_t step = w.tile_elements();
   if (w.bf16) {
     const uint16_t* data = static_cast<const uint16_t*>(w.data);
@@ -72,7 +72,8 @@ void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64
   }
 }
 
-void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, F16* acc) {
+void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1,
+                   Floats16* acc) {
   switch (rows) {
     case 1: return multiply<1>(w, x, ldx, tile0, tile1, acc);
     case 2: return multiply<2>(w, x, ldx, tile0, tile1, acc);
@@ -89,9 +90,9 @@ void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64
 
 // Calls finish(row, pair, acc0, acc1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const Left& left, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
-  const int64_t m = left.m, ldx = w.k_padded;
-  const float* input = static_cast<const float*>(left.data);
+void for_all_pairs(const LinearInput& input, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+  const int64_t m = input.m, ldx = w.k_padded;
+  const float* rows_data = static_cast<const float*>(input.data);
   for (int64_t block = 0; block < m; block += kRowBlock) {
     const int64_t block_end = std::min(m, block + kRowBlock);
     const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
@@ -102,8 +103,8 @@ void for_all_pairs(const Left& left, const Weight& w, int64_t pairs, Tiles tiles
         tiles(pair, &tile0, &tile1);
         for (int64_t r = block; r < block_end; r += kRows) {
           const int rows = static_cast<int>(std::min<int64_t>(kRows, block_end - r));
-          F16 acc[2 * kRows];
-          multiply_rows(rows, w, input + r * ldx, ldx, tile0, tile1, acc);
+          Floats16 acc[2 * kRows];
+          multiply_rows(rows, w, rows_data + r * ldx, ldx, tile0, tile1, acc);
           for (int i = 0; i < rows; ++i) finish(r + i, pair, acc[2 * i], acc[2 * i + 1]);
         }
       }
@@ -111,22 +112,23 @@ void for_all_pairs(const Left& left, const Weight& w, int64_t pairs, Tiles tiles
   }
 }
 
-F16 rounded(const Weight& w, F16 value) { return w.bf16 ? round_bf16(value) : value; }
+Floats16 rounded(const Weight& w, Floats16 value) { return w.bf16 ? round_bf16(value) : value; }
 
 }  // namespace
 
 // float32 rows of k_padded: rounded to bfloat16 (as AMX does) and padded with zeros where the weights are bfloat16.
-Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
+LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
+                              const Weight& w) {
   if (norm == nullptr && !w.bf16) return {x, m};
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * w.k_padded) * 4));
   parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* from = x + r * w.k;
       float* to = rows + r * w.k_padded;
-      const F16 factor = set1(norm == nullptr ? 1.0f : norm_factor(from, w.k, eps));
+      const Floats16 factor = set1(norm == nullptr ? 1.0f : norm_factor(from, w.k, eps));
       for (int64_t k = 0; k < w.k; k += 16) {
         const int count = static_cast<int>(std::min<int64_t>(16, w.k - k));
-        F16 v = load_n(from + k, count);
+        Floats16 v = load_n(from + k, count);
         if (norm != nullptr) v = mul(mul(v, factor), load_n(norm + k, count));
         store_n(to + k, rounded(w, v), count);
       }
@@ -136,15 +138,15 @@ Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, i
   return {rows, m};
 }
 
-void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
+void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
   const int64_t tiles = w.tiles();
   for_all_pairs(
-      left, w, (tiles + 1) / 2,
+      input, w, (tiles + 1) / 2,
       [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
         *tile0 = 2 * pair;
         *tile1 = std::min(2 * pair + 1, tiles - 1);
       },
-      [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
+      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
         float* to = out + row * w.n;
         const auto put = accumulate ? add_columns : store_columns;
         put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
@@ -152,16 +154,16 @@ void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
       });
 }
 
-Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
-  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = left.m;
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
+  const int64_t half = w.n / 2, half_tiles = half / kColumns, m = input.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
   for_all_pairs(
-      left, w, half_tiles,
+      input, w, half_tiles,
       [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
         *tile0 = pair;
         *tile1 = pair + half_tiles;
       },
-      [&](int64_t row, int64_t pair, F16 gate, F16 up) {
+      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
         gate = with_bias(w, pair, gate);
         up = with_bias(w, pair + half_tiles, up);
         store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));

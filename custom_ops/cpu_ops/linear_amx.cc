@@ -1,24 +1,24 @@
 // bfloat16 linears on AMX tiles.
 //
-// TDPBF16PS multiplies a left tile (16 rows x 32 k, row-major) with a right tile (16 k pairs x 16 columns, "VNNI"
+// TDPBF16PS multiplies an input tile (16 rows x 32 k, row-major) with a weight tile (16 k pairs x 16 columns, "VNNI"
 // order) into 16 x 16 float32 accumulators. Each element adds its 32 products in an order fixed by the instruction, and
-// the k tiles follow one another from 0: an output depends on its own row and column alone, whatever M is. Cutting K
-// into blocks stores and reloads float32 accumulators, which changes no bit.
+// the k tiles follow in order from 0: an output depends only on its own row and column, for every M. Cutting K into
+// blocks stores and reloads float32 accumulators, which changes no bit.
 //
 // Throughput: one TDPBF16PS per 16 cycles, latency 52, so four accumulators keep the unit busy: a 2 x 2 block uses all
-// eight tiles (4 accumulators, 2 left, 2 right) and loads a tile per multiplication. What bounds it:
-//   up to 32 rows   the way of the weights from memory: they are read once, in order, prefetched by the loop itself
-//   beyond          L2: it delivers some 33 bytes a cycle (measured), and a 2 x 2 block of which both sides come from
-//                   L2 wants 64. So K is cut such that the weights of a block stay in L1 while all rows go past.
+// eight tiles (4 accumulators, 2 of the input, 2 of weights) and loads a tile per multiplication. The bottleneck is:
+//   up to 32 rows   memory: the weights are read once, in order, and the loop itself prefetches them
+//   beyond          L2: it delivers some 33 bytes a cycle (measured), and a 2 x 2 block that reads both sides from L2
+//                   needs 64. So K is cut so that the weights of a block stay in L1 for all rows.
 #include <immintrin.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "left.h"
-#include "rough.h"
+#include "amx_tiles.h"
+#include "approximate_math.h"
+#include "linear.h"
 #include "thread_pool.h"
-#include "tiles.h"
 
 namespace fd {
 namespace amx {
@@ -27,25 +27,25 @@ namespace {
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kStrip = 32;             // rows of a 2 x 2 block
 constexpr int64_t kStripFloats = 32 * 32;  // its accumulators
-constexpr int64_t kGroup = 2;              // strips that go past the same weights before K moves on
-// How far ahead weights are fetched where memory is the bound: 4 KiB, about what one core's memory latency is worth.
+constexpr int64_t kGroup = 2;              // strips that use the same weights before K moves on
+// Prefetch distance where memory is the bottleneck: 4 KiB, about what one core reads during the latency of memory.
 constexpr int64_t kPrefetchSteps = 2;
-// K tiles of a block whose weights (14 KiB) share L1 (48 KiB on every AMX core so far) with the rows that go past.
+// K tiles of a block: their weights (14 KiB) share L1 (48 KiB on every AMX core so far) with the rows.
 constexpr int64_t kL1Steps = 7;
-// Left rows, cut to a block of K, that share L2 (2 MiB) with accumulators and the weights that stream past.
+// Bytes of input rows, cut to a block of K, that share L2 (2 MiB) with accumulators and the stream of weights.
 constexpr int64_t kWholeBudget = int64_t{1} << 20, kCutBudget = int64_t{640} << 10;
 constexpr int64_t kMaxRows = 512;
-// A piece of work: enough weights that what a thread does once per piece costs nothing, and few enough to share out.
+// Bytes of one piece of work: enough to make the cost per piece small, few enough to share among threads.
 constexpr int64_t kPieceBytes = int64_t{256} << 10;
 
-// How a Left lies in memory: [row tile][k tile][rows of a tile][32]. Rows beyond m in whole strips hold anything: a row
-// of the result depends on its own left row alone.
-struct LeftTiles {
+// Layout of a LinearInput: [row tile][k tile][rows of a tile][32]. Rows from m to the end of a strip hold anything: a
+// row of the result depends on its own input row only.
+struct InputTiles {
   char* data;
   int64_t rows;     // of a tile: 16, or m if that is less
   int64_t k_tiles;  // of a row
 
-  LeftTiles(void* data, int64_t m, const Weight& w)
+  InputTiles(void* data, int64_t m, const Weight& w)
       : data(static_cast<char*>(data)), rows(std::min<int64_t>(m, 16)), k_tiles(w.k_padded / kDepth) {}
 
   static size_t bytes(int64_t m, const Weight& w) {
@@ -60,8 +60,8 @@ __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : count > 0 ? static_cast<__mmask16>((1u << count) - 1) : 0;
 }
 
-// accumulators (+)= left x right over `steps` k tiles, for RowTiles x 2 tiles. `beside` runs once per k tile: while the
-// tile unit is busy, the rest of the core fetches weights and finishes earlier results.
+// accumulators (+)= input x weights over `steps` k tiles, for RowTiles x 2 tiles. `beside` runs once per k tile: while
+// the tile unit is busy, the rest of the core fetches weights and finishes earlier results.
 template <int RowTiles, typename Beside>
 inline void multiply_tiles(const char* a0, const char* a1, int64_t a_step, const char* b0, const char* b1,
                            int64_t steps, Beside& beside) {
@@ -87,7 +87,7 @@ inline void multiply_tiles(const char* a0, const char* a1, int64_t a_step, const
 // One strip, [32 rows][32 columns] of float32: its accumulators start as zeros (from: null), or as what an earlier
 // block of K left in `from`, and end in `to`.
 template <int RowTiles, typename Beside>
-inline void multiply_strip(const LeftTiles& left, int64_t row_tile, int64_t k0, int64_t steps, const char* b0,
+inline void multiply_strip(const InputTiles& input, int64_t row_tile, int64_t k0, int64_t steps, const char* b0,
                            const char* b1, const float* from, float* to, Beside& beside) {
   constexpr int kStride = 2 * kColumns * 4;
   constexpr int64_t kSecond = 16 * 2 * kColumns;  // row tile
@@ -106,9 +106,9 @@ inline void multiply_strip(const LeftTiles& left, int64_t row_tile, int64_t k0, 
       _tile_loadd(3, from + kSecond + kColumns, kStride);
     }
   }
-  const char* a0 = left.tile(row_tile, k0);
-  const char* a1 = RowTiles == 2 ? left.tile(row_tile + 1, k0) : a0;
-  multiply_tiles<RowTiles>(a0, a1, left.step(), b0, b1, steps, beside);
+  const char* a0 = input.tile(row_tile, k0);
+  const char* a1 = RowTiles == 2 ? input.tile(row_tile + 1, k0) : a0;
+  multiply_tiles<RowTiles>(a0, a1, input.step(), b0, b1, steps, beside);
   _tile_stored(0, to, kStride);
   _tile_stored(1, to + kColumns, kStride);
   if (RowTiles == 2) {
@@ -152,7 +152,7 @@ struct Pass {
 
 // Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
 template <typename Tiles, typename Finish>
-void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
+void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
                const Tiles& tiles, Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
   const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
@@ -162,7 +162,7 @@ void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t
   alignas(64) float blocks[2][kGroup * kStripFloats];
   int current = 0;
   Pending pending;
-  configure_tiles(left.rows);  // fewer than 16 in all: a decode step loads no padding
+  configure_tiles(input.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
       int64_t t0, t1;
@@ -185,9 +185,9 @@ void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t
               const int64_t row_tile = (pass.row0 + group * kStrip + row) / 16;
               const float* old = from == nullptr ? nullptr : from + row * 32;
               if (group_rows - row > 16) {
-                multiply_strip<2>(left, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
+                multiply_strip<2>(input, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
               } else {
-                multiply_strip<1>(left, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
+                multiply_strip<1>(input, row_tile, pass.k0 + k, count, here0, here1, old, to + row * 32, beside);
               }
             };
             if (strips == 1) {
@@ -214,15 +214,15 @@ void run_pairs(const LeftTiles& left, const Weight& w, const Pass& pass, int64_t
     }
   }
   pending.finish_rows(kGroup * kStrip, finish);
-  _mm_sfence();  // writes past the cache become visible before the job counts as done
+  _mm_sfence();  // streaming stores become visible before the job counts as done
   _tile_release();
 }
 
-// The same for all rows, on all threads.
+// Runs run_pairs for all rows on all threads.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const Left& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
-  const LeftTiles left(const_cast<void*>(rows.data), rows.m, w);
-  const int64_t k_tiles = left.k_tiles, row_bytes = k_tiles * 64;
+void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+  const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
+  const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64;
   const bool whole = row_bytes * kMaxRows <= kWholeBudget;
   const int64_t row_block = whole ? kMaxRows : kMaxRows / 2;
   for (int64_t row0 = 0; row0 < rows.m; row0 += row_block) {
@@ -240,25 +240,24 @@ void for_all_pairs(const Left& rows, const Weight& w, int64_t pairs, Tiles tiles
       pass.last = p + 1 == passes;
       const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
-      parallel_pieces(pairs, grain, [&](Pieces& pieces) {
-        run_pairs(left, w, pass, pairs, pieces, tiles, finish);
-      });
+      parallel_pieces(pairs, grain, [&](Pieces& pieces) { run_pairs(input, w, pass, pairs, pieces, tiles, finish); });
     }
   }
 }
 
-// Results too large to still be in a cache when they are read are written past it: an ordinary store would first read
-// the line it overwrites. Needs rows of whole, aligned cache lines.
+// Large results, which leave the cache before they are read, are written with streaming stores: an ordinary store would
+// first read the line that it overwrites. Needs rows of whole, aligned cache lines.
 bool write_past_cache(const float* out, int64_t m, int64_t n) {
   constexpr int64_t kLarge = int64_t{4} << 20;
   return m * n * 4 > kLarge && n % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
 }
 
-void stream_columns(float* row, int64_t tile, int64_t, F16 value) { _mm512_stream_ps(row + tile * kColumns, value.v); }
+void stream_columns(float* row, int64_t tile, int64_t, Floats16 value) {
+  _mm512_stream_ps(row + tile * kColumns, value.v);
+}
 
-// Rows of float32 (times factor times norm) as left rows.
-void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out,
-                 int64_t step) {
+// Converts a row of float32 (times factor times norm) to a row of the input layout.
+void convert_row(const float* x, const float* norm, float factor, int64_t k, int64_t k_tiles, char* out, int64_t step) {
   const __m512 scale = _mm512_set1_ps(factor);
   for (int64_t t = 0; t < k_tiles; ++t) {
     const int64_t at = t * 32;
@@ -273,15 +272,15 @@ void convert_row(const float* x, const float* norm, float factor, int64_t k, int
 }
 
 template <typename Put>
-void multiply_with(const Left& left, const Weight& w, float* out, Put put) {
+void multiply_with(const LinearInput& input, const Weight& w, float* out, Put put) {
   const int64_t count = w.tiles();
   for_all_pairs(
-      left, w, (count + 1) / 2,
+      input, w, (count + 1) / 2,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = 2 * pair;
         *t1 = std::min(2 * pair + 1, count - 1);
       },
-      [&](int64_t row, int64_t pair, F16 c0, F16 c1) {
+      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
         float* to = out + row * w.n;
         put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
         if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
@@ -290,31 +289,34 @@ void multiply_with(const Left& left, const Weight& w, float* out, Put put) {
 
 }  // namespace
 
-Left make_left(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m, const Weight& w) {
-  const LeftTiles left(scratch(slot, LeftTiles::bytes(m, w)), m, w);
+LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
+                              const Weight& w) {
+  const InputTiles input(scratch(slot, InputTiles::bytes(m, w)), m, w);
   parallel_for(m, std::max<int64_t>(1, 16384 / w.k_padded), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* row = x + r * w.k;
       const float factor = norm == nullptr ? 1.0f : norm_factor(row, w.k, eps);
-      convert_row(row, norm, factor, w.k, left.k_tiles, left.row(r), left.step());
+      convert_row(row, norm, factor, w.k, input.k_tiles, input.row(r), input.step());
     }
   });
-  return {left.data, m};
+  return {input.data, m};
 }
 
-void multiply(const Left& left, const Weight& w, float* out, bool accumulate) {
+void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
   if (accumulate) {
-    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { add_columns(row, tile, n, v); });
-  } else if (write_past_cache(out, left.m, w.n)) {
-    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { stream_columns(row, tile, n, v); });
+    multiply_with(input, w, out, [](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
+  } else if (write_past_cache(out, input.m, w.n)) {
+    multiply_with(input, w, out,
+                  [](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
   } else {
-    multiply_with(left, w, out, [](float* row, int64_t tile, int64_t n, F16 v) { store_columns(row, tile, n, v); });
+    multiply_with(input, w, out,
+                  [](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
   }
 }
 
-Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const Weight& next) {
-  const int64_t half_tiles = w.n / 2 / kColumns, m = left.m;
-  const LeftTiles inner(scratch(slot, LeftTiles::bytes(m, next)), m, next);
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
+  const int64_t half_tiles = w.n / 2 / kColumns, m = input.m;
+  const InputTiles inner(scratch(slot, InputTiles::bytes(m, next)), m, next);
   auto put = [&](int64_t row, int64_t tile, __m256i values) {
     char* to = inner.row(row) + tile / 2 * inner.step() + tile % 2 * 32;
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), values);
@@ -322,15 +324,15 @@ Left multiply_gated(ScratchSlot slot, const Left& left, const Weight& w, const W
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
   for_all_pairs(
-      left, w, half_tiles,
+      input, w, half_tiles,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = pair;
         *t1 = pair + half_tiles;
       },
-      [&](int64_t row, int64_t pair, F16 gate, F16 up) {
+      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
         gate = with_bias(w, pair, gate);
         up = with_bias(w, pair + half_tiles, up);
-        put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(rough_silu(gate.v), up.v)));
+        put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
       });
   return {inner.data, m};
 }

@@ -12,10 +12,8 @@ namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
 
-// Huge pages, but for an end of less than half of one: a layer has four weights, and their ends add up.
-size_t whole_pages(size_t bytes) {
-  return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge);
-}
+// Whole huge pages, except for an end of less than half of one: a layer has four weights, and their ends add up.
+size_t whole_pages(size_t bytes) { return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge); }
 
 class Buffer {
  public:
@@ -34,7 +32,7 @@ class Buffer {
 
  private:
   void grow(size_t bytes) {
-    release();  // before the new one is there: its contents are not wanted
+    release();  // before the new one is allocated: the old contents are not needed
     size_t size = round_up(bytes + bytes / 4, 4096);
     const bool large = size > kHuge / 4;
     if (large) size = round_up(size, kHuge);

@@ -11,8 +11,9 @@ static constexpr T round_up(T n, Unit unit) {
   return (n + static_cast<T>(unit) - 1) / static_cast<T>(unit) * static_cast<T>(unit);
 }
 
-// Zeroed pages from a 2 MiB boundary on, advised to be huge ones but for a short end: a weight stream otherwise misses
-// the TLB every 4 KiB and the hardware prefetcher stops at every page. Null when the system has no memory left.
+// Allocates zeroed pages, aligned to 2 MiB and advised to be huge, except for a short end: with small pages a stream of
+// weights misses the TLB every 4 KiB and the hardware prefetcher stops at every page. Null when there is no memory
+// left.
 void* allocate_pages(size_t bytes);
 void free_pages(void* pointer, size_t bytes);
 
@@ -31,6 +32,6 @@ enum ScratchSlot {
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);
-void free_scratch();  // the calling thread's
+void free_scratch();  // frees that of the calling thread
 
 }  // namespace fd

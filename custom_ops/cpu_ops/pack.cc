@@ -1,4 +1,5 @@
-// Packing, and its inverse: on the thread that loads a checkpoint, beside serving; so neither touches the pool.
+// Packing and unpacking. Both run on the thread that loads a checkpoint, beside steps, and so do not use the thread
+// pool.
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -37,7 +38,7 @@ uint32_t load_float_bits(const char* row, int64_t k) {
   return SourceBf16 ? static_cast<uint32_t>(load_at<uint16_t>(row, k)) << 16 : load_at<uint32_t>(row, k);
 }
 
-// Any one column, element by element: edges, conversions, and stacks whose parts do not start on a whole tile.
+// Packs one column element by element: edges, conversions, and stacked parts that do not start on a whole tile.
 template <bool SourceBf16>
 void pack_column(Weight& w, const char* row, int64_t column) {
   const int64_t tile = column / kColumns, lane = column % kColumns;
@@ -53,7 +54,7 @@ void pack_column(Weight& w, const char* row, int64_t column) {
   }
 }
 
-// Sixteen float32-bound columns at once, in blocks that stay in L1.
+// Packs sixteen columns into a float32 weight, in blocks that stay in L1.
 template <bool SourceBf16>
 void pack_columns_f32(Weight& w, const char* source, int64_t row_bytes, int64_t tile) {
   uint32_t* out = static_cast<uint32_t*>(w.data) + tile * w.tile_elements();
@@ -113,8 +114,7 @@ void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, i
     } else {
       uint16_t* out = static_cast<uint16_t*>(w.data) + tile * w.tile_elements();
       const int64_t whole = w.k / kDepth;
-      for (int64_t kt = 0; kt < whole; ++kt)
-        pack_tile_bf16(row + kt * kDepth * 2, w.k, out + kt * kDepth * kColumns);
+      for (int64_t kt = 0; kt < whole; ++kt) pack_tile_bf16(row + kt * kDepth * 2, w.k, out + kt * kDepth * kColumns);
       for (int64_t k = whole * kDepth; k < w.k; ++k)
         for (int lane = 0; lane < kColumns; ++lane)
           out[k / 2 * 32 + lane * 2 + k % 2] = load_at<uint16_t>(row + lane * row_bytes, k);

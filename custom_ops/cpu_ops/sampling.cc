@@ -1,8 +1,8 @@
 // Sampling and log probabilities over the vocabulary, without sorting it. Compiled once per instruction set.
 //
-// What top-k, top-p and min-p keep is always "the best tokens down to some (logit, id)", best first, and the lowest id
-// first among equals. So each filter moves one boundary, found by selection among a few candidates near the maximum;
-// then one pass in id order draws. Logits are compared as they are; only masses go through exp.
+// Top-k, top-p and min-p each keep the best tokens down to some (logit, id), where the lowest id comes first among
+// equal logits. So each filter moves one boundary, which is found by selection among a few candidates near the maximum.
+// Then one pass in the order of ids draws. Logits are compared directly; only sums of weights need exp.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -21,28 +21,26 @@ struct Candidate {
   int32_t id;
 };
 
-bool better(const Candidate& a, const Candidate& b) {
-  return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-}
+bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.id < b.id); }
 
-F16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
+Floats16 load_logits(const float* x, int64_t i, int64_t n, int* count) {
   *count = static_cast<int>(std::min<int64_t>(16, n - i));
   return *count == 16 ? load(x + i) : select((1u << *count) - 1, load_n(x + i, *count), set1(-INFINITY));
 }
 
-// Lowest id among the largest; the id is -1 where the row is not finite: a NaN or +inf in it, or nothing but -inf.
+// Finds the lowest id of the largest logits. The id is -1 if the row is not finite: it has a NaN or +inf, or only -inf.
 Candidate argmax(const float* x, int64_t n) {
-  F16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
+  Floats16 top[4] = {set1(-INFINITY), set1(-INFINITY), set1(-INFINITY), set1(-INFINITY)};
   Mask numbers = 0xffff;  // NaN is not equal to itself
   int64_t i = 0;
   for (; i + 64 <= n; i += 64)
     for (int c = 0; c < 4; ++c) {
-      const F16 v = load(x + i + 16 * c);
+      const Floats16 v = load(x + i + 16 * c);
       numbers &= equal(v, v);
       top[c] = max(v, top[c]);
     }
   for (int count; i < n; i += 16) {
-    const F16 v = load_logits(x, i, n, &count);
+    const Floats16 v = load_logits(x, i, n, &count);
     numbers &= equal(v, v);
     top[0] = max(v, top[0]);
   }
@@ -63,7 +61,7 @@ struct Row {
   int64_t n;
   float best, inverse_temperature;
 
-  F16 weight(F16 logits) const { return exp(mul(sub(logits, set1(best)), set1(inverse_temperature))); }
+  Floats16 weight(Floats16 logits) const { return exp(mul(sub(logits, set1(best)), set1(inverse_temperature))); }
   // The scalar form gives the same bits as a lane.
   float weight_of(float logit) const {
     alignas(64) float lanes[16];
@@ -72,11 +70,11 @@ struct Row {
   }
 };
 
-// Sums of float weights in double: per block of 16 lanes x 64, so that a vocabulary of any size stays exact enough.
+// Sums float weights in double, per block of 16 lanes x 64, so that a vocabulary of any size is exact enough.
 constexpr int64_t kBlock = 1024;
 
 // Lanes at or before the boundary.
-Mask kept_lanes(F16 logits, int64_t i, Candidate boundary) {
+Mask kept_lanes(Floats16 logits, int64_t i, Candidate boundary) {
   Mask kept = greater(logits, set1(boundary.logit));
   const int64_t before = boundary.id - i + 1;  // ids up to the boundary's own count among equals
   if (before > 0) {
@@ -87,17 +85,17 @@ Mask kept_lanes(F16 logits, int64_t i, Candidate boundary) {
 }
 
 double block_mass(const Row& row, int64_t from, Candidate boundary) {
-  F16 sum = zero();
+  Floats16 sum = zero();
   const int64_t end = std::min(row.n, from + kBlock);
   for (int64_t i = from; i < end; i += 16) {
     int count;
-    const F16 logits = load_logits(row.x, i, row.n, &count);
+    const Floats16 logits = load_logits(row.x, i, row.n, &count);
     sum = add(sum, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
   }
   return reduce_add(sum);
 }
 
-// Depths below the maximum, in units of temperature, at which the candidates of a selection may be cut.
+// Depths below the maximum, in units of temperature, at which the candidates of a selection can be cut.
 constexpr int kDepths = 12;
 constexpr float kDepthUnits[kDepths] = {0.5f, 1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 40};
 
@@ -112,13 +110,13 @@ Histogram histogram(const Row& row) {
   for (int d = 0; d < kDepths; ++d) h.floor[d] = row.best - kDepthUnits[d] / row.inverse_temperature;
   h.floor[kDepths] = -INFINITY;
   for (int64_t from = 0; from < row.n; from += kBlock) {
-    F16 sums[kDepths + 1];
+    Floats16 sums[kDepths + 1];
     for (auto& s : sums) s = zero();
     const int64_t end = std::min(row.n, from + kBlock);
     for (int64_t i = from; i < end; i += 16) {
       int count;
-      const F16 logits = load_logits(row.x, i, row.n, &count);
-      const F16 weights = row.weight(logits);
+      const Floats16 logits = load_logits(row.x, i, row.n, &count);
+      const Floats16 weights = row.weight(logits);
       sums[kDepths] = add(sums[kDepths], weights);
       for (int d = kDepths - 1; d >= 0; --d) {
         const Mask above = greater_equal(logits, set1(h.floor[d]));
@@ -138,7 +136,7 @@ int64_t collect(const Row& row, float floor, float ceiling, Candidate* out) {
   int64_t found = 0;
   for (int64_t i = 0; i < row.n; i += 16) {
     int count;
-    const F16 logits = load_logits(row.x, i, row.n, &count);
+    const Floats16 logits = load_logits(row.x, i, row.n, &count);
     Mask inside = greater_equal(logits, set1(floor)) & greater(set1(ceiling), logits) & ((1u << count) - 1);
     for (; inside != 0; inside &= inside - 1) {
       const int64_t id = i + __builtin_ctz(inside);
@@ -216,7 +214,7 @@ Candidate find_boundary(const Row& row, int32_t top_k, float top_p, float min_p)
     if (use_k) {
       while (h.count[depth] < top_k) ++depth;
     } else {
-      // A margin for the order of summation; the whole row always suffices.
+      // A margin, because sums in another order differ; the whole row always suffices.
       while (depth < kDepths && h.mass[depth] < top_p * h.mass[kDepths] * (1 + 1e-6)) ++depth;
     }
     // With one filter the boundary lies between two depths; with both, top-p needs all that top-k kept.
@@ -258,7 +256,7 @@ int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallbac
   const int64_t end = std::min(row.n, (b + 1) * kBlock);
   for (int64_t i = b * kBlock; i < end; i += 16) {
     int count;
-    const F16 logits = load_logits(row.x, i, row.n, &count);
+    const Floats16 logits = load_logits(row.x, i, row.n, &count);
     alignas(64) float weights[16];
     store(weights, select(kept_lanes(logits, i, boundary), row.weight(logits), zero()));
     for (int lane = 0; lane < count; ++lane) {
@@ -268,7 +266,7 @@ int32_t draw(const Row& row, Candidate boundary, double uniform, int32_t fallbac
       if (before > target) return chosen;
     }
   }
-  return chosen;  // rounding left the target just beyond the last weight
+  return chosen;  // rounding can put the target just behind the last weight
 }
 
 }  // namespace
@@ -280,7 +278,7 @@ void sample(const float* logits, int64_t rows, int64_t vocab, const float* tempe
       const float* x = logits + r * vocab;
       const Candidate best = argmax(x, vocab);
       out[r] = best.id;
-      const float inverse = 1.0f / temperature[r];  // infinite for 0, and for what is as good as 0
+      const float inverse = 1.0f / temperature[r];  // infinite for 0 and for numbers close to 0
       if (!std::isfinite(inverse) || best.id < 0) continue;
       const Row row = {x, vocab, best.logit, inverse};
       out[r] = draw(row, find_boundary(row, top_k[r], top_p[r], min_p[r]), uniform[r], best.id);
@@ -308,13 +306,13 @@ void logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t* i
       auto logprob = [&](float logit) { return static_cast<float>(static_cast<double>(logit) - row.best - log_mass); };
       chosen[r] = logprob(x[ids[r]]);
       if (top == 0) continue;
-      // A short list, best first; a vector of logits is looked at only if one of them beats the list's last.
+      // A short list, best first. A vector of logits is examined only if one of them beats the last of the list.
       auto* list = static_cast<Candidate*>(scratch(kScratchTask, static_cast<size_t>(top) * sizeof(Candidate)));
       int64_t size = 0;
       float floor = -INFINITY;
       for (int64_t i = 0; i < vocab; i += 16) {
         int count;
-        const F16 v = load_logits(x, i, vocab, &count);
+        const Floats16 v = load_logits(x, i, vocab, &count);
         Mask wanted = (size < top ? 0xffffu : greater(v, set1(floor))) & ((1u << count) - 1);
         for (; wanted != 0; wanted &= wanted - 1) {
           const int64_t id = i + __builtin_ctz(wanted);

@@ -21,8 +21,8 @@ namespace fd {
 namespace {
 
 // Within a step the next job follows at once, or after some microseconds of Python between two layers, so a worker that
-// spins this long meets it awake; between steps, or when the engine is idle, it parks and leaves its core to the API
-// server.
+// spins this long is still awake. Between steps, or when the engine is idle, a worker parks and leaves its core to the
+// API server.
 constexpr auto kSpin = std::chrono::microseconds(100);
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -90,7 +90,7 @@ class Pool {
 
   int size() const { return static_cast<int>(shares_.size()); }
 
-  // Rethrows what the first thread that failed threw, once all threads are out of the job.
+  // Throws the first exception of any thread, once all threads have left the job.
   void run(int64_t n, int64_t grain, PiecesFn fn, void* context) {
     const int64_t threads = size();
     fn_ = fn;
@@ -102,8 +102,8 @@ class Pool {
     job_.fetch_add(1);
     if (workers_parked_.load() > 0) futex_wake_all(&job_);
     work(0);
-    // A worker that has not entered by now (it was parked, or lost its core) finds the gate closed and is not waited
-    // for; those inside must leave before the fields above may be written again.
+    // A worker that has not entered by now (it was parked, or lost its core) finds the gate closed, and this thread
+    // does not wait for it. Workers inside must leave before the fields above may be written again.
     uint32_t inside = gate_.fetch_and(~kOpen) & ~kOpen;
     while (inside != 0) {
       wait_for_change(gate_, inside, caller_parked_);
@@ -133,7 +133,7 @@ class Pool {
    private:
     Pool& pool_;
     const int self_;
-    int distance_ = 0;  // to the thread whose share is being emptied
+    int distance_ = 0;  // to the thread whose share pieces are taken from
   };
 
   void stop() {
@@ -143,7 +143,7 @@ class Pool {
     for (auto& worker : workers_) worker.join();
   }
 
-  // The gate is left, and on the caller closed, whatever the job throws: the fields below belong to it until then.
+  // Catches every exception of the job, so that the gate is always left: until then the fields below belong to the job.
   void work(int self) noexcept {
     Shares pieces(*this, self);
     try {
@@ -188,7 +188,7 @@ class Pool {
   std::atomic<int> caller_parked_{0};
 };
 
-// All of a job as one piece.
+// A job as one piece.
 class Whole final : public Pieces {
  public:
   explicit Whole(int64_t n) : left_(n) {}

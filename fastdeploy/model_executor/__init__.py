@@ -1,4 +1,4 @@
-"""Models and the operators they are written against. Paddle is imported here first, so that it is quiet everywhere."""
+"""Models and the operators that they use. Paddle is imported here first, with settings that keep its import quiet."""
 
 import os
 import warnings

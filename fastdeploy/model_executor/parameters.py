@@ -1,5 +1,5 @@
-"""From checkpoint tensors to what the model computes with, and back. All values are in the serving dtype: a float32
-tensor sent to a bfloat16 engine is rounded (to nearest even) whatever it is, so that a checksum says what serves."""
+"""Packing of checkpoint tensors into the parameters of a model, and back. All values are in the serving dtype: a
+float32 tensor for a bfloat16 engine is rounded to nearest even, so that a checksum tells which values serve."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import paddle
 from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
-# The largest tensor that is rounded or unpacked at once has so many rows, so that none is ever copied whole.
+# Tensors are rounded and unpacked in slices of so many rows, so that none is ever copied whole.
 SLICE = 4096
-# From here on a float32 rounds to an infinity of bfloat16.
+# The smallest float32 that rounds to infinity in bfloat16.
 BFLOAT16_OVERFLOW = np.array(0x7F7F8000, np.uint32).view(np.float32)
 
 
 class Parameter(NamedTuple):
-    """One object that the model computes with, and the checkpoint tensors it is made of.
+    """One object that the model computes with, and the checkpoint tensors that it is made of.
 
-    A linear stacks ``weights`` along the output, ``rows`` of each (fused projections have several); ``biases`` has as
-    many names or none. A vector (the weight of a norm) is one tensor and has no ``rows``.
+    A linear stacks ``weights`` [rows[i], columns] along the output (a fused projection has several); ``biases`` has one
+    name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``.
     """
 
     key: str
     weights: tuple[str, ...]
+    columns: int
     rows: tuple[int, ...] = ()
     biases: tuple[str, ...] = ()
 
@@ -39,9 +40,42 @@ class Parameter(NamedTuple):
     def tensors(self) -> tuple[str, ...]:
         return (*self.weights, *self.biases)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor."""
+        if self.is_vector:
+            return {self.weights[0]: (self.columns,)}
+        weights = {name: (rows, self.columns) for name, rows in zip(self.weights, self.rows, strict=True)}
+        return weights | {name: (rows,) for name, rows in zip(self.biases, self.rows, strict=bool(self.biases))}
+
+
+def vector(key: str, name: str, size: int) -> Parameter:
+    """Return the parameter of one vector: the tensor ``name``, [size]."""
+    return Parameter(key, (name,), size)
+
+
+def linear(key: str, projections: Mapping[str, int], columns: int, bias: bool = False) -> Parameter:
+    """Return the parameter of a linear. projections: name and output size of each projection that it stacks, in order;
+    the tensors are NAME.weight [size, columns] and, with ``bias``, NAME.bias [size]."""
+    biases = tuple(f"{name}.bias" for name in projections) if bias else ()
+    return Parameter(key, tuple(f"{name}.weight" for name in projections), columns, tuple(projections.values()), biases)
+
+
+def as_vector(value: Value) -> paddle.Tensor:
+    """Return a packed value that is known to be a vector."""
+    assert isinstance(value, paddle.Tensor)
+    return value
+
+
+def as_linear(value: Value) -> PackedLinear:
+    """Return a packed value that is known to be a linear."""
+    assert not isinstance(value, paddle.Tensor)
+    return value
+
 
 def pack(ops: Ops, parameter: Parameter, arrays: Mapping[str, np.ndarray]) -> Value:
-    """arrays: every tensor of the parameter, float32 or bfloat16 as uint16 bits; not needed afterwards."""
+    """Pack a parameter. arrays: all of its tensors, float32 or bfloat16 as uint16 bits; they may be freed
+    afterwards."""
     if parameter.is_vector:
         return paddle.to_tensor(_widen(in_dtype(arrays[parameter.weights[0]], ops.dtype)))
     parts = [arrays[name] for name in parameter.weights]
@@ -52,8 +86,8 @@ def pack(ops: Ops, parameter: Parameter, arrays: Mapping[str, np.ndarray]) -> Va
 
 
 def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[np.ndarray]:
-    """The tensor ``name`` of the parameter as it serves, in the serving dtype, in slices of rows."""
-    if parameter.is_vector:
+    """Yield the tensor ``name`` of a packed parameter in the serving dtype, in slices of rows."""
+    if isinstance(value, paddle.Tensor):
         yield in_dtype(value.numpy(), ops.dtype)
         return
     names = parameter.biases if name in parameter.biases else parameter.weights
@@ -61,27 +95,35 @@ def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[
     first = sum(parameter.rows[:index])
     last = first + parameter.rows[index]
     if names is parameter.biases:
-        yield in_dtype(ops.unpack_bias(value)[first:last], ops.dtype)
+        bias = ops.unpack_bias(value)
+        assert bias is not None
+        yield in_dtype(bias[first:last], ops.dtype)
         return
     for row in range(first, last, SLICE):
         yield ops.unpack_linear(value, row, min(row + SLICE, last))
 
 
 def unpack_whole(ops: Ops, parameter: Parameter, value: Value, name: str) -> np.ndarray:
+    """Return the tensor ``name`` of a packed parameter in one piece; see :func:`unpack`."""
     slices = list(unpack(ops, parameter, value, name))
     return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
 
 def digest(slices: Iterable[np.ndarray]) -> str:
-    """sha256 hex of the values, in order."""
+    """Return the sha256, in hexadecimal, of the bytes of the slices."""
     sha = hashlib.sha256()
     for piece in slices:
-        sha.update(memoryview(np.ascontiguousarray(piece).reshape(-1)).cast("B"))
+        sha.update(as_bytes(np.ascontiguousarray(piece)))
     return sha.hexdigest()
 
 
+def as_bytes(array: np.ndarray) -> memoryview:
+    """Return a view of the bytes of a contiguous array, without a copy."""
+    return memoryview(array.reshape(-1).view(np.uint8).data)
+
+
 def checksums(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value]) -> dict[str, str]:
-    """sha256 hex of every checkpoint tensor as it serves."""
+    """Return the sha256, in hexadecimal, of every checkpoint tensor in the serving dtype, by name."""
     return {
         name: digest(unpack(ops, parameter, values[parameter.key], name))
         for parameter in parameters
@@ -90,23 +132,23 @@ def checksums(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Va
 
 
 def sliced(array: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
-    """A checkpoint tensor in the serving dtype, in slices of rows."""
+    """Yield a checkpoint tensor in the serving dtype, in slices of rows."""
     for row in range(0, len(array), SLICE):
         yield in_dtype(array[row : row + SLICE], dtype)
 
 
 def in_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
-    """float32, or bfloat16 as uint16 bits, converted to the other if ``dtype`` says so."""
+    """Convert float32, or bfloat16 as uint16 bits, to ``dtype``."""
     if dtype == "float32":
         return _widen(array)
     if array.dtype == np.uint16:
         return array
-    bits = np.ascontiguousarray(array).view(np.uint32)
+    bits: np.ndarray = np.ascontiguousarray(array).view(np.uint32)
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
 
 
 def fits(array: np.ndarray, dtype: str) -> bool:
-    """Whether finite values stay finite in the serving dtype."""
+    """Return whether all finite values stay finite in the serving dtype."""
     if dtype == "float32" or array.dtype == np.uint16 or array.size == 0:
         return True
     return bool(array.max() < BFLOAT16_OVERFLOW and array.min() > -BFLOAT16_OVERFLOW)

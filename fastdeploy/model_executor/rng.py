@@ -1,5 +1,5 @@
-"""The random number of a token: a pure function of (seed, choice index, absolute position), so that neither the batch
-nor an abort followed by a resubmission changes what is drawn.
+"""The random number of a token: a pure function of (seed, choice index, absolute position). So neither the batch nor an
+abort followed by a resubmission changes which token is drawn.
 
 The hash is three rounds of the splitmix64 finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number
 generators", OOPSLA 2014), one per word of the key.
@@ -19,7 +19,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def uniform(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) with 53 random bits, for integer arrays of one length with values in [0, 2^63)."""
+    """Return float64 in [0, 1) with 53 random bits, for integer arrays of one length with values in [0, 2^63)."""
     state = np.zeros(len(seeds), np.uint64)
     for word in (seeds, choices, positions):
         state = _mix((state ^ np.asarray(word).astype(np.uint64)) + _GAMMA)

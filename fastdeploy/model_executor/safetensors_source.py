@@ -1,12 +1,12 @@
-"""Tensors in safetensors layout, from a checkpoint folder, one file, or POSIX shared memory, behind one reader.
+"""Reading of tensors in safetensors layout from a checkpoint folder, a file, or POSIX shared memory.
 
-Every byte is read once, with plain ``pread`` into memory of our own, and what is checked is that copy: nothing is
-mapped, so the source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
+Every byte is read once, with ``pread`` into our own memory, and that copy is what is checked. Nothing is mapped, so the
+source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
 
-Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data.
-Everything that can be wrong is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are
-bounded before anything is read or multiplied. The thread that steps cannot run while JSON is parsed, so a header is
-split by one fast call and its entries are parsed one by one.
+Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data. Every
+error is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are checked before anything
+is read or multiplied. The thread that computes steps cannot run while JSON is parsed, so one fast call splits a header
+and its entries are parsed one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,17 +24,18 @@ from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.model_executor.parameters import as_bytes
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
-# One tensor takes some 140 bytes of a header, and some 100 of an index.
+# A tensor takes about 140 bytes of a header and 100 of an index.
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
 MAX_TENSORS = 32_768
 MAX_FILES = 512  # all are open at once, and a process may often have 1,024
 MAX_ENTRY_BYTES = 4096
 MAX_RANK = 8
 MAX_INT64 = 2**63 - 1
-# bfloat16 travels as its bits; numpy has no such type
-DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+# numpy has no bfloat16: arrays hold its bits.
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -52,7 +53,7 @@ Parsed = TypeVar("Parsed")
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies: ``offset`` counts from the start of the file."""
+    """Place of one tensor. offset: in bytes from the start of the file."""
 
     fd: int
     file: str
@@ -71,9 +72,9 @@ def refuse_tensor(name: str, why: str) -> WeightUpdateRefused:
 
 
 def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsReader:
-    """Open the folder, file or segment that the source names, and check its headers. To be used as a context manager.
-    roots: a folder and its files must lie beneath one of these. An upload and a segment of shared memory are no
-    links."""
+    """Open the folder, file or segment that the source names, and check its headers. The result is a context manager.
+    roots: a folder and its files must lie below one of these. A file or a segment of shared memory may not be a
+    link."""
     reader = SafetensorsReader()
     try:
         match source:
@@ -90,8 +91,8 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
 
 
 class SafetensorsReader:
-    """The tensors of one or more safetensors files, which stay open until it is closed: a folder may be deleted
-    meanwhile. folder: where the files are, if the source is a folder."""
+    """The tensors of one or more safetensors files. The files stay open until the reader is closed, so a folder may be
+    deleted meanwhile. folder: the folder of the files, if the source is a folder."""
 
     def __init__(self) -> None:
         self.entries: dict[str, TensorEntry] = {}
@@ -105,13 +106,14 @@ class SafetensorsReader:
         self.close()
 
     def close(self) -> None:
+        """Close all files."""
         while self._fds:
             os.close(self._fds.pop())
         if self.folder is not None:
             self.folder.close()
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuse a surplus name, a wrong shape, a type that is no float."""
+        """Raise WeightUpdateRefused for a tensor with an unknown name, a wrong shape, or a type that is not a float."""
         for name, entry in self.entries.items():
             if name not in expected:
                 raise refuse_tensor(name, f"in {entry.file} is not a tensor of this model")
@@ -121,12 +123,13 @@ class SafetensorsReader:
                 raise refuse_tensor(name, f"has shape {list(entry.shape)}, expected {list(expected[name])}")
 
     def read(self, name: str, checksum: str | None = None) -> np.ndarray:
-        """A copy of the tensor: float32, or bfloat16 as uint16 bits; float16 is widened to float32. Refused if its
-        bytes have another sha256 than ``checksum`` (hex), or if it holds a NaN or an infinity: a policy that diverged
-        must not replace one that serves."""
+        """Return a copy of the tensor: float32, or bfloat16 as uint16 bits; float16 is widened to float32.
+
+        Raises WeightUpdateRefused if the sha256 of its bytes differs from ``checksum`` (hexadecimal), or if it holds a
+        NaN or an infinity: a policy that diverged must not replace one that serves."""
         entry = self.entries[name]
         array = np.empty(entry.shape, DTYPES[entry.dtype])
-        buffer = memoryview(array.reshape(-1)).cast("B")
+        buffer = as_bytes(array)
         _pread_into(entry, buffer, name)
         if checksum is not None and hashlib.sha256(buffer).hexdigest() != checksum.lower():
             raise refuse_tensor(name, f"of {entry.file} does not have the sha256 {checksum}")
@@ -136,8 +139,8 @@ class SafetensorsReader:
         return array
 
     def add_file(self, file: str, fd: int, limit: int = 0) -> None:
-        """Take in one more file, which is closed with the reader. file: its name in messages. limit: look at so many
-        bytes only (0 = all)."""
+        """Add one more file, which is closed with the reader. file: its name in messages. limit: the number of bytes to
+        use (0 = all)."""
         self._fds.append(fd)
         size = os.fstat(fd).st_size
         if not 0 <= limit <= size:
@@ -162,7 +165,7 @@ class SafetensorsReader:
 
 
 def read_json(folder: Folder, file: str, kind: type[Parsed]) -> Parsed:
-    """The JSON file ``file`` as ``kind``. Raises WeightUpdateRefused."""
+    """Parse the JSON file ``file`` as ``kind``. Raises WeightUpdateRefused."""
     try:
         raw = folder.read(file, MAX_JSON_BYTES)
         if raw.count(b":") > 2 * MAX_TENSORS:
@@ -175,7 +178,7 @@ def read_json(folder: Folder, file: str, kind: type[Parsed]) -> Parsed:
 
 
 def read_checksums(folder: Folder) -> dict[str, str]:
-    """A folder's checksums.json: {tensor: sha256 hex}."""
+    """Read checksums.json of a folder: {tensor: sha256 in hexadecimal}."""
     return read_json(folder, CHECKSUMS, dict[str, str])
 
 
@@ -222,7 +225,7 @@ def _open_file(reader: SafetensorsReader, path: str, limit: int = 0) -> None:
 
 
 def _open_shared_memory(reader: SafetensorsReader, source: SharedMemorySource) -> None:
-    """Nothing is unlinked and no resource tracker hears of it: the segment stays the trainer's."""
+    """Open a segment. The segment is not unlinked and no resource tracker knows of it: it remains the trainer's."""
     name = source.name.removeprefix("/")
     if name in ("", ".", "..") or "/" in name:
         raise refuse_file(source.name, "is not the name of a shared memory segment")
@@ -230,8 +233,8 @@ def _open_shared_memory(reader: SafetensorsReader, source: SharedMemorySource) -
 
 
 def _parse_header(raw: bytes, file: str) -> dict[str, _HeaderEntry]:
-    """The entries by name. A name that appears twice is found by counting colons, since a parsed object has only the
-    last of equal names. So a name with a colon in it is refused too."""
+    """Return the entries by name. A parsed object has only the last of two equal names, so the colons are counted to
+    find a name that appears twice. So a name with a colon in it is refused too."""
     num_colons = raw.count(b":")  # an entry has three, and its name one
     if num_colons > 4 * MAX_TENSORS:
         raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS}")
@@ -246,7 +249,7 @@ def _parse_header(raw: bytes, file: str) -> dict[str, _HeaderEntry]:
 
 
 def _parse_entry(name: str, part: bytes, file: str) -> _HeaderEntry:
-    """One entry of a header; each is a short call into C."""
+    """Parse one entry of a header, in one short call into C."""
     try:
         if len(part) > MAX_ENTRY_BYTES:
             raise ValueError(f"it has {len(part)} bytes, expected at most {MAX_ENTRY_BYTES}")
@@ -273,8 +276,8 @@ def _located(name: str, entry: _HeaderEntry, fd: int, file: str, base: int) -> T
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """values: float32, or bfloat16 as uint16 bits, whose exponent is all ones in what is not finite. In pieces, so that
-    a large tensor needs no second copy."""
+    """Return whether all values are finite: float32, or bfloat16 as uint16 bits, where the exponent of a value that is
+    not finite is all ones. Works in pieces, so that a large tensor needs no second copy."""
     piece = 1 << 20
     if values.dtype == np.uint16:
         return all((values[i : i + piece] & 0x7FFF).max() < 0x7F80 for i in range(0, values.size, piece))

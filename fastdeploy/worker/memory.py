@@ -1,4 +1,4 @@
-"""Memory of this process and of the machine, as Linux counts it."""
+"""Memory of this process and of the machine, as Linux reports it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its cgroup if that has a limit."""
+    """Return the bytes that this process may still allocate: those free on the machine, or in its cgroup if fewer."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -18,7 +18,7 @@ def free_memory() -> int:
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
@@ -26,7 +26,7 @@ def resident_memory() -> int:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what the C allocator keeps for later: small tensors, mostly. Only glibc can."""
+    """Return freed memory that the C allocator kept, mostly of small tensors, to the system. Needs glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

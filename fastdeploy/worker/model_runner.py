@@ -1,4 +1,4 @@
-"""One rank's model: executes step plans, and swaps weights between them."""
+"""The model of one rank: executes step plans, and exchanges weights between them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, S
 from fastdeploy.core.runner import ModelInfo, nothing
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.model_executor.model_config import ModelConfig, load_config
-from fastdeploy.model_executor.models import MODELS
-from fastdeploy.model_executor.models.qwen import QwenWeights
+from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models import build_model, load_config
+from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
@@ -30,19 +30,19 @@ from fastdeploy.worker.staging import WeightStaging
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
 KV_MEMORY_SHARE = 0.25
-LOGITS_ROWS = 64  # of a prompt, in memory at once
+LOGITS_ROWS = 64  # rows of a prompt whose logits are in memory at once
 WEIGHT, KV_CACHE = "weight", "kv_cache"  # the tags of sleep and wake
 
 
 class ModelRunner:
-    """Implements ``Runner`` (scheduler/interface.py).
+    """Implements ``Runner`` (core/runner.py).
 
-    model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: of weights and KV; "auto" follows the
-    checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes, and either is refused beyond the
-    memory that is free; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, within
-    2 GiB and a quarter of the free memory. max_model_len None: the model's own, or what the KV cache can hold of one
-    sequence if that is less. ops: by default the best that this machine can run. spill_dir: where sleeping weights are
-    written ("" = the temporary folder). model_roots: folders of new weights must lie beneath one of these.
+    model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
+    the checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes, and either is refused if it
+    exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
+    most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
+    that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
+    ("" = the temporary folder). model_roots: folders of new weights must lie below one of these.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -85,11 +85,12 @@ class ModelRunner:
             raise InvalidField(
                 "max_model_len", f"{wanted_len} tokens do not fit a KV cache of {num_blocks} blocks of {block_size}"
             )
-        self.model = MODELS[self.config.architecture](self.config, self.ops, wanted_len)
+        self.model = build_model(self.config, self.ops, wanted_len)
         self.asleep: frozenset[str] = frozenset()
-        self._spill_dir, self._spill = spill_dir, None
+        self._spill_dir = spill_dir
+        self._spill: Spill | None = None
         self._model_roots = tuple(model_roots)
-        self.weights: QwenWeights | None = None
+        self.weights: ModelWeights | None = None
         staging = WeightStaging(self.model, partial=False, serving=self._values)
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish())
@@ -122,8 +123,8 @@ class ModelRunner:
         return self.weights is not None
 
     def begin_update(self, partial: bool, in_place: bool) -> WeightStaging:
-        """See ``Runner.begin_update``. A folder is also refused for a config that describes another model than the one
-        that serves."""
+        """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
+        serves."""
         if WEIGHT in self.asleep:
             raise WrongOrder("the weights are asleep: wake them up before an update")
         if partial and self.weights is None:
@@ -131,8 +132,8 @@ class ModelRunner:
         take = self._give_up_weights if in_place else None
         return WeightStaging(self.model, partial, self._values, take, self._model_roots)
 
-    def commit(self, staged: QwenWeights) -> None:
-        """Exchange the weights. The old ones are freed with the last reference to them: this one."""
+    def commit(self, staged: ModelWeights) -> None:
+        """Exchange the weights. The old weights are freed here, as the runner holds the last reference to them."""
         assert WEIGHT not in self.asleep
         self.weights = staged
 
@@ -142,7 +143,7 @@ class ModelRunner:
             return checksums(self.ops, self.model.parameters, self._values())
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """See ``Runner.sleep``. What it returns was measured: resident memory before and after."""
+        """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
         for tag in tags:
             if tag not in (WEIGHT, KV_CACHE):
                 raise InvalidField("tags", f"expected {WEIGHT} or {KV_CACHE}, got {tag!r}")
@@ -194,11 +195,11 @@ class ModelRunner:
         return weights.values
 
     def _give_up_weights(self) -> Mapping[str, Value]:
-        """For an update in place. Nothing can execute from here to its commit."""
+        """Give the weights up for an update in place. Nothing can execute from here to its commit."""
         weights, self.weights = self.weights, None
         return {} if weights is None else weights.values
 
-    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> QwenWeights:
+    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> ModelWeights:
         with paddle.no_grad():
             return self.model.assemble(sleeping.read(self.ops, beat))
 
@@ -217,7 +218,9 @@ class ModelRunner:
         of_prompts: dict[int, list[Logprob] | NonFinite] = {}
         spans = [np.arange(chunks[i].prompt_logprobs) + batch.cu_tokens[i] for i in asking]
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
-        hidden = self.model.forward(self.weights, token_ids, self.cache, batch, rows, between_layers)
+        weights, cache = self.weights, self.cache
+        assert weights is not None and cache is not None
+        hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
             of_prompts[i] = self._prompt_logprobs(
                 chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
@@ -226,7 +229,7 @@ class ModelRunner:
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
         if sampling:
-            logits = self.model.logits(self.weights, hidden)
+            logits = self.model.logits(weights, hidden)
             for i, one in zip(sampling, self._sampler.sample(logits, [chunks[i] for i in sampling]), strict=True):
                 result[i] = one
         return result, of_prompts
@@ -238,10 +241,11 @@ class ModelRunner:
         a whole prompt may be larger than the model. The first row that is not finite stands for all."""
         count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
         targets = np.array(chunk.all_token_ids[chunk.start + 1 : chunk.start + 1 + count], np.int32)
-        found: list[Logprob] = []
+        weights, found = self.weights, list[Logprob]()
+        assert weights is not None
         for at in range(0, count, LOGITS_ROWS):
             end = min(at + LOGITS_ROWS, count)
-            logits = self.model.logits(self.weights, hidden[first + at : first + end])
+            logits = self.model.logits(weights, hidden[first + at : first + end])
             for logprob in prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
                 if logprob is None:
                     return NonFinite(chunk.start + 1 + len(found))

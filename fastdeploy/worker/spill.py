@@ -1,4 +1,4 @@
-"""Weights that sleep: on disk in a file without a name, so that a process that is killed leaves nothing behind."""
+"""Sleeping weights on disk, in a file without a name, so that a process that is killed leaves no file behind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.model_executor.ops.interface import Ops
-from fastdeploy.model_executor.parameters import SLICE, Parameter, Value
+from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear
 
-PIECE = 1 << 26  # bytes read or written at once: some 0.1 s on a slow disk
+PIECE = 1 << 26  # bytes that are read or written at once, in about 0.1 s on a slow disk
 
 
 @dataclass
 class Spill:
-    """The linears' rows are in the file ``fd``, unpacked, in the order of ``linears``: (key, rows, columns, bias).
-    Norms and biases, thousands of times smaller, stay in memory. nbytes: of the file."""
+    """Unpacked rows of all linears in the file ``fd``, in the order of ``linears``: (key, rows, columns, bias). Norms
+    and biases, which are thousands of times smaller, stay in memory. nbytes: size of the file."""
 
     fd: int
     linears: list[tuple[str, int, int, np.ndarray | None]]
@@ -27,45 +27,47 @@ class Spill:
     nbytes: int
 
     def read(self, ops: Ops, beat: Callable[[], None]) -> dict[str, Value]:
-        """The values as they were, bit for bit: packing what was unpacked gives the same bits. ``beat`` is called after
-        each piece. Raises MemoryError."""
+        """Return the values with the bits that they had before the sleep. ``beat`` is called after each piece. Raises
+        MemoryError."""
         dtype = np.uint16 if ops.dtype == "bfloat16" else np.float32
         values = dict(self.vectors)
         offset = 0
         for key, rows, columns, bias in self.linears:
             array = np.empty((rows, columns), dtype)
-            _read_into(self.fd, memoryview(array.reshape(-1)).cast("B"), offset, beat)
+            _read_into(self.fd, as_bytes(array), offset, beat)
             offset += array.nbytes
             values[key] = ops.pack_linear([array], None if bias is None else [bias])
-            del array  # before the next one is made
+            del array  # freed before the next one is allocated
             beat()
         return values
 
     def close(self) -> None:
+        """Free the file."""
         os.close(self.fd)
 
 
 def spill(
     ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, beat: Callable[[], None]
 ) -> Spill:
-    """Write the values to a file in ``folder`` ("" = the temporary folder); ``beat`` is called after each piece. Raises
-    OutOfSpace, leaving nothing."""
+    """Write the values to a file in ``folder`` ("" = the temporary folder). ``beat`` is called after each piece. Raises
+    OutOfSpace, and leaves no file then."""
     try:
         fd, path = tempfile.mkstemp(prefix="fastdeploy-", dir=folder or None)
         os.unlink(path)
     except OSError as error:
         raise OutOfSpace(f"the sleeping weights cannot be written to {folder!r}: {error.strerror}") from error
-    linears, vectors, nbytes = [], {}, 0
+    linears: list[tuple[str, int, int, np.ndarray | None]] = []
+    vectors, nbytes = {}, 0
     try:
         for parameter in parameters:
-            value = values[parameter.key]
             if parameter.is_vector:
-                vectors[parameter.key] = value
+                vectors[parameter.key] = values[parameter.key]
                 continue
+            value = as_linear(values[parameter.key])
             linears.append((parameter.key, value.out_features, value.in_features, ops.unpack_bias(value)))
             for row in range(0, value.out_features, SLICE):
                 piece = ops.unpack_linear(value, row, min(row + SLICE, value.out_features))
-                nbytes += _write(fd, memoryview(piece.reshape(-1)).cast("B"), beat)
+                nbytes += _write(fd, as_bytes(piece), beat)
     except (OSError, MemoryError) as error:
         os.close(fd)
         raise OutOfSpace(f"no room for the sleeping weights after {nbytes} bytes: {error}") from error

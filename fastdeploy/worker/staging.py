@@ -1,4 +1,5 @@
-"""New weights under construction: start-up, a full update, a partial one, in one piece or many, all come this way."""
+"""New weights under construction. Start-up, full updates and partial updates, in one part or many, use this one
+path."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.runner import ChunkReceipt
 from fastdeploy.core.safe_files import ANYWHERE, Folder
 from fastdeploy.core.weight_source import Source
-from fastdeploy.model_executor.model_config import CONFIG, read_config
-from fastdeploy.model_executor.models.qwen import Qwen, QwenWeights
+from fastdeploy.model_executor.models import CONFIG, read_config
+from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.parameters import (
     Parameter,
     Value,
@@ -36,22 +37,22 @@ Serving: TypeAlias = Callable[[], Mapping[str, Value]]
 
 
 class WeightStaging:
-    """Implements ``Staging`` (scheduler/interface.py).
+    """Implements ``Staging`` (core/runner.py).
 
-    A parameter is packed once all of its tensors are there and never before: one of a fused linear waits, unpacked, for
-    its siblings, in this chunk or a later one. Everything else is held packed only.
+    A parameter is packed once all of its tensors have arrived: a tensor of a fused linear waits, unpacked, for the
+    others, in this part of the update or a later one. Everything else is held in packed form only.
 
-    serving: the values that serve, by parameter key. partial: those complete what did not arrive. take: as ``serving``,
-    but the runner gives them up (in place): each is freed just before its successor is packed. roots: folders must lie
-    beneath one of these.
+    serving: returns the values that serve, by parameter key; a partial update takes from it what does not arrive.
+    take: like ``serving``, but the runner gives the values up (update in place): each one is freed just before its
+    successor is packed. roots: folders must lie below one of these.
 
-    ``abandon`` may come from another thread in the middle of ``add`` or ``finish``, which may hang in a read for ever.
-    The lock makes sure that nothing is taken from the runner after it.
+    ``abandon`` may be called by another thread during ``add`` or ``finish``, which may hang in a read for ever. The
+    lock ensures that nothing is taken from the runner after ``abandon``.
     """
 
     def __init__(
         self,
-        model: Qwen,
+        model: Model,
         partial: bool,
         serving: Serving,
         take: Serving | None = None,
@@ -59,18 +60,18 @@ class WeightStaging:
     ):
         self._model, self._ops, self._partial = model, model.ops, partial
         self._serving, self._take, self._roots = serving, take, roots
-        self._shapes = model.tensor_shapes()
+        self._shapes = {name: shape for p in model.parameters for name, shape in p.shapes.items()}
         self._received: set[str] = set()
         self._waiting: dict[str, dict[str, np.ndarray]] = {}
         self._packed: dict[str, Value] = {}
-        self._old: dict[str, Value] | None = None  # in place: what was taken and has no successor yet
+        self._old: dict[str, Value] | None = None  # in place: values taken from the runner, not yet replaced
         self._alias_digests: dict[str, str] = {}
         self._failed = False
         self._abandoned = False
         self._lock = threading.Lock()
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
-        """See ``Staging.add``; also raises OutOfSpace. After an error nothing but ``abandon`` makes sense."""
+        """See ``Staging.add``. After an error only ``abandon`` may follow."""
         try:
             with paddle.no_grad(), open_source(source, self._roots) as reader:
                 self._check(reader)
@@ -84,8 +85,8 @@ class WeightStaging:
             self._failed = True
             raise
 
-    def finish(self) -> QwenWeights:
-        """See ``Staging.finish``: what ``ModelRunner.commit`` takes."""
+    def finish(self) -> ModelWeights:
+        """See ``Staging.finish``. Returns the argument of ``ModelRunner.commit``."""
         if self._failed:
             raise WeightUpdateRefused("a chunk of this update was refused: begin again")
         with paddle.no_grad():
@@ -100,14 +101,14 @@ class WeightStaging:
             return self._model.assemble(self._packed)
 
     def abandon(self) -> None:
-        """See ``Staging.abandon``. What was taken in place is freed too: a mixture serves nobody."""
+        """See ``Staging.abandon``. Values taken in place are freed too, because a mixture of weights must not serve."""
         with self._lock:
             self._failed = self._abandoned = True
             self._waiting, self._packed, self._old = {}, {}, None
 
     def _check(self, reader: SafetensorsReader) -> None:
-        """Everything that headers tell, before anything is read or given up. A folder that is the whole model must have
-        a config.json; one that is a part of it may."""
+        """Check all that the headers tell, before a tensor is read or an old value freed. A folder with the whole model
+        must have a config.json; a folder with a part of it may have one."""
         if reader.folder is not None:
             whole = all(name in reader.entries for name in self._shapes)
             if (whole and not self._partial) or _has(reader.folder, CONFIG):
@@ -170,7 +171,7 @@ class WeightStaging:
         self._packed[parameter.key] = pack(self._ops, parameter, arrays)
 
     def _complete(self) -> None:
-        """A partial update: what did not arrive keeps its value; whole parameters are shared, not packed again."""
+        """Complete a partial update with the values that serve. Whole parameters are shared, not packed again."""
         serving = self._serving() if self._old is None else self._old
         for parameter in self._model.parameters:
             key = parameter.key
@@ -184,7 +185,7 @@ class WeightStaging:
                 self._packed[key] = serving[key]
 
     def _check_aliases(self) -> None:
-        """Compare the aliases that arrived with what serves in their place, as soon as that is known."""
+        """Compare the aliases that arrived with the tensors in whose place they stand, once these are packed."""
         for alias, name in self._model.aliases.items():
             parameter = next(p for p in self._model.parameters if name in p.tensors)
             if alias not in self._alias_digests or parameter.key not in self._packed:
@@ -202,7 +203,8 @@ def _has(folder: Folder, name: str) -> bool:
 
 
 def _expected_checksums(reader: SafetensorsReader, given: Mapping[str, str], verify: bool) -> dict[str, str]:
-    """The sha256 that each tensor of the source must have, where one is known; of all of them if ``verify``."""
+    """Return the sha256 that each tensor of the source must have, where one is known. Raises WeightUpdateRefused if
+    one is missing and ``verify`` is set."""
     expected = dict(given)
     for name in given:
         if name not in reader.entries:

@@ -8,16 +8,17 @@ import os
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.model_executor.model_config import MAX_CONFIG_BYTES, load_config, parse_config
+from fastdeploy.model_executor.models import MAX_CONFIG_BYTES, load_config, parse_config
 from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
+LLAMA = config_json(SPECS["llama"])
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -48,6 +49,42 @@ def test_what_is_not_supported_is_refused_by_name(changes, field):
     with pytest.raises(InvalidField) as error:
         parse_config(QWEN3 | changes)
     assert error.value.field == field
+
+
+ROPE = LLAMA["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rope_scaling": ROPE | {"rope_type": "linear"}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {key: ROPE[key] for key in ROPE if key != "factor"}}, "rope_scaling.factor"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": "1"}}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": ROPE | {"high_freq_factor": 1.0}}, "rope_scaling.high_freq_factor"),
+        (
+            {"rope_scaling": None, "rope_parameters": ROPE | {"original_max_position_embeddings": 0.5}},
+            "rope_parameters.original_max_position_embeddings",
+        ),
+        ({"original_max_position_embeddings": "8192"}, "rope_scaling.original_max_position_embeddings"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"mlp_bias": "no"}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_what_is_not_supported_of_llama_is_refused_by_name(changes, field):
+    with pytest.raises(InvalidField) as error:
+        parse_config(LLAMA | changes)
+    assert error.value.field == field
+
+
+def test_llama_has_the_defaults_of_transformers():
+    keys = ("num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "max_position_embeddings")
+    config = parse_config({key: LLAMA[key] for key in LLAMA if key not in keys})
+    assert (config.num_key_value_heads, config.head_dim, config.max_position_embeddings) == (4, 16, 2048)
+    assert (config.rope, config.rope_theta) == (None, 10000.0)
+    other = parse_config(LLAMA | {"rope_scaling": ROPE | {"factor": 9.0}})
+    assert parse_config(LLAMA).first_difference(other) == "rope"
 
 
 @pytest.mark.parametrize(

@@ -33,13 +33,13 @@ class Spec:
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def qwen3(self) -> bool:
-        return self.architecture == "Qwen3ForCausalLM"
+    def model_type(self) -> str:
+        return self.architecture.removesuffix("ForCausalLM").lower()
 
     @property
     def biases(self) -> str:
         """Attention projections that have a bias."""
-        return ("qkvo" if self.extra.get("attention_bias") else "") if self.qwen3 else "qkv"
+        return "qkv" if self.model_type == "qwen2" else "qkvo" if self.extra.get("attention_bias") else ""
 
     @property
     def dim(self) -> int:
@@ -47,6 +47,14 @@ class Spec:
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
+# Of the 8 frequencies of a head of 16, some are left alone, some interpolated and some divided.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 SPECS = {
     spec.name: spec
     for spec in (
@@ -55,6 +63,16 @@ SPECS = {
         Spec("qwen3", head_dim=16, shards=3, extra={"rope_parameters": ROPE}, seed=3),
         Spec(
             "qwen3_wide", head_dim=32, tied=True, heads=6, kv_heads=2, layers=3, extra={"attention_bias": True}, seed=4
+        ),
+        Spec("llama", "LlamaForCausalLM", extra={"rope_theta": 500.0, "rope_scaling": LLAMA3_ROPE}, shards=2, seed=7),
+        Spec(
+            "llama_tied",
+            "LlamaForCausalLM",
+            tied=True,
+            head_dim=24,
+            kv_heads=4,
+            extra={"attention_bias": True, "mlp_bias": True},
+            seed=8,
         ),
         Spec("qwen3_bf16", dtype=BFLOAT16, head_dim=32, shards=2, seed=5),
         Spec("qwen2_bf16", "Qwen2ForCausalLM", dtype=BFLOAT16, tied=True, seed=6),
@@ -66,7 +84,7 @@ def config_json(spec: Spec) -> dict[str, Any]:
     """config.json of the spec, as transformers would read it."""
     config = {
         "architectures": [spec.architecture],
-        "model_type": "qwen3" if spec.qwen3 else "qwen2",
+        "model_type": spec.model_type,
         "hidden_act": "silu",
         "hidden_size": spec.hidden,
         "intermediate_size": spec.inner,
@@ -103,7 +121,7 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
             tensors[p + f"self_attn.{name}_proj.weight"] = normal(size, hidden, scale=hidden**-0.5)
             if name in spec.biases:
                 tensors[p + f"self_attn.{name}_proj.bias"] = normal(size, scale=0.3)
-        if spec.qwen3:
+        if spec.model_type == "qwen3":
             for name in "qk":
                 tensors[p + f"self_attn.{name}_norm.weight"] = normal(spec.dim, scale=0.3, mean=1.0)
         tensors[p + "self_attn.o_proj.weight"] = normal(hidden, q, scale=2 * q**-0.5)
@@ -113,6 +131,9 @@ def random_tensors(spec: Spec) -> dict[str, np.ndarray]:
         for name in ("gate", "up"):
             tensors[p + f"mlp.{name}_proj.weight"] = normal(spec.inner, hidden, scale=hidden**-0.5)
         tensors[p + "mlp.down_proj.weight"] = normal(hidden, spec.inner, scale=3 * spec.inner**-0.5)
+        if spec.extra.get("mlp_bias"):
+            for name, size in (("gate", spec.inner), ("up", spec.inner), ("down", hidden)):
+                tensors[p + f"mlp.{name}_proj.bias"] = normal(size, scale=0.3)
     tensors["model.norm.weight"] = normal(hidden, scale=0.3, mean=1.0)
     if not spec.tied:
         tensors["lm_head.weight"] = normal(spec.vocab, hidden, scale=0.4)

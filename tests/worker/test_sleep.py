@@ -30,7 +30,7 @@ def outputs(runner: ModelRunner) -> list:
     return [s.trace for s in Driver(runner).generate(sequences, 6)]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_wide", "qwen2_bf16"])
+@pytest.mark.parametrize("name", ["llama_tied", "qwen3_wide", "qwen2_bf16"])
 @pytest.mark.parametrize("tags", [("weight",), ("kv_cache",), ("weight", "kv_cache")])
 def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runner, tmp_path):
     runner = make_runner(name, spill_dir=str(tmp_path))

@@ -1,5 +1,68 @@
-"""The model classes, by the name that config.json gives in ``architectures``."""
+"""The architectures, by the name that config.json gives in ``architectures``, and the way from a folder to a config."""
 
-from fastdeploy.model_executor.models.qwen import Qwen
+from __future__ import annotations
 
-MODELS: dict[str, type[Qwen]] = {"Qwen2ForCausalLM": Qwen, "Qwen3ForCausalLM": Qwen}
+import json
+from pathlib import Path
+from typing import Any
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.models.interface import Architecture, Model
+from fastdeploy.model_executor.models.llama import LLAMA
+from fastdeploy.model_executor.models.qwen import QWEN
+from fastdeploy.model_executor.ops.interface import Ops
+
+ARCHITECTURES: dict[str, Architecture[Any]] = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN,
+    "Qwen3ForCausalLM": QWEN,
+}
+CONFIG, GENERATION = "config.json", "generation_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """Read the config of the folder ``path``. Raises InvalidField, which names the key or the file that is missing,
+    malformed or not supported."""
+    try:
+        folder = Folder(path, ANYWHERE)
+    except OSError as error:
+        raise InvalidField(CONFIG, f"cannot be read: the folder {str(path)!r}: {error.strerror}") from error
+    with folder:
+        return read_config(folder)
+
+
+def read_config(folder: Folder) -> ModelConfig:
+    """Read the config of an open folder; see :func:`load_config`."""
+    raw = _read_json(folder, CONFIG)
+    return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
+
+
+def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """Make a config of config.json and generation_config.json, both parsed. Raises InvalidField."""
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise InvalidField("architectures", f"expected a list of one name, got {names!r}")
+    if names[0] not in ARCHITECTURES:
+        raise InvalidField("architectures", f"expected one of {', '.join(ARCHITECTURES)}, got {names[0]!r}")
+    config: ModelConfig = ARCHITECTURES[names[0]].read_config(raw, generation or {})
+    return config
+
+
+def build_model(config: ModelConfig, ops: Ops, max_model_len: int) -> Model:
+    """Make the model of a config. max_model_len: the longest sequence, in tokens."""
+    return ARCHITECTURES[config.architecture].build(config, ops, max_model_len)
+
+
+def _read_json(folder: Folder, file: str) -> dict[str, Any]:
+    try:
+        value = json.loads(folder.read(file, MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise InvalidField(file, f"cannot be read in {folder.path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidField(file, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidField(file, "expected a JSON object")
+    return value

@@ -1,4 +1,4 @@
-"""The C++ CPU ops (custom_ops/cpu_ops), called through ctypes: a call costs some microseconds and releases the GIL."""
+"""The C++ CPU ops (custom_ops/cpu_ops), called through ctypes. A call costs some microseconds and releases the GIL."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ import paddle
 from fastdeploy.model_executor.ops.cpu_library import (
     ISA_NAMES,
     AttentionArgs,
+    AttentionBlockArgs,
     Batch,
     BetweenLayers,
-    LayerArgs,
+    BlockArgs,
+    MlpBlockArgs,
     StepArgs,
     load_library,
 )
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer, SampleBatch
+from fastdeploy.model_executor.ops.interface import (
+    AttentionBatch,
+    AttentionBlock,
+    AttentionSpec,
+    Block,
+    DecoderLayer,
+    KVCache,
+    PackedLinear,
+    SampleBatch,
+)
 
 MAX_HEAD_DIM = 512
-
 
 _CPU = paddle.CPUPlace()
 _FLOAT32 = (paddle.float32,)  # `x in` takes the same object for equal; `==` between dtypes costs five times as much
@@ -35,7 +45,7 @@ def _empty(shape: list[int]) -> paddle.Tensor:
 
 
 class _Limits(NamedTuple):
-    """What a batch must keep to: ids below num_blocks, positions below max_len (the rope tables' length)."""
+    """Limits of a batch: block ids are below num_blocks, positions below max_len (the length of the rope tables)."""
 
     num_blocks: int
     block_size: int
@@ -43,28 +53,37 @@ class _Limits(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """Arguments of layers, which stay from step to step, and what they were made of. That is only watched: weights and
-    cache are freed when their owner lets go of them. ``args``: one behind another."""
+    """Arguments of all blocks, kept from step to step, with weak references to the layers and the cache that they were
+    made of: weights and cache are freed when their owner drops them. hidden: the width of the residual."""
 
     layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
     limits: _Limits
     hidden: int
-    args: ctypes.Array[LayerArgs]
+    blocks: ctypes.Array[BlockArgs]
 
 
 def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _handle(weight: PackedLinear) -> int:
+    """Return the library's handle of a weight that these ops packed."""
+    assert isinstance(weight, CpuLinear)
+    return weight.handle
 
 
 def _data(tensor: paddle.Tensor) -> int:
-    """The address of contiguous float32 values (a view, such as a transpose, has others between its own)."""
+    """Return the address of a contiguous float32 tensor. A view such as a transpose is refused."""
     assert tensor.dtype in _FLOAT32 and tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 class CpuLinear:
-    """A packed weight in the library's memory, freed with this object."""
+    """A packed weight in the memory of the library. The memory is freed together with this object."""
+
+    handle: int
 
     def __init__(self, library: ctypes.CDLL, bf16: bool, out_features: int, in_features: int, with_bias: bool):
         self.handle = library.fd_new_weight(bf16, out_features, in_features, with_bias)
@@ -78,7 +97,10 @@ class CpuLinear:
 
 
 class CpuKVCache:
-    """KV blocks of all layers in the library's memory, freed with this object. Pages are taken on first use."""
+    """KV blocks of all layers in the memory of the library. The memory is freed together with this object; its pages
+    are taken on first use."""
+
+    handle: int
 
     def __init__(
         self, library: ctypes.CDLL, bf16: bool, layers: int, num_blocks: int, block_size: int, heads: int, dim: int
@@ -98,8 +120,8 @@ class CpuKVCache:
 
 
 class CpuOps:
-    """Implements ``interface.Ops``. One thread calls at a time, except packing and unpacking, which may run beside
-    the others."""
+    """Implements ``interface.Ops``. One thread at a time may call an op, except that packing and unpacking may run at
+    the same time as the others."""
 
     name = "cpu"
 
@@ -122,25 +144,28 @@ class CpuOps:
 
     @property
     def num_threads(self) -> int:
-        return self._lib.fd_num_threads()
+        count: int = self._lib.fd_num_threads()
+        return count
 
     def set_num_threads(self, count: int) -> None:
         """Replace the thread pool (0: as at start), in the whole process. No op may be running."""
         self._lib.fd_set_num_threads(count)
 
     def free_scratch(self) -> None:
+        """See ``Ops.free_scratch``."""
         self._logits = None
         self._lib.fd_free_scratch()
 
-    def probe_read(self, weight: CpuLinear) -> None:
-        """Read the whole weight once, on all threads, as fast as a plain reader can. Needs AMX."""
+    def probe_read(self, weight: PackedLinear) -> None:
+        """Read the whole weight once, on all threads, at the speed of a plain reader. Needs AMX."""
         assert self.isa == "amx"
-        self._lib.fd_probe_read(weight.handle)
+        self._lib.fd_probe_read(_handle(weight))
 
     def probe_peak(self, rounds: int) -> int:
-        """Multiply AMX tiles in registers, on all threads; returns the floating-point operations done."""
+        """Multiply AMX tiles in registers, on all threads. Returns the number of floating-point operations."""
         assert self.isa == "amx"
-        return self._lib.fd_probe_peak(rounds)
+        operations: int = self._lib.fd_probe_peak(rounds)
+        return operations
 
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> CpuLinear:
         k = parts[0].shape[1]
@@ -158,14 +183,15 @@ class CpuOps:
             row += part.shape[0]
         return weight
 
-    def unpack_linear(self, weight: CpuLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+    def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         last = weight.out_features if last is None else last
         assert 0 <= first <= last <= weight.out_features
         rows = np.empty((last - first, weight.in_features), np.uint16 if self._bf16 else np.float32)
-        self._lib.fd_unpack_rows(weight.handle, _address(rows), first, last - first)
+        self._lib.fd_unpack_rows(_handle(weight), _address(rows), first, last - first)
         return rows
 
-    def unpack_bias(self, weight: CpuLinear) -> np.ndarray | None:
+    def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
+        assert isinstance(weight, CpuLinear)
         if not weight.with_bias:
             return None
         bias = np.empty(weight.out_features, np.float32)
@@ -176,7 +202,7 @@ class CpuOps:
         self,
         residual: paddle.Tensor,
         layers: Sequence[DecoderLayer],
-        cache: CpuKVCache,
+        cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
@@ -184,51 +210,51 @@ class CpuOps:
         prepared = self._prepare(layers, cache)
         tokens, hidden = residual.shape
         assert hidden == prepared.hidden
-        step = StepArgs(_batch_args(batch, prepared.limits, tokens), _data(residual))
+        step = StepArgs(_batch_args(batch, prepared.limits, tokens), self._bf16, _data(residual))
         if rows is not None:
             assert rows.dtype == np.int64 and rows.flags.c_contiguous and len(rows) <= tokens
             assert len(rows) == 0 or (rows[0] >= 0 and rows[-1] < tokens and np.all(rows[1:] > rows[:-1]))
             step.rows, step.num_rows = _address(rows), len(rows)
-        step.layers, step.count = ctypes.addressof(prepared.args), len(layers)
+        step.blocks, step.count = ctypes.addressof(prepared.blocks), len(prepared.blocks)
         raised: list[BaseException] = []
         if between_layers is not None:
             step.between_layers = BetweenLayers(lambda: _called(between_layers, raised))
-        status = self._lib.fd_decoder_layers(ctypes.addressof(step))
+        status = self._lib.fd_run_layers(ctypes.addressof(step))
         if raised:
             raise raised.pop()
         self._check(status)
         return residual if rows is None else residual[: len(rows)]
 
-    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: CpuLinear) -> paddle.Tensor:
+    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == head.in_features and norm.shape == [k]
         if self._logits is None or self._logits.shape[0] < m or self._logits.shape[1] != head.out_features:
-            self._logits = None  # the old ones first
+            self._logits = None  # frees the old memory before the new is allocated
             self._logits = _empty([_logits_rows(m), head.out_features])
         out = self._logits[:m]
-        self._check(self._lib.fd_linear(_data(x), _data(norm), eps, m, head.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(_data(x), _data(norm), eps, m, _handle(head), out.data_ptr()))
         return out
 
-    def linear(self, x: paddle.Tensor, weight: CpuLinear) -> paddle.Tensor:
+    def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == weight.in_features
         out = _empty([m, weight.out_features])
-        self._check(self._lib.fd_linear(_data(x), None, 0.0, m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_linear(_data(x), None, 0.0, m, _handle(weight), out.data_ptr()))
         return out
 
-    def mlp(self, x: paddle.Tensor, gate_up: CpuLinear, down: CpuLinear) -> paddle.Tensor:
+    def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
         m, k = x.shape
         assert k == gate_up.in_features and gate_up.out_features == 2 * down.in_features
         out = _empty([m, down.out_features])
-        self._check(self._lib.fd_mlp(_data(x), m, gate_up.handle, down.handle, out.data_ptr()))
+        self._check(self._lib.fd_mlp(_data(x), m, _handle(gate_up), _handle(down), out.data_ptr()))
         return out
 
-    def embedding(self, token_ids: np.ndarray, weight: CpuLinear) -> paddle.Tensor:
+    def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
         assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
         assert token_ids.size == 0 or (token_ids.min() >= 0 and token_ids.max() < weight.out_features)
         m = len(token_ids)
         out = _empty([m, weight.in_features])
-        self._check(self._lib.fd_embedding(_address(token_ids), m, weight.handle, out.data_ptr()))
+        self._check(self._lib.fd_embedding(_address(token_ids), m, _handle(weight), out.data_ptr()))
         return out
 
     def new_kv_cache(
@@ -237,21 +263,23 @@ class CpuOps:
         """block_size: a multiple of 16 (AMX likes 32 better). head_dim: even, at most 512."""
         return CpuKVCache(self._lib, self._bf16, layers, num_blocks, block_size, num_kv_heads, head_dim)
 
-    def copy_blocks(self, cache: CpuKVCache, sources: list[int], targets: list[int]) -> None:
+    def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
+        assert isinstance(cache, CpuKVCache)
         assert len(sources) == len(targets) and all(0 <= b < cache.num_blocks for b in (*sources, *targets))
         count = len(sources)
         ids = c_int32 * count
         self._lib.fd_copy_blocks(cache.handle, ids(*sources), ids(*targets), count)
 
     def _check(self, status: int) -> None:
-        """Raises MemoryError, or RuntimeError for what else may fail, such as a thread that cannot be started. The op's
-        results are lost; the next call finds everything in order."""
+        """Raise MemoryError, or RuntimeError for any other failure, such as a thread that cannot be started. The
+        results of the op are lost; the next call works again."""
         if status == -1:
             raise MemoryError("no memory for an op's scratch space")
         if status != 0:
             raise RuntimeError(f"an op failed: {self._lib.fd_last_error().decode(errors='replace')}")
 
-    def _prepare(self, layers: Sequence[DecoderLayer], cache: CpuKVCache) -> _Prepared:
+    def _prepare(self, layers: Sequence[DecoderLayer], cache: KVCache) -> _Prepared:
+        assert isinstance(cache, CpuKVCache)
         found = self._prepared
         if (
             found is None
@@ -259,16 +287,17 @@ class CpuOps:
             or len(found.layers) != len(layers)
             or any(known() is not layer for known, layer in zip(found.layers, layers, strict=True))
         ):
-            limits = {_limits(cache, layer.attention) for layer in layers}
-            hidden = {layer.qkv.in_features for layer in layers}
+            blocks = [(block, i == len(layer.blocks)) for layer in layers for i, block in enumerate(layer.blocks, 1)]
+            limits = {_limits(cache, block.attention) for block, _ in blocks if isinstance(block, AttentionBlock)}
+            hidden = {block.norm.shape[0] for block, _ in blocks}
             assert len(limits) == len(hidden) == 1
-            args = (LayerArgs * len(layers))(*(_layer_args(layer, cache) for layer in layers))
+            args = (BlockArgs * len(blocks))(*(_block_args(block, ends, cache) for block, ends in blocks))
             found = _Prepared(list(map(weakref.ref, layers)), weakref.ref(cache), limits.pop(), hidden.pop(), args)
             self._prepared = found
         return found
 
     def attention(
-        self, qkv: paddle.Tensor, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec
+        self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
         tokens, width = qkv.shape
         assert width == (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -278,9 +307,9 @@ class CpuOps:
         self._check(self._lib.fd_attention(ctypes.addressof(args)))
         return out
 
-    def attention_tasks(self, cache: CpuKVCache, batch: AttentionBatch, spec: AttentionSpec) -> int:
-        """Into how many pieces of work ``attention`` cuts this batch: with AMX, neighbours that decode behind the same
-        blocks are one, which reads these once."""
+    def attention_tasks(self, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec) -> int:
+        """Return the number of tasks that ``attention`` makes of this batch. With AMX, neighbouring sequences that
+        decode behind the same blocks are one task, which reads these blocks once."""
         args = _attention_args(cache, spec, _batch_args(batch, _limits(cache, spec), len(batch.positions)))
         count = c_int64()
         self._check(self._lib.fd_attention_tasks(ctypes.addressof(args), ctypes.addressof(count)))
@@ -294,7 +323,7 @@ class CpuOps:
         top_p = np.ascontiguousarray(batch.top_p, np.float32)
         min_p = np.ascontiguousarray(batch.min_p, np.float32)
         uniform = np.ascontiguousarray(batch.uniform, np.float64)
-        parameters = (temperature, top_k, top_p, min_p, uniform)
+        parameters: list[np.ndarray] = [temperature, top_k, top_p, min_p, uniform]
         assert all(p.shape == (rows,) for p in parameters)
         self._check(self._lib.fd_sample(_data(logits), rows, vocab, *map(_address, parameters), _address(out)))
         return out
@@ -316,7 +345,8 @@ class CpuOps:
 
 
 def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> int:
-    """What ``between_layers`` raises cannot pass through C: it is put aside, and the layers are told to end."""
+    """Call ``between_layers`` from C++. An error cannot pass through C++: put it into ``raised`` and return 1, which
+    ends the step."""
     try:
         between_layers()
     except BaseException as error:
@@ -325,33 +355,32 @@ def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> 
     return 0
 
 
-def _layer_args(layer: DecoderLayer, cache: CpuKVCache) -> LayerArgs:
-    """All but the batch."""
-    spec = layer.attention
-    hidden, heads = layer.qkv.in_features, spec.num_heads * spec.head_dim
-    assert layer.qkv.out_features == heads + 2 * spec.num_kv_heads * spec.head_dim
-    assert (layer.o.in_features, layer.o.out_features) == (heads, hidden)
-    assert layer.gate_up.in_features == layer.down.out_features == hidden
-    assert layer.gate_up.out_features == 2 * layer.down.in_features
-    assert layer.input_norm.shape == layer.post_norm.shape == [hidden]
-    return LayerArgs(
-        input_norm=_data(layer.input_norm),
-        post_norm=_data(layer.post_norm),
-        qkv=layer.qkv.handle,
-        o=layer.o.handle,
-        gate_up=layer.gate_up.handle,
-        down=layer.down.handle,
-        attention=_attention_args(cache, spec, Batch()),
-    )
+def _block_args(block: Block, ends_layer: bool, cache: KVCache) -> BlockArgs:
+    """Return the arguments of a block, without those of the batch."""
+    [hidden] = block.norm.shape
+    if isinstance(block, AttentionBlock):
+        spec = block.attention
+        heads = spec.num_heads * spec.head_dim
+        width = heads + 2 * spec.num_kv_heads * spec.head_dim
+        assert (block.qkv.in_features, block.qkv.out_features) == (hidden, width)
+        assert (block.o.in_features, block.o.out_features) == (heads, hidden)
+        args = AttentionBlockArgs(_data(block.norm), _handle(block.qkv), _handle(block.o), block.norm_eps)
+        args.attention = _attention_args(cache, spec, Batch())
+        return BlockArgs(BlockArgs.ATTENTION, ends_layer, attention=args)
+    assert block.gate_up.in_features == block.down.out_features == hidden
+    assert block.gate_up.out_features == 2 * block.down.in_features
+    mlp = MlpBlockArgs(_data(block.norm), _handle(block.gate_up), _handle(block.down), block.norm_eps)
+    return BlockArgs(BlockArgs.MLP, ends_layer, mlp=mlp)
 
 
-def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: Batch) -> AttentionArgs:
-    """All but qkv and out."""
+def _attention_args(cache: KVCache, spec: AttentionSpec, batch: Batch) -> AttentionArgs:
+    """Return the arguments of an attention, without qkv and out."""
+    assert isinstance(cache, CpuKVCache)
     assert spec.head_dim == cache.head_dim and spec.num_kv_heads == cache.num_kv_heads
     assert 0 <= spec.layer < cache.layers and spec.num_heads % spec.num_kv_heads == 0
     assert spec.rope_cos.shape == spec.rope_sin.shape and spec.rope_cos.shape[1] == spec.head_dim // 2
     return AttentionArgs(
-        *(getattr(batch, name) for name, _ in Batch._fields_),
+        *(getattr(batch, field[0]) for field in Batch._fields_),
         cache=cache.handle,
         layer=spec.layer,
         heads=spec.num_heads,
@@ -365,25 +394,26 @@ def _attention_args(cache: CpuKVCache, spec: AttentionSpec, batch: Batch) -> Att
 
 
 def _logits_rows(m: int) -> int:
-    """Rows to allocate for m: a batch that grows one by one must not allocate each time. Powers of two up to 64, then
-    multiples of 64, since 64 rows of a vocabulary of 150,000 are 37 MiB."""
+    """Return the rows to allocate for m rows, so that a batch that grows one by one seldom allocates: powers of two up
+    to 64, then multiples of 64, because 64 rows of a vocabulary of 150,000 are 37 MiB."""
     return 1 << (m - 1).bit_length() if m <= 64 else -(-m // 64) * 64
 
 
-def _limits(cache: CpuKVCache, spec: AttentionSpec) -> _Limits:
+def _limits(cache: KVCache, spec: AttentionSpec) -> _Limits:
     return _Limits(cache.num_blocks, cache.block_size, spec.rope_cos.shape[0])
 
 
 def _batch_args(batch: AttentionBatch, limits: _Limits, tokens: int) -> Batch:
-    """Valid while ``batch`` lives."""
+    """Return the arguments of a batch; they are valid while ``batch`` lives."""
     _check_batch(batch, limits)
     assert tokens == len(batch.positions)
     sequences, width = batch.block_tables.shape
-    return Batch(tokens, sequences, width, *map(_address, batch))
+    addresses = [_address(field) for field in (batch.cu_tokens, batch.starts, batch.block_tables, batch.positions)]
+    return Batch(tokens, sequences, width, *addresses)
 
 
 def _check_batch(batch: AttentionBatch, limits: _Limits) -> None:
-    """The kernels write where the batch says, unasked."""
+    """Check a batch: the kernels write to the addresses that follow from it, without checks of their own."""
     assert all(field.dtype == np.int32 and field.flags.c_contiguous for field in batch)
     sequences, width = batch.block_tables.shape
     assert len(batch.cu_tokens) == len(batch.starts) + 1 == sequences + 1

@@ -1,7 +1,7 @@
-"""The C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h) as ctypes sees it.
+"""Declarations of the C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h) for ctypes.
 
-Environment: FASTDEPLOY_CPU_THREADS (default: the cores the process may use), FASTDEPLOY_CPU_ISA (avx2, avx512 or amx:
-the most that may be used; default: what the machine has).
+Environment: FASTDEPLOY_CPU_THREADS is the number of threads (default: the cores that the process may use).
+FASTDEPLOY_CPU_ISA is the highest instruction set to use: avx2, avx512 or amx (default: the best of the machine).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ISA_NAMES = ("none", "avx2", "avx512", "amx")
 
 SIGNATURES = {
     "fd_sizeof_attention_args": (c_int64, []),
-    "fd_sizeof_layer_args": (c_int64, []),
+    "fd_sizeof_block": (c_int64, []),
+    "fd_sizeof_step_args": (c_int64, []),
     "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
@@ -32,7 +33,7 @@ SIGNATURES = {
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_get_bias": (None, [c_void_p, c_void_p]),
-    "fd_decoder_layers": (c_int, [c_void_p]),
+    "fd_run_layers": (c_int, [c_void_p]),
     "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
     "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
@@ -83,18 +84,34 @@ class AttentionArgs(Batch):
     ]
 
 
-class LayerArgs(ctypes.Structure):
-    """LayerArgs of kernels.h."""
+class AttentionBlockArgs(ctypes.Structure):
+    """AttentionBlock of kernels.h."""
 
     _fields_ = [
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p),
+        ("norm", c_void_p),
         ("qkv", c_void_p),
         ("o", c_void_p),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
+        ("norm_eps", c_float),
         ("attention", AttentionArgs),
     ]
+
+
+class MlpBlockArgs(ctypes.Structure):
+    """MlpBlock of kernels.h."""
+
+    _fields_ = [("norm", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("norm_eps", c_float)]
+
+
+class _AnyBlockArgs(ctypes.Union):
+    _fields_ = [("attention", AttentionBlockArgs), ("mlp", MlpBlockArgs)]
+
+
+class BlockArgs(ctypes.Structure):
+    """Block of kernels.h. The kind says which of the members counts."""
+
+    ATTENTION, MLP = range(2)
+    _anonymous_ = ("args",)
+    _fields_ = [("kind", c_int64), ("ends_layer", c_int64), ("args", _AnyBlockArgs)]
 
 
 BetweenLayers = ctypes.CFUNCTYPE(c_int)
@@ -105,26 +122,29 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = [
         ("batch", Batch),
+        ("bf16", c_int64),
         ("residual", c_void_p),
         ("rows", c_void_p),
         ("num_rows", c_int64),
-        ("layers", c_void_p),
+        ("blocks", c_void_p),
         ("count", c_int64),
         ("between_layers", BetweenLayers),
     ]
 
 
-STRUCTS = {
+STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fd_sizeof_attention_args": AttentionArgs,
-    "fd_sizeof_layer_args": LayerArgs,
+    "fd_sizeof_block": BlockArgs,
     "fd_sizeof_step_args": StepArgs,
 }
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the shared library and declare its functions. Raises OSError if it is not there, does not load, was built of
-    other sources than these or finds no instruction set that it can use, InvalidField if FASTDEPLOY_CPU_ISA names
-    none."""
+    """Load the shared library and declare its functions.
+
+    Raises OSError if the library is missing, does not load, was built from other sources, or needs an instruction set
+    that this CPU does not have; InvalidField if FASTDEPLOY_CPU_ISA names no instruction set.
+    """
     wanted = os.environ.get("FASTDEPLOY_CPU_ISA")
     if wanted is not None and wanted not in ISA_NAMES[1:]:
         raise InvalidField("FASTDEPLOY_CPU_ISA", f"expected one of {', '.join(ISA_NAMES[1:])}, got {wanted!r}")

@@ -1,27 +1,27 @@
-"""The operator set that model code is written against; ``reference`` (Paddle) and ``cpu`` (C++) implement it.
+"""The operators that model code is written against. ``reference`` (Paddle) and ``cpu`` (C++) implement them.
 
-All activations are contiguous float32 Paddle tensors on the ops' place. ``dtype`` ("float32" or "bfloat16") is that
-of the weights and of the KV cache. With bfloat16 the C++ ops round the left operand of a linear to bfloat16 and
-accumulate in float32; the reference computes in float32 on weights rounded to bfloat16.
+All activations are contiguous float32 Paddle tensors on the place of the ops. ``dtype`` ("float32" or "bfloat16") is
+the type of the weights and of the KV cache. With bfloat16 the C++ ops round the input of a linear to bfloat16 and
+accumulate in float32; the reference computes in float32 with weights that are rounded to bfloat16.
 
-For finite inputs every op gives a row the same bits, for every batch around it and every cut of a prompt into chunks:
-sums run in an order fixed by the row's own position and the op's constants alone. A row that is not finite spoils the
-rows behind it in its own sequence and no others: neither those before it, whose KV may be shared, nor those of other
-sequences. Its own bits are not promised.
+For finite inputs every op gives a row the same bits, whatever other rows are in the batch and however a prompt is cut
+into chunks: the order of every sum depends only on the position of the row and on constants of the op. A row that is
+not finite changes the later rows of its own sequence and nothing else: earlier rows, whose KV may be shared, and other
+sequences keep their bits. The bits of the row that is not finite are not promised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import paddle
 
 
 class PackedLinear(Protocol):
-    """A weight [out_features, in_features] (and bias) in whatever layout the ops like; immutable once made."""
+    """A weight [out_features, in_features], with or without a bias, in a layout of the ops' choice. Immutable."""
 
     out_features: int
     in_features: int
@@ -29,7 +29,7 @@ class PackedLinear(Protocol):
 
 
 class KVCache(Protocol):
-    """KV blocks of all layers: num_blocks x block_size slots, kv_heads x head_dim keys and values each."""
+    """The KV blocks of all layers: num_blocks x block_size slots for keys and values [kv_heads, head_dim]."""
 
     num_blocks: int
     block_size: int
@@ -37,10 +37,10 @@ class KVCache(Protocol):
 
 
 class AttentionBatch(NamedTuple):
-    """Shape of one step. R sequences, T tokens in all; int32 numpy arrays, made once a step.
+    """The token rows of one step: R sequences, T rows in total. int32 numpy arrays, made once per step.
 
     cu_tokens [R+1]: sequence r owns token rows cu_tokens[r]:cu_tokens[r+1].
-    starts [R]: position of the first of these rows, i.e. how many tokens of the sequence are in the cache already.
+    starts [R]: position of the first of these rows, equal to the number of its tokens that are already in the cache.
     block_tables [R, W]: block ids, padded with 0.
     positions [T]: absolute position of each row.
     """
@@ -52,8 +52,9 @@ class AttentionBatch(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """One layer's attention. rope: float32 cos and sin tables [max_model_len, head_dim // 2], rotate-half convention
-    (GPT-NeoX: pairs are (i, i + head_dim/2)). q_norm, k_norm: per-head RMSNorm weights [head_dim] (Qwen3) or None."""
+    """The attention of one layer. rope_cos, rope_sin: float32 [max_model_len, head_dim // 2]; dimension i is rotated
+    with dimension i + head_dim / 2, as in GPT-NeoX. q_norm, k_norm: weights [head_dim] of an RMSNorm of each head, or
+    None; norm_eps is the epsilon of these two."""
 
     layer: int
     num_heads: int
@@ -68,24 +69,43 @@ class AttentionSpec(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class DecoderLayer:
-    """One layer's weights. qkv packs q, k, v; gate_up packs gate, up. Norm weights are float32 [hidden_size].
+class AttentionBlock:
+    """residual += o(attention(qkv(rms_norm(residual)))). qkv packs q, k and v. norm: float32 [hidden_size]."""
 
-    Compared by identity, and weakly referenceable: ops keep what they prepared for a layer as long as it lives, without
-    keeping its weights."""
-
-    input_norm: paddle.Tensor
+    norm: paddle.Tensor
+    norm_eps: float
     qkv: PackedLinear
     attention: AttentionSpec
     o: PackedLinear
-    post_norm: paddle.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class MlpBlock:
+    """residual += down(silu(gate(x)) * up(x)) with x = rms_norm(residual). gate_up packs gate and up.
+    norm: float32 [hidden_size]."""
+
+    norm: paddle.Tensor
+    norm_eps: float
     gate_up: PackedLinear
     down: PackedLinear
 
 
+Block: TypeAlias = AttentionBlock | MlpBlock
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """The blocks of one layer, in the order in which they are computed.
+
+    Layers are compared by identity and can be weakly referenced: ops keep what they prepared for a layer as long as the
+    layer lives, without keeping its weights alive."""
+
+    blocks: tuple[Block, ...]
+
+
 class SampleBatch(NamedTuple):
-    """Per-row sampling parameters, numpy arrays of length S. temperature 0 = argmax (lowest id wins a tie).
-    top_k 0 = off; top_p 1 = off; min_p 0 = off. uniform: float64 in [0, 1), the row's random number."""
+    """Sampling parameters of each row, numpy arrays of length S. temperature 0: take the best token, the lowest id in
+    a tie. top_k 0, top_p 1 and min_p 0 mean no limit. uniform: float64 in [0, 1), the random number of the row."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -95,21 +115,24 @@ class SampleBatch(NamedTuple):
 
 
 class Ops(Protocol):
+    """Operators of one place and dtype. Weights and caches of one Ops object are used with that object only."""
+
     name: str
     dtype: str
 
     def pack_linear(self, parts: list[np.ndarray], bias: list[np.ndarray] | None = None) -> PackedLinear:
-        """Pack weights [n_i, K] stacked along the output: float32, or bfloat16 as uint16 bits (safetensors' own
-        layout). parts of one call have one dtype, which need not be ``self.dtype``: they are converted (round to
-        nearest even). The arrays may be freed afterwards. bias: float32 [n_i] each. Releases the GIL, and may run
-        beside all other ops."""
+        """Pack weights [n_i, K], stacked along the output, and their biases, float32 [n_i].
+
+        parts: float32, or bfloat16 as uint16 bits (the layout of safetensors), all of one type. A type other than
+        ``self.dtype`` is converted, rounding to nearest even. The arrays may be freed afterwards. Releases the GIL, and
+        may run at the same time as all other ops."""
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
-        """A copy of rows [first, last) of a packed weight, in ``self.dtype`` (bfloat16 as uint16 bits): packing them
-        again gives the same bits. May run beside all other ops."""
+        """Copy rows [first, last) of a packed weight in ``self.dtype`` (bfloat16 as uint16 bits). Packing the copy
+        gives the same bits. May run at the same time as all other ops."""
 
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
-        """A copy of its bias, float32 [out_features], or None if it has none."""
+        """Copy the bias, float32 [out_features]; None if the weight has no bias."""
 
     def decoder_layers(
         self,
@@ -120,55 +143,56 @@ class Ops(Protocol):
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor:
-        """residual [T, H], which it may overwrite, through these layers. In each attention and MLP are added, of the
-        RMSNorm of what they join:
+        """Compute all blocks of these layers on residual [T, H], whose memory may be overwritten. Returns the residual.
 
-            residual += o(attention(qkv(rms_norm(residual, input_norm))))
-            residual += mlp(rms_norm(residual, post_norm))
-
-        rows (int64, ascending): return only these, [len(rows), H]; the cache is completed all the same. Norms take
-        their epsilon from ``attention.norm_eps``. ``between_layers`` is called after each layer, the last one included;
-        what it raises goes through, and the later layers are not computed."""
+        rows (int64, ascending): only these rows are returned, [len(rows), H]. The cache is complete all the same: rows
+        are dropped in the last attention block, after the keys and values of all tokens are written.
+        between_layers: called after each layer, the last one included. If it raises, the error is passed on and the
+        later layers are not computed.
+        """
 
     def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
-        """x [M, H] -> rms_norm(x, norm) @ head.T, float32 [M, V]: in memory that the next call may overwrite."""
+        """Return rms_norm(x, norm) @ head.T: x [M, H] -> float32 [M, V]. The next call may overwrite the result."""
 
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-        """x [M, K] -> [M, N] = x @ W.T + bias, float32. A part of a layer, by itself."""
+        """Return x @ W.T + bias: x [M, K] -> [M, N]. For tests and benchmarks."""
 
     def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
-        """gate_up packs gate then up, [2I, K]; down is [N, I]: x [M, K] -> (silu(x @ gate.T) * (x @ up.T)) @ down.T,
-        [M, N]. A part of a layer, by itself."""
+        """Return (silu(x @ gate.T) * (x @ up.T)) @ down.T: x [M, K] -> [M, N]. gate_up packs gate, then up, [2I, K];
+        down is [N, I]. For tests and benchmarks."""
 
     def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
-        """Rows token_ids (int32 [T]) of the weight, as float32 [T, K]; so tied embeddings are held once."""
+        """Return rows token_ids (int32 [T]) of a packed weight as float32 [T, K], so that a tied embedding is in memory
+        once."""
 
-    def new_kv_cache(
-        self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> KVCache: ...
+    def new_kv_cache(self, layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+        """Allocate a cache for this many layers and blocks. Raises MemoryError."""
 
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
-        """Copy whole blocks in every layer, pair by pair."""
+        """Copy whole blocks in every layer, pair by pair in order."""
 
     def attention(
         self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
-        """qkv [T, (num_heads + 2*num_kv_heads) * head_dim] (q, then k, then v): norm q and k if the spec says so,
-        rotate them, write k and v into the cache, and attend causally over the cache. -> [T, num_heads * head_dim].
-        A part of a layer, by itself."""
+        """Normalise q and k if the spec has norms, rotate them, write k and v into the cache and attend causally over
+        the cache. qkv is q, then k, then v: [T, (num_heads + 2 * num_kv_heads) * head_dim] -> [T, num_heads *
+        head_dim]. For tests and benchmarks."""
 
     def free_scratch(self) -> None:
-        """Give back what is kept between calls for speed alone, ``logits``' memory included. No other op may be
+        """Free the memory that is kept between calls only for speed, that of ``logits`` included. No other op may be
         running."""
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
-        """logits [S, V] -> token ids int32 [S]. Probabilities are softmax(logits / temperature); keep the top_k best,
-        then of these the smallest set of best tokens whose mass reaches top_p (renormalised after top_k), and none
-        below min_p * best; draw by inverting the cumulative sum, in token id order, at ``uniform``. The id is -1 for a
-        row that is not finite: one with a NaN or +inf, or with nothing but -inf."""
+        """Draw one token id per row: logits [S, V] -> int32 [S].
+
+        Probabilities are softmax(logits / temperature). Of these, keep the top_k best; then the smallest set of best
+        tokens whose sum reaches top_p, after the rest is renormalised; then those of at least min_p times the best.
+        The draw inverts the cumulative sum, in the order of token ids, at ``uniform``. The id is -1 for a row that is
+        not finite: one with a NaN or +inf, or with -inf for every token."""
 
     def logprobs(
         self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """log softmax of logits: (chosen [S], top values [S, top], top ids [S, top]), best first. chosen is NaN for a
-        row that is not finite (see ``sample``), and only there; its top values are -inf."""
+        """Return the log softmax of logits for token_ids and for the best tokens, best first: (chosen [S], top values
+        [S, top], top ids [S, top]). A row that is not finite (see ``sample``) has NaN for chosen and -inf as its top
+        values; no other row has NaN."""

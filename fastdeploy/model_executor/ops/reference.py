@@ -1,8 +1,8 @@
-"""The reference of every op, in plain Paddle: what the C++ ops are compared with, and what runs without a compiler.
+"""The reference of every op in plain Paddle. The C++ ops are compared with it, and it runs where there is no compiler.
 
-Computes in float32. With dtype "bfloat16" weights and cached keys and values are rounded to bfloat16 once, and held as
-float32. A matrix product always has the same shape, whatever the batch: rows go through in tiles of ``ROWS`` and keys
-in tiles of ``KEYS``, both padded, so a BLAS that picks its kernel by shape picks the same one for every row.
+All ops compute in float32. With dtype "bfloat16" weights and cached keys and values are rounded to bfloat16 once, and
+stored as float32. A matrix product has the same shape for every batch: rows are computed in tiles of ``ROWS`` and keys
+in tiles of ``KEYS``, both padded, so that a BLAS that picks its kernel by shape picks the same one for every row.
 """
 
 from __future__ import annotations
@@ -13,27 +13,37 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer, SampleBatch
+from fastdeploy.model_executor.ops.interface import (
+    AttentionBatch,
+    AttentionBlock,
+    AttentionSpec,
+    DecoderLayer,
+    KVCache,
+    MlpBlock,
+    PackedLinear,
+    SampleBatch,
+)
 
 ROWS = 16
 KEYS = 64
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
-    """float32 from float32, float16, or bfloat16 given as uint16 bits."""
+    """Convert float32, float16, or bfloat16 given as uint16 bits to float32."""
     if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        widened: np.ndarray = array.astype(np.uint32) << 16
+        return widened.view(np.float32)
     return np.ascontiguousarray(array, dtype=np.float32)
 
 
 def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest bfloat16, ties to even, still as float32. NaN stays NaN."""
+    """Round float32 to the nearest bfloat16, ties to even. The result is float32; NaN stays NaN."""
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
     return np.where(np.isnan(array), array, rounded)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
 class ReferenceLinear:
     """``weight`` is float32 [out_features, in_features]."""
 
@@ -44,9 +54,9 @@ class ReferenceLinear:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReferenceKVCache:
-    """One pair of tensors a layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
+    """Two tensors per layer, [num_blocks * block_size, num_kv_heads, head_dim]."""
 
     keys: list[paddle.Tensor]
     values: list[paddle.Tensor]
@@ -56,7 +66,7 @@ class ReferenceKVCache:
 
 
 class ReferenceOps:
-    """See ``Ops`` of the interface for shapes and meanings."""
+    """Implements ``interface.Ops``; see there for shapes."""
 
     name = "reference"
 
@@ -75,17 +85,19 @@ class ReferenceOps:
         out_features, in_features = stacked.shape
         return ReferenceLinear(paddle.to_tensor(stacked), packed_bias, out_features, in_features, stacked.nbytes)
 
-    def unpack_linear(self, weight: ReferenceLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+    def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
+        assert isinstance(weight, ReferenceLinear)
         rows = np.array(weight.weight[first:last].numpy())
         return (rows.view(np.uint32) >> 16).astype(np.uint16) if self.dtype == "bfloat16" else rows
 
-    def unpack_bias(self, weight: ReferenceLinear) -> np.ndarray | None:
+    def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
+        assert isinstance(weight, ReferenceLinear)
         return None if weight.bias is None else np.array(weight.bias.numpy())
 
-    def linear(self, x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
+    def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
         return _linear_in_tiles(x, weight)[: x.shape[0]]
 
-    def mlp(self, x: paddle.Tensor, gate_up: ReferenceLinear, down: ReferenceLinear) -> paddle.Tensor:
+    def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
         gate, up = paddle.split(_linear_in_tiles(x, gate_up), 2, axis=1)
         return self.linear((paddle.nn.functional.silu(gate) * up)[: x.shape[0]], down)
 
@@ -93,45 +105,53 @@ class ReferenceOps:
         self,
         residual: paddle.Tensor,
         layers: Sequence[DecoderLayer],
-        cache: ReferenceKVCache,
+        cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
     ) -> paddle.Tensor:
-        for i, layer in enumerate(layers, 1):
-            residual = self._decoder_layer(residual, layer, cache, batch, rows if i == len(layers) else None)
+        picking = [block for layer in layers for block in layer.blocks if isinstance(block, AttentionBlock)][-1]
+        for layer in layers:
+            for block in layer.blocks:
+                if isinstance(block, MlpBlock):
+                    residual = self._mlp_block(residual, block)
+                else:
+                    picked = rows if block is picking else None
+                    residual = self._attention_block(residual, block, cache, batch, picked)
             if between_layers is not None:
                 between_layers()
         return residual
 
-    def _decoder_layer(
+    def _attention_block(
         self,
         residual: paddle.Tensor,
-        layer: DecoderLayer,
-        cache: ReferenceKVCache,
+        block: AttentionBlock,
+        cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None,
     ) -> paddle.Tensor:
-        eps = layer.attention.norm_eps
-        qkv = self.linear(self.rms_norm(residual, layer.input_norm, eps), layer.qkv)
-        attended = self.attention(qkv, cache, batch, layer.attention)
+        qkv = self.linear(self.rms_norm(residual, block.norm, block.norm_eps), block.qkv)
+        attended = self.attention(qkv, cache, batch, block.attention)
         if rows is not None:
             picked = paddle.to_tensor(rows)
             residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
-            if len(rows) == 0:
-                return residual
-        residual = residual + self.linear(attended, layer.o)
-        return residual + self.mlp(self.rms_norm(residual, layer.post_norm, eps), layer.gate_up, layer.down)
+        return residual if len(residual) == 0 else residual + self.linear(attended, block.o)
 
-    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: ReferenceLinear) -> paddle.Tensor:
+    def _mlp_block(self, residual: paddle.Tensor, block: MlpBlock) -> paddle.Tensor:
+        if len(residual) == 0:
+            return residual
+        return residual + self.mlp(self.rms_norm(residual, block.norm, block.norm_eps), block.gate_up, block.down)
+
+    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
         return self.linear(self.rms_norm(x, norm, eps), head)
 
-    def embedding(self, token_ids: np.ndarray, weight: ReferenceLinear) -> paddle.Tensor:
+    def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
+        assert isinstance(weight, ReferenceLinear)
         return paddle.index_select(weight.weight, paddle.to_tensor(token_ids))
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
-        """x [..., H] -> x / sqrt(mean(x^2) + eps) * weight."""
-        # numpy's square root is correctly rounded; Paddle's is an approximation that differs in an array's tail
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last axis: x [..., H]."""
+        # The square root of numpy is rounded correctly. Paddle approximates, in other ways at the end of an array.
         norm = np.sqrt((x * x).mean(-1, keepdim=True).numpy() + np.float32(eps))
         return x / paddle.to_tensor(norm) * weight
 
@@ -142,17 +162,21 @@ class ReferenceOps:
         keys, values = ([paddle.zeros(shape, "float32") for _ in range(layers)] for _ in range(2))
         return ReferenceKVCache(keys, values, num_blocks, block_size, 2 * layers * 4 * int(np.prod(shape)))
 
-    def copy_blocks(self, cache: ReferenceKVCache, sources: list[int], targets: list[int]) -> None:
+    def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
+        assert isinstance(cache, ReferenceKVCache)
         within = np.arange(cache.block_size)
-        for source, target in zip(sources, targets, strict=True):  # in order: a target may be a later pair's source
+        for source, target in zip(
+            sources, targets, strict=True
+        ):  # in order: the target of one pair may be the source of a later one
             old = paddle.to_tensor(source * cache.block_size + within)
             new = paddle.to_tensor(target * cache.block_size + within)
             for layer in (*cache.keys, *cache.values):
                 paddle.scatter_(layer, new, paddle.index_select(layer, old))
 
     def attention(
-        self, qkv: paddle.Tensor, cache: ReferenceKVCache, batch: AttentionBatch, spec: AttentionSpec
+        self, qkv: paddle.Tensor, cache: KVCache, batch: AttentionBatch, spec: AttentionSpec
     ) -> paddle.Tensor:
+        assert isinstance(cache, ReferenceKVCache)
         tokens, dim = qkv.shape[0], spec.head_dim
         q, k, v = paddle.split(
             qkv.reshape([tokens, -1, dim]), [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], axis=1
@@ -174,7 +198,7 @@ class ReferenceOps:
         return _attend(q, keys, values, batch, cache.block_size, spec)
 
     def free_scratch(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: these ops keep no memory between calls."""
 
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows = logits.numpy()
@@ -204,9 +228,11 @@ class ReferenceOps:
         return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
 
 
-def _linear_in_tiles(x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor:
-    """x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off last: an approximation such as exp has other
-    bits in the vectorised part of an array than in its tail, and an array of whole tiles has no tail."""
+def _linear_in_tiles(x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
+    """Return x @ W.T + bias with padding: x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off last: an
+    approximation such as exp gives other bits in the vectorised part of an array than at its end, and an array of whole
+    tiles is vectorised to the end."""
+    assert isinstance(weight, ReferenceLinear)
     rows = x.shape[0]
     if rows % ROWS:
         x = paddle.concat([x, paddle.zeros([-rows % ROWS, x.shape[1]])])
@@ -216,20 +242,22 @@ def _linear_in_tiles(x: paddle.Tensor, weight: ReferenceLinear) -> paddle.Tensor
 
 
 def _rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-    """Rotary embedding, rotate-half convention: x [T, heads, dim], cos and sin [T, 1, dim / 2]."""
+    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
+    i + dim / 2."""
     low, high = paddle.split(x, 2, axis=-1)
     return paddle.concat([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def _slots(block_tables: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Slot of each position [N, P] through its row's table [N, W]; positions past the table clamp to its last block."""
+    """Return the slot of each position [N, P] in the block tables [N, W]. Positions behind a table count as positions
+    in its last block."""
     blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
     return np.take_along_axis(block_tables, blocks, axis=1) * block_size + positions % block_size
 
 
 def _contained(k: paddle.Tensor, v: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Keys and values [T, kv_heads, dim] in which a pair that is not finite has a key of NaN and a value of 0. Its
-    score is NaN for every row that sees it, and it adds 0 to the rows before it, whose weight for it is 0."""
+    """Return keys and values [T, kv_heads, dim], with key NaN and value 0 where either is not finite. So the score is
+    NaN for every row that sees the pair, and the rows before it, whose weight for it is 0, add 0 x 0."""
     finite = (paddle.isfinite(k) & paddle.isfinite(v)).all(axis=-1, keepdim=True)
     return paddle.where(finite, k, paddle.full([1], np.nan)), paddle.where(finite, v, paddle.zeros([1]))
 
@@ -244,8 +272,8 @@ def _attend(
 ) -> paddle.Tensor:
     """Causal attention with a running softmax over tiles of KEYS keys, from position 0 on.
 
-    A tile that lies wholly behind a row leaves the row's sums as they are, bit for bit (weights exactly 0, rescale
-    exactly 1), so what shares the tile's batch or the row's chunk does not matter.
+    A tile that lies wholly behind a row leaves the sums of the row as they are, bit for bit (weights are exactly 0, the
+    rescaling factor is exactly 1). So the other rows of the batch and of the chunk do not matter.
     """
     tokens, groups, dim = q.shape[0], spec.num_heads // spec.num_kv_heads, spec.head_dim
     row_of_tile, sequence_of_tile = [], []
@@ -254,7 +282,7 @@ def _attend(
             row_of_tile.append(row)
             sequence_of_tile.append(sequence)
     ends = batch.cu_tokens[np.array(sequence_of_tile) + 1]
-    # a tile is filled up with repeats of its sequence's last row
+    # A tile is filled up by repeating the last row of its sequence.
     rows = np.minimum(np.array(row_of_tile)[:, None] + np.arange(ROWS), ends[:, None] - 1)
     positions, tables = batch.positions[rows], batch.block_tables[sequence_of_tile]
     tiles = len(rows)
@@ -272,7 +300,7 @@ def _attend(
         tile_shape = [tiles, KEYS, spec.num_kv_heads, dim]
         k = paddle.index_select(keys, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
         v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
-        # what lies behind the last row is another request's leftovers: 0 * NaN must not reach the sums
+        # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
         written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
         v = paddle.where(written, v, nothing)
         seen = key_positions[:, None, :] <= positions[:, :, None]
@@ -290,8 +318,8 @@ def _attend(
 
 
 def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
-    """One token id from one row of logits, as ``Ops.sample`` says, in float64."""
-    if not np.isfinite(row.max()):  # a NaN is the largest, for numpy
+    """Draw one token id from one row of logits in float64; see ``Ops.sample``."""
+    if not np.isfinite(row.max()):  # numpy returns NaN as the largest value
         return -1
     if batch.temperature[i] == 0:
         return int(row.argmax())
@@ -306,6 +334,6 @@ def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:
     if min_p > 0.0:
         probabilities = np.where(probabilities >= min_p * probabilities.max(), probabilities, 0.0)
     cumulative = np.cumsum(probabilities)
-    # side="right" never lands on a token of probability 0; the clamp is for uniform * total rounding up to the total
+    # side="right" never finds a token of probability 0. The minimum is needed where uniform * total rounds up to total.
     drawn = int(np.searchsorted(cumulative, batch.uniform[i] * cumulative[-1], side="right"))
     return min(drawn, int(np.flatnonzero(probabilities)[-1]))

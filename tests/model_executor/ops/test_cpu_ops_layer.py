@@ -9,7 +9,13 @@ import paddle
 import pytest
 
 from fastdeploy.model_executor.ops import cpu
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, DecoderLayer
+from fastdeploy.model_executor.ops.interface import (
+    AttentionBatch,
+    AttentionBlock,
+    AttentionSpec,
+    DecoderLayer,
+    MlpBlock,
+)
 
 BLOCK = 16
 
@@ -23,28 +29,32 @@ class Layer:
 
         self.hidden, self.heads, self.kv_heads, self.dim = hidden, heads, kv_heads, dim
         sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
-        self.qkv = [weight(n, hidden) for n in sizes]
-        self.bias = [rng.standard_normal(n).astype(np.float32) for n in sizes] if biased else None
-        self.o, self.down = weight(hidden, heads * dim), weight(hidden, inner)
-        self.gate_up = [weight(inner, hidden), weight(inner, hidden)]
+        linears = {
+            "qkv": [weight(n, hidden) for n in sizes],
+            "o": [weight(hidden, heads * dim)],
+            "gate_up": [weight(inner, hidden), weight(inner, hidden)],
+            "down": [weight(hidden, inner)],
+        }
+        biases = {name: [rng.standard_normal(len(w)).astype(np.float32) for w in ws] for name, ws in linears.items()}
+        self.linears = {name: (weights, biases[name] if biased else None) for name, weights in linears.items()}
         self.norms = [paddle.to_tensor(rng.uniform(0.5, 1.5, hidden).astype(np.float32)) for _ in range(2)]
         angles = np.arange(256)[:, None] * rng.random(dim // 2)
         self.rope = [paddle.to_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
 
     def on(self, ops) -> DecoderLayer:
         spec = AttentionSpec(0, self.heads, self.kv_heads, self.dim, self.dim**-0.5, *self.rope, None, None, 1e-6)
-        return DecoderLayer(
-            input_norm=self.norms[0],
-            qkv=ops.pack_linear(self.qkv, self.bias),
-            attention=spec,
-            o=ops.pack_linear([self.o]),
-            post_norm=self.norms[1],
-            gate_up=ops.pack_linear(self.gate_up),
-            down=ops.pack_linear([self.down]),
-        )
+        linears = {name: ops.pack_linear(*parts) for name, parts in self.linears.items()}
+        attention = AttentionBlock(self.norms[0], 1e-6, linears["qkv"], spec, linears["o"])
+        return DecoderLayer((attention, MlpBlock(self.norms[1], 1e-6, linears["gate_up"], linears["down"])))
 
     def cache(self, ops, sequences: int):
         return ops.new_kv_cache(1, sequences * 16, BLOCK, self.kv_heads, self.dim)
+
+
+def with_attention(packed: DecoderLayer, **changes) -> DecoderLayer:
+    """The same layer, with changes to the spec of its attention."""
+    attention, mlp = packed.blocks
+    return DecoderLayer((replace(attention, attention=attention.attention._replace(**changes)), mlp))
 
 
 def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> AttentionBatch:
@@ -57,7 +67,7 @@ def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> A
 
 SHAPES = {
     "small": (64, 4, 2, 16, 96, True),
-    "odd": (70, 3, 1, 10, 37, False),  # no width is a whole tile, gate and up share one
+    "odd": (70, 3, 1, 10, 37, True),  # no width is a whole tile, gate and up share one
     "half a tile of depth": (96, 2, 2, 32, 48, False),
     "wide": (256, 4, 2, 64, 5000, True),  # K of the last linear is cut into blocks
 }
@@ -154,7 +164,7 @@ def test_several_layers_are_one_after_another_and_what_is_raised_between_them_en
     x, rows = rng.standard_normal((5, layer.hidden)).astype(np.float32), np.array([4], np.int64)
     for one in (ops, reference):
         first = layer.on(one)
-        layers = [replace(first, attention=first.attention._replace(layer=i)) for i in range(3)]
+        layers = [with_attention(first, layer=i) for i in range(3)]
         expected, cache = paddle.to_tensor(x), one.new_kv_cache(3, 16, BLOCK, layer.kv_heads, layer.dim)
         for i in range(3):
             expected = one.decoder_layers(expected, layers[i : i + 1], cache, batch, rows if i == 2 else None)
@@ -173,6 +183,16 @@ def test_several_layers_are_one_after_another_and_what_is_raised_between_them_en
         assert len(calls) == 5
         again = one.decoder_layers(paddle.to_tensor(x), layers, cache, batch, rows)
         np.testing.assert_array_equal(again.numpy(), expected.numpy())
+
+
+def test_a_layer_may_have_its_blocks_in_any_order_and_number(ops, reference, rng):
+    layer, x = Layer(rng, *SHAPES["small"]), rng.standard_normal((5, 64)).astype(np.float32)
+    rows, found = np.array([1, 4], np.int64), []
+    for one in (ops, reference):
+        attention, mlp = layer.on(one).blocks
+        layers, cache = [DecoderLayer((mlp, attention)), DecoderLayer((mlp, mlp))], layer.cache(one, 1)
+        found.append(one.decoder_layers(paddle.to_tensor(x), layers, cache, make_batch([0], [0], [5]), rows).numpy())
+    np.testing.assert_allclose(found[0], found[1], atol=1e-3 if ops.dtype == "float32" else 0.5)
 
 
 def test_a_batch_that_grows_row_by_row_seldom_allocates_logits_anew(ops, rng, monkeypatch):
@@ -195,12 +215,12 @@ def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(op
     ops.decoder_layers(x, [packed], roomy, batch)
     with pytest.raises(AssertionError):
         ops.decoder_layers(x, [packed], ops.new_kv_cache(1, 1, BLOCK, layer.kv_heads, layer.dim), batch)
-    spec = packed.attention
-    short = spec._replace(rope_cos=spec.rope_cos[:19].clone(), rope_sin=spec.rope_sin[:19].clone())
+    rope = {"rope_cos": layer.rope[0][:19].clone(), "rope_sin": layer.rope[1][:19].clone()}
+    short = with_attention(packed, **rope)
     with pytest.raises(AssertionError):
-        ops.decoder_layers(x, [replace(packed, attention=short)], roomy, batch)
+        ops.decoder_layers(x, [short], roomy, batch)
     with pytest.raises(AssertionError):
-        ops.attention(paddle.zeros([20, packed.qkv.out_features]), roomy, batch, short)
+        ops.attention(paddle.zeros([20, packed.blocks[0].qkv.out_features]), roomy, batch, short.blocks[0].attention)
     ops.decoder_layers(x, [packed], roomy, batch)
 
 

@@ -1,4 +1,4 @@
-// How the kernels on AMX tiles use them. Static for the reason given in simd.h.
+// Use of the AMX tile registers. Static for the reason given in simd.h.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Accumulators 0..3 and left tiles 4 and 5 of `rows` rows, right tiles 6 and 7 of 16; a row has 64 bytes.
+// Configures accumulators 0..3 and input tiles 4 and 5 with `rows` rows, weight tiles 6 and 7 with 16. A row has 64
+// bytes.
 static inline void configure_tiles(int64_t rows) {
   TileConfig config;
   for (int t = 0; t < 8; ++t) {

@@ -1,11 +1,10 @@
-// What the machine can do at most, for benchmarks/ops.py to hold the ops against; and parts of the kernels by
-// themselves, for their tests.
+// Measurements of the machine's limits for benchmarks/ops.py, and parts of the kernels for their tests.
 #include <immintrin.h>
 
+#include "amx_tiles.h"
+#include "approximate_math.h"
 #include "kernels.h"
-#include "rough.h"
 #include "thread_pool.h"
-#include "tiles.h"
 
 namespace fd {
 namespace amx {
@@ -52,14 +51,14 @@ int64_t probe_peak(int64_t rounds) {
 void probe_exp2(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
-    _mm512_mask_storeu_ps(out + i, lanes, rough_exp2(_mm512_maskz_loadu_ps(lanes, x + i), lanes));
+    _mm512_mask_storeu_ps(out + i, lanes, approximate_exp2(_mm512_maskz_loadu_ps(lanes, x + i), lanes));
   }
 }
 
 void probe_silu(const float* x, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = static_cast<__mmask16>(n - i < 16 ? (1u << (n - i)) - 1 : 0xffff);
-    _mm512_mask_storeu_ps(out + i, lanes, rough_silu(_mm512_maskz_loadu_ps(lanes, x + i)));
+    _mm512_mask_storeu_ps(out + i, lanes, approximate_silu(_mm512_maskz_loadu_ps(lanes, x + i)));
   }
 }
 

@@ -1,4 +1,4 @@
-// Functions of 16 lanes for results that are rounded to bfloat16's 8 bits: as exact as that takes, and no slower.
+// Approximations on 16 lanes for results that are rounded to the 8 bits of bfloat16.
 // Static for the reason given in simd.h.
 #pragma once
 
@@ -10,9 +10,9 @@ namespace amx {
 // 2^x for the wanted lanes, within 3e-6 and exactly 1 at 0; the others are 0. x in [-126, 127], or NaN (stays NaN).
 //
 // 2^x = 2^n 2^r with |r| <= 1/2. The polynomial for 2^r is the quartic of value 1 at 0 whose largest relative error on
-// [-1/2, 1/2] is least (2.8e-6; the Taylor series of that degree is off by 5.6e-5), found by Lawson's algorithm: least
-// squares on 20001 points, every weight multiplied by its point's error until these are level.
-static inline __m512 rough_exp2(__m512 x, __mmask16 wanted) {
+// [-1/2, 1/2] is least (2.8e-6; the Taylor series of that degree is off by 5.6e-5). Found by Lawson's algorithm: least
+// squares on 20001 points, the weight of each point multiplied by its error until all errors are level.
+static inline __m512 approximate_exp2(__m512 x, __mmask16 wanted) {
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 r = _mm512_sub_ps(x, n);
   __m512 p = _mm512_set1_ps(9.58283618e-3f);
@@ -24,10 +24,10 @@ static inline __m512 rough_exp2(__m512 x, __mmask16 wanted) {
 }
 
 // x / (1 + e^-x), within 1e-5.
-static inline __m512 rough_silu(__m512 x) {
+static inline __m512 approximate_silu(__m512 x) {
   const __m512 wanted = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
   const __m512 t = _mm512_min_ps(_mm512_max_ps(wanted, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
-  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), rough_exp2(t, 0xffff));
+  const __m512 d = _mm512_add_ps(_mm512_set1_ps(1.0f), approximate_exp2(t, 0xffff));
   const __m512 guess = _mm512_rcp14_ps(d);
   return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(d, guess, _mm512_set1_ps(2.0f))));
 }

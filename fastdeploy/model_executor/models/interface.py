@@ -1,0 +1,77 @@
+"""A model as loader, staging and worker see it. Every architecture of this package implements ``Model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import paddle
+
+from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.ops.interface import AttentionBatch, DecoderLayer, KVCache, Ops, PackedLinear
+from fastdeploy.model_executor.parameters import Parameter, Value
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """One complete set of weights. Immutable: an update makes a second set, and serving switches to it by reference.
+
+    lm_head: the same object as ``embedding`` if the two are tied. values: all parameters, by key.
+    """
+
+    embedding: PackedLinear
+    layers: tuple[DecoderLayer, ...]
+    norm: paddle.Tensor
+    lm_head: PackedLinear
+    values: Mapping[str, Value]
+
+
+class Model(Protocol):
+    """The computation of a model, without weights.
+
+    parameters: everything that weights consist of. aliases: tensors that a checkpoint may have although another tensor
+    serves in their place, which must have the same values (lm_head.weight where embeddings are tied: transformers
+    ignores it, but a trainer that sends a tensor does not mean it to be ignored).
+    """
+
+    config: ModelConfig
+    ops: Ops
+    parameters: tuple[Parameter, ...]
+    aliases: Mapping[str, str]
+
+    def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
+        """Make weights of the packed value of each parameter, by key."""
+
+    def forward(
+        self,
+        weights: ModelWeights,
+        token_ids: np.ndarray,
+        cache: KVCache,
+        batch: AttentionBatch,
+        rows: np.ndarray,
+        between_layers: Callable[[], None] | None = None,
+    ) -> paddle.Tensor:
+        """Compute token_ids, int32 [T]. Returns the hidden states of the token rows ``rows`` (int64, ascending),
+        float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
+        afterwards. between_layers: see ``Ops.decoder_layers``."""
+
+    def logits(self, weights: ModelWeights, hidden: paddle.Tensor) -> paddle.Tensor:
+        """Return logits: hidden [N, hidden_size] -> float32 [N, vocab_size]. The next call may overwrite the result."""
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+@dataclass(frozen=True)
+class Architecture(Generic[Config]):
+    """An entry of the registry of architectures.
+
+    read_config: makes the config of config.json and generation_config.json, both parsed. Raises InvalidField that names
+    the key that is missing, malformed or not supported.
+    build: makes the model for a config, ops and the longest sequence (max_model_len).
+    """
+
+    read_config: Callable[[dict[str, Any], dict[str, Any]], Config]
+    build: Callable[[Config, Ops, int], Model]
