@@ -1,13 +1,14 @@
 """Which computed blocks continue which prefix: a trie whose edges are the token ids themselves.
 
 A hit is verified by construction: an edge is found by the equality of its token tuple, below a parent that was found
-the same way, below a root that belongs to one namespace (weight_epoch, cache_salt). No hash can collide, and nothing of
-another epoch is reachable.
+the same way, below a root that belongs to one namespace (KV namespace of the weights, cache_salt). No hash can collide,
+and nothing that other weights computed is reachable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 
 class Node:
@@ -78,11 +79,10 @@ class PrefixIndex:
                 parent.attached = False
                 del self._roots[parent.namespace]
 
-    def clear(self) -> None:
-        for root in self._roots.values():
-            self._detach(root)
-        self._roots.clear()
-        assert not self._by_block
+    def clear(self, chosen: Callable[[Any], bool]) -> None:
+        """Forget everything below the roots whose namespace is ``chosen``."""
+        for namespace in [namespace for namespace in self._roots if chosen(namespace)]:
+            self._detach(self._roots.pop(namespace))
 
     def _detach(self, top: Node) -> None:
         stack = [top]

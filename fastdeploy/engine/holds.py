@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.scheduler.scheduler import Gate
+from fastdeploy.scheduler.queue import Gate
 
 
 class Mode(IntEnum):
@@ -37,20 +37,20 @@ class Phase(Enum):
     PAUSED = "paused"
 
 
-class Event(Enum):
+class PauseEvent(Enum):
     PLACE = "place"
     QUIESCED = "quiesced"
     RELEASE_LAST = "release_last"
 
 
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
-    (Phase.RUNNING, Event.PLACE): Phase.DRAINING,
-    (Phase.DRAINING, Event.PLACE): Phase.DRAINING,
-    (Phase.PAUSED, Event.PLACE): Phase.PAUSED,
-    (Phase.DRAINING, Event.QUIESCED): Phase.PAUSED,
-    (Phase.PAUSED, Event.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
-    (Phase.DRAINING, Event.RELEASE_LAST): Phase.RUNNING,
-    (Phase.PAUSED, Event.RELEASE_LAST): Phase.RUNNING,
+TRANSITIONS: dict[tuple[Phase, PauseEvent], Phase] = {
+    (Phase.RUNNING, PauseEvent.PLACE): Phase.DRAINING,
+    (Phase.DRAINING, PauseEvent.PLACE): Phase.DRAINING,
+    (Phase.PAUSED, PauseEvent.PLACE): Phase.PAUSED,
+    (Phase.DRAINING, PauseEvent.QUIESCED): Phase.PAUSED,
+    (Phase.PAUSED, PauseEvent.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
+    (Phase.DRAINING, PauseEvent.RELEASE_LAST): Phase.RUNNING,
+    (Phase.PAUSED, PauseEvent.RELEASE_LAST): Phase.RUNNING,
 }
 
 # (phase, mode) -> who may be scheduled. Without a hold the gate is open.
@@ -66,10 +66,11 @@ GATES: dict[tuple[Phase, Mode], Gate] = {
 
 @dataclass
 class Hold:
-    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name, and
-    one that is ``locked`` (it says why) only by what placed it."""
+    """``id``: the name that its owner gave it, or for an anonymous hold one made up. scope: id of the scope that it
+    pauses. A system hold is released only by its name. ``locked``: why only what placed the hold may release it."""
 
     id: str
+    scope: str
     mode: Mode
     admission: Admission
     clear_cache: bool
@@ -82,7 +83,7 @@ class Hold:
     def describe(self, now: float) -> dict[str, Any]:
         return {
             "id": self.id,
-            "scope": "engine",
+            "scope": self.scope,
             "mode": self.mode.name.lower(),
             "admission": self.admission.name.lower(),
             "clear_cache": self.clear_cache,

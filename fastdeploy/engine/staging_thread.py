@@ -24,8 +24,8 @@ MAX_LEFT_BEHIND = 4
 @dataclass
 class Job:
     """``work`` runs on a thread; ``done(result, error, seconds)`` is called once, on the loop's. owner: whose jobs
-    ``give_up`` ends. timeout_s: seconds that ``work`` may take. reads: ``work`` reads foreign files and may hang.
-    seconds: that ``work`` took.
+    ``give_up`` ends. timeout_s: seconds that ``work`` may take. reads: ``work`` reads files that are not ours and may
+    hang. seconds: that ``work`` took.
 
     The result may be a second copy of the weights: nothing that outlives ``done`` may refer to the job, nor may an
     error to the frames it came through.
@@ -35,7 +35,7 @@ class Job:
     work: Callable[[], Any] | None  # None once it has run: it refers to what it worked on
     done: Callable[[Any, FastDeployError | None, float], None]
     timeout_s: float
-    reads: bool = True
+    reads: bool
     deadline: float = 0.0  # on the loop's clock, from when it is begun
     result: Any = None
     error: FastDeployError | None = None
@@ -77,7 +77,7 @@ class StagingThread:
 
     def check_room(self) -> None:
         """Raise UpdateInProgress while so many threads hang that no job that reads is begun."""
-        number = len(self._left_behind)
+        number = sum(job.reads for job in self._left_behind)
         if number >= MAX_LEFT_BEHIND:
             raise UpdateInProgress(f"{number} reads that were given up still hang: another one begins when one ends")
 

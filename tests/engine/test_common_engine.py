@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import EngineError
-from fastdeploy.core.request import TRANSITIONS, Event, Group, Request, State
+from fastdeploy.core.request import TRANSITIONS, Group, Request, RequestEvent, RequestState
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
@@ -325,10 +326,10 @@ def test_metrics_are_at_zero_when_everything_has_ended():
     assert "fastdeploy:generation_tokens_total 48.0" in text
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("event", list(Event))
+@pytest.mark.parametrize("state", list(RequestState))
+@pytest.mark.parametrize("event", list(RequestEvent))
 def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
-    request = Request(Group("a", AddRequest("r", [1], SamplingParams())), 0, (0, 1), 1)
+    request = Request(Group("a", AddRequest("r", [1], SamplingParams()), Scope(WHOLE_ENGINE)), 0, (0, 1), 1)
     request.state = state
     if (state, event) in TRANSITIONS:
         request.advance(event)

@@ -92,7 +92,7 @@ def test_an_idle_or_frozen_loop_wakes_up_for_it():
     h.pause(mode="keep", admission="hold")
     add(h, "r", deadline=time.time() + 5.0)
     h.turn()
-    assert 0 < h.engine._patience() <= 5.0
+    assert 0 < h.engine._idle_time() <= 5.0
 
 
 def test_every_choice_of_a_group_ends():

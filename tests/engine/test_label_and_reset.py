@@ -20,7 +20,7 @@ def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
     h.turn(5)
     before = [len(h.stream("r", i).tokens) for i in range(2)]
     result = h.ask(m.SetVersionArgs("v9")).result
-    assert (result["version"], result["weight_epoch"], h.engine.weight_epoch) == ("v9", 0, 0)
+    assert (result["version"], result["weight_epoch"], h.served.weight_epoch) == ("v9", 0, 0)
     h.run_out()
     for i, count in enumerate(before):
         stream = h.stream("r", i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
@@ -767,9 +768,9 @@ def test_a_paused_engine_goes_on_beating(mode):
 
 
 @pytest.mark.parametrize("phase", list(p.Phase))
-@pytest.mark.parametrize("event", list(p.Event))
+@pytest.mark.parametrize("event", list(p.PauseEvent))
 def test_an_event_that_is_not_in_the_table_raises(phase, event):
-    state = p.PauseState(effects=None, weights_label=dict, clock=lambda: 0.0)
+    state = p.PauseState(Scope(WHOLE_ENGINE), Harness().engine.lifecycle, lambda: 0.0)
     state.phase = phase
     if (phase, event) in p.TRANSITIONS:
         state._advance(event)

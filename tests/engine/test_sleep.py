@@ -348,7 +348,7 @@ def test_a_failing_engine_answers_a_sleep_that_waits_for_a_thread():
     h.call(m.WeightInfoArgs(checksums=True))
     call = h.call(m.SleepArgs())
     h.turn(3)
-    h.engine.beat = None
+    h.engine.send_heartbeats = None
     with pytest.raises(EngineError):
         h.engine.run()
     h.runner.may_stage.set()

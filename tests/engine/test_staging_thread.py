@@ -8,7 +8,7 @@ import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, failure, hold_ids, paused
 from fastdeploy.core.errors import UpdateInProgress
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, FakeStaging
@@ -19,7 +19,7 @@ class HangingStaging(FakeStaging):
     """A chunk named "dead" hangs in its first read until ``mended`` is set."""
 
     def add(self, source, checksums, verify_checksum=False):
-        if source.path.endswith("dead"):
+        if isinstance(source, FolderSource) and source.path.endswith("dead"):
             self._runner.hang()
         return super().add(source, checksums, verify_checksum)
 
@@ -160,21 +160,28 @@ def test_so_many_may_hang_and_no_more_until_one_comes_back(h, folders):
         h.turn(2)
         assert h.reply(call).failure.code == "staging_timeout"
     update = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")))
-    for args in (m.BeginUpdateArgs(), update, m.WeightInfoArgs(checksums=True)):
-        refused = failure(h, args)
-        assert refused.code == "update_in_progress" and "4 reads" in refused.message
+    refused = failure(h, update)
+    assert refused.code == "update_in_progress" and "4 reads" in refused.message
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
     assert_serves(h, 0)
+    session = begin(h)
+    assert chunk(h, session, folders / "w1").failure.code == "update_in_progress"
+    assert h.ask(m.UpdateChunkArgs(session, SharedMemorySource("w2", 12)), turns=2).failure is None
+    assert commit(h, session).failure is None, "what is not read from a folder is not in the way"
+    assert h.ask(m.WeightInfoArgs(checksums=True), turns=2).failure is None
+    assert_serves(h, 2)
     h.mend()
     h.turn()
     assert h.update(folders / "w1").failure is None
     assert_serves(h, 1)
 
 
-def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold():
+def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold(folders):
     h = paused()
     h.engine.weights._thread.check_room = lambda: (_ for _ in ()).throw(UpdateInProgress("no room"))
-    assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "update_in_progress"
+    assert (
+        failure(h, m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), in_place=True)).code == "update_in_progress"
+    )
     assert "in_place" not in hold_ids(h) and not h.runner.stagings
 
 

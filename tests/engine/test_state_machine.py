@@ -233,7 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
     def resume(self, data, hold_id):
         self.call(m.ResumeArgs(hold_id), self.some_client(data))
 
-    @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained)
+    @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained(self.pause.scope))
     @rule(data=st.data())
     def wait_takes_over_from_keep(self, data):
         self.call(m.PauseArgs("wait", hold_id="z"), self.some_client(data))
@@ -242,7 +242,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
         self.step()
 
-    @precondition(lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained)
+    @precondition(
+        lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained(self.pause.scope)
+    )
     @rule(
         data=st.data(),
         on_timeout=st.sampled_from([None, "abort", "cancel"]),
@@ -291,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
           expected=st.sampled_from([None, None, "serving", "nope"]), kv=st.sampled_from(["keep", "recompute"]),
           partial=st.booleans(), in_place=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
     def begin_session(self, data, version, expected, kv, partial, in_place, lease_s):
-        expected = self.engine.version if expected == "serving" else expected
+        expected = self.h.served.version if expected == "serving" else expected
         self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, in_place, lease_s))
 
     def begin_with(self, data, args: m.BeginUpdateArgs) -> None:
@@ -315,7 +317,7 @@ class EngineMachine(RuleBasedStateMachine):
         session_id = self.some_session(data)
         told, session = self.publications[session_id], self.engine.weights.session
         kv = "recompute" if told.names and told.names[-1].endswith("recompute") else None
-        fits = session is not None and session.expected_version in (None, self.engine.version)
+        fits = session is not None and session.expected_version in (None, self.h.served.version)
         self.call(m.CommitUpdateArgs(session_id, version, kv), self.some_client(data))
         if not told.committing and fits:
             told.version, told.committing = version or told.version, True
@@ -358,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def label_comes(self, version: str) -> None:
         """No token of the turn in which it is read has the old label: all are sampled after its messages."""
-        self.witness.versions[self.engine.weight_epoch] = version
+        self.witness.versions[self.h.served.weight_epoch] = version
         self.step()
 
     @rule(data=st.data(), version=st.sampled_from([None, None, "z"]), sure=st.integers(0, 2))
@@ -368,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
         live = [stream for stream in self.witness.streams.values() if stream.open]
         self.call(m.ResetArgs(version), self.some_client(data))
-        self.label_comes(version or self.engine.version)
+        self.label_comes(version or self.h.served.version)
         assert not any(stream.open for stream in live), "not aborted"
         assert all(hold.named for hold in self.pause.holds.values()) and self.engine.weights.session is None
 
@@ -451,7 +453,7 @@ class EngineMachine(RuleBasedStateMachine):
             requests = self.engine.lifecycle.requests
             assert not any(r.group.client in self.witness.dropped for r in requests), "nobody wants it"
 
-    @precondition(lambda self: self.engine.scheduler.has_work(self.pause.gate))
+    @precondition(lambda self: self.engine.scheduler.has_work)
     @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
     def worker_dies(self, data, sure, draining):
         """Rarely. The loop answers everything that is open, once, and ends; another engine takes over."""
@@ -459,7 +461,7 @@ class EngineMachine(RuleBasedStateMachine):
         if draining and not sure:
             self.call(m.PauseArgs("wait"), self.some_client(data))
         self.step()
-        if sure or not self.engine.scheduler.has_work(self.pause.gate):
+        if sure or not self.engine.scheduler.has_work:
             return
         self.h.runner.fail_next = True
         with pytest.raises(EngineError):
@@ -467,15 +469,15 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert self.pause.unanswered == 0 and not self.engine.weights_in_use()
-        self.start_engine(lost_commit=self.engine.weight_epoch > 0)
+        assert self.pause.unanswered == 0 and not self.engine.weights.in_use
+        self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
     def step(self) -> None:
         was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
-        weight_epoch, seen = self.engine.weight_epoch, len(self.witness.replies)
+        weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
         self.h.turn()
-        if self.engine.weight_epoch != weight_epoch:
+        if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
@@ -493,7 +495,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.witness.versions[weight_epoch] = told.version or str(weight_epoch)
         assert told.committing and "bad" not in told.names and "garbage" not in told.names
         assert self.h.runner.weights == told.weights(serving), "what was committed was not asked for"
-        assert self.engine.version == self.witness.versions[weight_epoch]
+        assert self.h.served.version == self.witness.versions[weight_epoch]
         event("commit")
 
     def check_reply(self, args: m.Args, reply: m.Reply) -> None:
@@ -540,7 +542,7 @@ class EngineMachine(RuleBasedStateMachine):
         other = [args for args in calls if not isinstance(args, LATER)]
         assert not other, f"not answered at once: {other}"
         if len(calls) > len(pauses):
-            assert self.engine.weights_in_use(), "a call about weights was forgotten"
+            assert self.engine.weights.in_use, "a call about weights was forgotten"
 
     @invariant()
     def flags_are_legal(self):
@@ -549,7 +551,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not pause.is_paused or pause.rejecting_new_requests
         assert pause.unanswered == 0 or pause.holds
         may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
-        assert may_run or not self.engine.scheduler.has_work(pause.gate)
+        assert may_run or not self.engine.scheduler.has_work
         self.engine.lifecycle.check_integrity()
         self.what_runs_is_whole()
 

@@ -10,7 +10,7 @@ import pytest
 from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_session import TRANSITIONS, Event, Session, State
+from fastdeploy.engine.weight_session import TRANSITIONS, Session, SessionEvent, SessionState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import Harness, ListTransport
@@ -18,11 +18,11 @@ from support.harness import Harness, ListTransport
 # ---------------------------------------------------------------------- the table
 
 
-def session_in(state: State) -> Session:
+def session_in(state: SessionState) -> Session:
     return Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
 
 
-@pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
+@pytest.mark.parametrize(("state", "event"), list(product(SessionState, SessionEvent)))
 def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(state, event):
     session = session_in(state)
     if (state, event) in TRANSITIONS:
@@ -35,8 +35,10 @@ def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(sta
 
 
 def test_an_ended_session_never_moves_again_and_every_other_can_end():
-    assert not [event for state, event in TRANSITIONS if state is State.ENDED]
-    assert {state for state, event in TRANSITIONS if event is Event.END} == set(State) - {State.ENDED}
+    assert not [event for state, event in TRANSITIONS if state is SessionState.ENDED]
+    assert {state for state, event in TRANSITIONS if event is SessionEvent.END} == set(SessionState) - {
+        SessionState.ENDED
+    }
 
 
 # ---------------------------------------------------------------------- the good way
@@ -52,7 +54,7 @@ def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(fo
     first = chunk(h, session, folders / "w1").result
     assert (first["session_id"], first["tensors"], first["nbytes"], first["tensors_received"]) == (session, 3, 12, 3)
     assert chunk(h, session, folders / "w2").result["tensors_received"] == 6
-    assert h.engine.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
+    assert h.served.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
     report = commit(h, session).result
     assert (report["status"], report["version"], report["weight_epoch"]) == ("committed", "v1", 1)
     assert (report["previous_version"], report["previous_weight_epoch"], report["requests_in_flight"]) == ("0", 0, 1)
@@ -72,7 +74,7 @@ def test_the_label_named_last_is_the_one(folders, at_begin, at_chunk, at_commit,
     h = Harness()
     session = begin(h, version=at_begin)
     chunk(h, session, folders / "w1", version=at_chunk)
-    assert commit(h, session, version=at_commit).result["version"] == label == h.engine.version
+    assert commit(h, session, version=at_commit).result["version"] == label == h.served.version
 
 
 def test_kv_of_the_commit_goes_over_that_of_begin(folders):
@@ -161,7 +163,7 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     h.ask(m.SetVersionArgs("other"))
     h.runner.may_stage.set()
     h.turn(3)
-    assert h.reply(call).failure.code == "version_conflict" and h.engine.weight_epoch == 0
+    assert h.reply(call).failure.code == "version_conflict" and h.served.weight_epoch == 0
     assert_serves(h, 0)
     assert h.update(folders / "w1", expected_version="other").failure is None
 
@@ -260,7 +262,7 @@ def test_a_commit_that_is_repeated_is_told_that_it_was_done(folders):
     chunk(h, session, folders / "w1")
     commit(h, session)
     again = commit(h, session).failure
-    assert again.code == "session_not_found" and "committed" in again.message and h.engine.weight_epoch == 1
+    assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
 
 
 def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders):
@@ -289,7 +291,7 @@ def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
     h = Harness(heartbeat_s=100.0)
     h.turn()
     begin(h, lease_s=7.0)
-    assert h.engine._patience() == pytest.approx(7.0)
+    assert h.engine._idle_time() == pytest.approx(7.0)
 
 
 def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked(folders):
@@ -307,7 +309,7 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
         assert h.reply(call).failure is None
         h.now += 4.0  # counted from the end of the work
         h.turn()
-    assert h.engine.weight_epoch == 1
+    assert h.served.weight_epoch == 1
 
 
 def test_abort_names_what_it_ended_and_may_be_repeated(folders):

@@ -63,7 +63,7 @@ def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
     first = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     h.turn(5)
     assert h.update(folders / "w2").failure.code == "update_in_progress"
-    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.weight_epoch == 0
+    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.served.weight_epoch == 0
     h.runner.may_stage.set()
     h.turn(2)
     assert h.reply(first).failure is None and h.runner.weights == 1
@@ -76,7 +76,7 @@ def test_the_label_is_a_label_and_the_epoch_counts(folders):
     for folder, version, label in (("w1", "same", "same"), ("w2", "same", "same"), ("w1", None, "3")):
         result = h.update(folders / folder, version=version).result
         assert result["version"] == label
-    assert h.engine.weight_epoch == 3 and result["previous_version"] == "same" and result["previous_weight_epoch"] == 2
+    assert h.served.weight_epoch == 3 and result["previous_version"] == "same" and result["previous_weight_epoch"] == 2
 
 
 def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_the_new_weights(folders):
@@ -211,7 +211,7 @@ def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well
 def test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again(folders):
     commits = []
     h = Harness(lost_commit=True)
-    h.engine._on_commit = commits.append
+    h.engine._switch._on_commit = commits.append
     h.add("r", [1, 2], max_tokens=3)
     h.turn(3)
     assert h.status()["is_paused"] and h.status()["holds"][0]["id"] == "republish"
@@ -244,7 +244,7 @@ def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(fol
     h.turn()
     h.transport.gone.add("b")
     h.turn(2)
-    assert h.engine.weight_epoch == 1
+    assert h.served.weight_epoch == 1
     assert h.update(folders / "w2").failure is None
 
 

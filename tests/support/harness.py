@@ -14,6 +14,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
@@ -95,7 +96,7 @@ class Harness:
 
     def add(self, request_id: str, prompt: list[int], client: str = "a", **fields) -> None:
         """Fields of AddRequest and of SamplingParams alike."""
-        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice"}
+        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice", "scope"}
         of_request = {k: fields.pop(k) for k in own & fields.keys()}
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})
         self.send(AddRequest(request_id, prompt, params, **of_request), client)
@@ -126,6 +127,11 @@ class Harness:
 
     def status(self) -> dict:
         return self.engine.pause.status()
+
+    @property
+    def served(self) -> ServedWeights:
+        """The weights that serve the whole engine."""
+        return self.engine.scopes.whole.served
 
     # ---------------------------------------------------------------- the loop
 
