@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.pause import Mode, Phase
 from fastdeploy.inter_communicator import messages as m
@@ -45,6 +46,7 @@ SAMPLING = st.builds(
     logprobs=st.sampled_from([None, None, 0]),
 ).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
 HOLDS = st.sampled_from([None, None, "x", "y"])
+SCOPES = st.sampled_from([WHOLE_ENGINE, WHOLE_ENGINE, "tenant"])
 PAUSES = st.builds(
     m.PauseArgs,
     mode=st.sampled_from(["abort", "wait", "wait", "keep"]),
@@ -54,6 +56,7 @@ PAUSES = st.builds(
     on_timeout=st.sampled_from([None, "keep", "abort", "cancel"]),
     ttl_s=st.sampled_from([None, None, 2.0, 20.0]),
     hold_id=HOLDS,
+    scope=SCOPES,
 )
 FOLDERS = ["w1", "w2", "w3-recompute", "bad", "garbage"]
 UPDATES = [("w1", "keep"), ("w2", "keep"), ("w3-recompute", "recompute"), ("bad", "keep"), ("garbage", "recompute")]
@@ -99,6 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
         self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20, lost_commit=lost_commit)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
+        self.tenant = self.engine.scopes.pause_of(self.engine.scopes.add("tenant").id)
         self.witness = Witness(self.h)
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
@@ -111,7 +115,9 @@ class EngineMachine(RuleBasedStateMachine):
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
         if isinstance(args, m.PauseArgs) and args.mode == "abort":
-            self.doomed[call_id] = [stream for stream in self.witness.streams.values() if stream.open]
+            scopes = [args.scope] if args.scope != WHOLE_ENGINE else [WHOLE_ENGINE, "tenant"]
+            streams = self.witness.streams.values()
+            self.doomed[call_id] = [stream for stream in streams if stream.open and stream.add.scope in scopes]
         return call_id
 
     def live_clients(self) -> list[str]:
@@ -157,9 +163,9 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- requests
 
     @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
-          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]))  # fmt: skip
-    def add(self, data, prompt, sampling, n, priority, salt):
-        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt)
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), scope=SCOPES)  # fmt: skip
+    def add(self, data, prompt, sampling, n, priority, salt, scope):
+        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, scope)
 
     @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30))
     def add_more_than_the_pool_holds(self, data, n, max_tokens):
@@ -177,9 +183,11 @@ class EngineMachine(RuleBasedStateMachine):
                 self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
                 self.step()
 
-    def send_add(self, client, request_id, prompt, sampling, n, priority, salt):
+    def send_add(self, client, request_id, prompt, sampling, n, priority, salt, scope=WHOLE_ENGINE):
         group = f"g{len(prompt) % 2}" if priority else ""
-        add = AddRequest(request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group)
+        add = AddRequest(
+            request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group, scope=scope
+        )
         self.h.send(add, client)
         self.witness.added(client, add)
 
@@ -229,9 +237,9 @@ class EngineMachine(RuleBasedStateMachine):
             action()
         self.step()
 
-    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]))
-    def resume(self, data, hold_id):
-        self.call(m.ResumeArgs(hold_id), self.some_client(data))
+    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]), scope=SCOPES)
+    def resume(self, data, hold_id, scope):
+        self.call(m.ResumeArgs(hold_id, scope), self.some_client(data))
 
     @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained(self.pause.scope))
     @rule(data=st.data())
@@ -469,11 +477,12 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert self.pause.unanswered == 0 and not self.engine.weights.in_use
+        assert self.pause.unanswered == self.tenant.unanswered == 0 and not self.engine.weights.in_use
         self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
     def step(self) -> None:
         was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
+        frozen = self.tokens_of_the_tenant() if self.tenant.is_paused else None
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
         self.h.turn()
@@ -482,12 +491,17 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
             assert self.h.runner.computed_tokens == computed and tokens == 0, "PAUSED, and yet it computed"
+        if frozen is not None and self.tenant.is_paused:
+            assert self.tokens_of_the_tenant() == frozen, "its scope is PAUSED, and yet it computed"
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
         session = self.engine.weights.session
         idle = session is not None and session.state.value == "open" and not session.pending
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
+
+    def tokens_of_the_tenant(self) -> int:
+        return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.scope == "tenant")
 
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """``serving``: the weights before."""
@@ -506,11 +520,13 @@ class EngineMachine(RuleBasedStateMachine):
                 event(f"pause {args.mode}: {code}")
                 if code is None:
                     assert reply.result["is_paused"] and reply.result["rejecting_new_requests"]
-                    self.assert_everything_is_delivered()
+                    if args.scope == WHOLE_ENGINE:
+                        self.assert_everything_is_delivered()
                     assert not any(s.open for s in self.doomed.get(reply.call_id, [])), "not aborted"
                 if code == "pause_timeout":
                     assert args.on_timeout == "cancel" or args.hold_id is not None
-                    assert reply.result["hold"]["id"] not in self.pause.holds, "it failed, and yet it holds"
+                    holds = self.engine.scopes.pause_of(args.scope).holds
+                    assert reply.result["hold"]["id"] not in holds, "it failed, and yet it holds"
             case m.ResumeArgs(hold_id) if code is not None:
                 assert code == "resume_refused" and hold_id in SYSTEM_HOLDS, reply
             case m.ResumeArgs(hold_id):
@@ -537,7 +553,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_calls(self) -> None:
         calls = list(self.witness.calls.values())
         pauses = [args for args in calls if isinstance(args, m.PauseArgs | m.SleepArgs)]
-        unanswered = self.pause.unanswered + self.engine.sleeper.unanswered + self.read_in_step
+        unanswered = sum(p.unanswered for p in (self.pause, self.tenant, self.engine.sleeper)) + self.read_in_step
         assert len(pauses) <= unanswered, "a pause call was forgotten"
         other = [args for args in calls if not isinstance(args, LATER)]
         assert not other, f"not answered at once: {other}"
@@ -546,10 +562,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def flags_are_legal(self):
-        pause = self.pause
-        assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
-        assert not pause.is_paused or pause.rejecting_new_requests
-        assert pause.unanswered == 0 or pause.holds
+        for pause in (self.tenant, self.pause):
+            assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
+            assert not pause.is_paused or pause.rejecting_new_requests
+            assert pause.unanswered == 0 or pause.holds
         may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
         assert may_run or not self.engine.scheduler.has_work
         self.engine.lifecycle.check_integrity()
@@ -588,7 +604,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.h.now += 2.0  # a heartbeat finds who died
         self.step()
         self.step()
-        assert self.pause.phase is Phase.RUNNING
+        assert self.pause.phase is self.tenant.phase is Phase.RUNNING
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert not len(self.engine.lifecycle.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
@@ -598,8 +614,9 @@ class EngineMachine(RuleBasedStateMachine):
     def let_go(self, client: str) -> None:
         self.make_whole(client)
         self.call(m.ResumeArgs(), client)
-        for hold_id in list(self.pause.holds):
-            self.call(m.ResumeArgs(hold_id), client)
+        for pause in (self.pause, self.tenant):
+            for hold_id in list(pause.holds):
+                self.call(m.ResumeArgs(hold_id, pause.scope.id), client)
         for _ in range(500):
             self.step()
             if not len(self.engine.lifecycle.requests):
