@@ -13,7 +13,7 @@ from fastdeploy.core.request import Request
 
 
 class KVGrant(NamedTuple):
-    """Blocks given to a request: ``hit_tokens`` need no computing, and ``copy`` must run before the step that follows."""
+    """Blocks given to a request: ``hit_tokens`` need no computing; ``copy`` must run before the next step."""
 
     hit_tokens: int
     copy: BlockCopy | None

@@ -49,7 +49,7 @@ class PrefixIndex:
     def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
         """The longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then perhaps
         one partial block that ends exactly where ``token_ids`` end."""
-        node = self._roots.get(namespace)
+        node: Node | None = self._roots.get(namespace)
         path: list[Node] = []
         at, size = 0, self.block_size
         while node is not None and at < len(token_ids):
@@ -73,6 +73,7 @@ class PrefixIndex:
         """Forget what ``block`` holds, and everything that can only be reached through it."""
         for node in self._by_block.get(block, [])[:]:
             parent = node.parent
+            assert parent is not None
             del parent.children[node.tokens]
             self._detach(node)
             if isinstance(parent, Root) and not parent.children:  # else every cache_salt ever seen would stay
@@ -103,7 +104,7 @@ class PrefixIndex:
         stack = [n for root in self._roots.values() for n in root.children.values()]
         while stack:
             node = stack.pop()
-            assert node.parent.children[node.tokens] is node
+            assert node.parent is not None and node.parent.children[node.tokens] is node
             assert node in self._by_block[node.block]
             seen[node.block] = seen.get(node.block, 0) + 1
             stack.extend(node.children.values())

@@ -34,5 +34,4 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
-    asleep = {tag: lambda tag=tag: tag in runner.asleep for tag in TAGS}
-    metrics.add_flags("asleep", "1 while its memory is given back", "tag", asleep)
+    metrics.add_flags("asleep", "1 while its memory is given back", "tag", TAGS, lambda tag: tag in runner.asleep)

@@ -149,9 +149,9 @@ class RequestLifecycle:
 
     def abort(self, args: m.AbortArgs) -> dict[str, list]:
         """End the requests of these client ids. Raises InvalidField where the call names none."""
-        if args.request_ids is None and not args.abort_all:
+        wanted = [r.group.client_id for r in self.requests] if args.abort_all else args.request_ids
+        if wanted is None:
             raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
-        wanted = args.request_ids if not args.abort_all else [r.group.client_id for r in self.requests]
         aborted, not_found = [], []
         for request_id in dict.fromkeys(wanted):
             live = [r for r in self.requests.known_as(request_id) if r.live]
@@ -253,8 +253,8 @@ class RequestLifecycle:
             assert request.live or request in scheduler.ended, request
             unshared = request.token_ids is not request.group.add.prompt_token_ids
             assert unshared or request.num_output_tokens == 0, request
-        parts = (scheduler.running, scheduler.frozen, scheduler.waiting, scheduler.ended)
-        assert sum(1 for _ in self.requests) == sum(map(len, parts))
+        in_batch = len(scheduler.running) + len(scheduler.frozen)
+        assert sum(1 for _ in self.requests) == in_batch + len(scheduler.waiting) + len(scheduler.ended)
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks

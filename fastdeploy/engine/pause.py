@@ -395,8 +395,9 @@ def _union(first: list[int], second: list[int]) -> list[int]:
 def leaves_no_use_for_a_step(args: Args) -> bool:
     """Whether a call with these arguments is a pause of the whole engine that closes the gate at once. The tokens of a
     step in flight would have to wait for the resume (keep), or nobody would wait for them (abort)."""
-    whole = isinstance(args, PauseArgs) and args.scope == WHOLE_ENGINE
-    mode = Mode.__members__.get(args.mode.upper()) if whole else None
+    if not isinstance(args, PauseArgs) or args.scope != WHOLE_ENGINE:
+        return False
+    mode = Mode.__members__.get(args.mode.upper())
     return mode is not None and GATES[Phase.DRAINING, mode] is Gate.CLOSED
 
 

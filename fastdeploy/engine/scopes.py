@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import Answer, PauseState
@@ -72,7 +72,7 @@ class Scopes:
         """Time at which ``settle`` must be called even if no message comes."""
         return min((due for pause in self._held if (due := pause.next_deadline()) is not None), default=None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: FastDeployError) -> None:
         """Answer every pause call that waits: the engine cannot go on."""
         for pause in self._held:
             pause.fail(error)

@@ -73,6 +73,12 @@ class Session:
     staged: Any = None
     answer: Answer | None = None  # of its commit
 
+    @property
+    def open_staging(self) -> Staging:
+        """The staging of a session that has not ended."""
+        assert self.staging is not None
+        return self.staging
+
     def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 

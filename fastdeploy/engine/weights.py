@@ -125,7 +125,7 @@ class WeightSessions:
         self._check_expected(session.expected_version)
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
-        self._submit_finish(session, session.staging.finish, answer, reads=False)
+        self._submit_finish(session, session.open_staging.finish, answer, reads=False)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin, one chunk and commit in one call."""
@@ -139,8 +139,7 @@ class WeightSessions:
             timeout_s=args.timeout_s,
         )
         session = self._open(begin)
-
-        staging = session.staging
+        staging = session.open_staging
 
         def work() -> Any:
             self._add(session, staging, args)
@@ -174,7 +173,10 @@ class WeightSessions:
         def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
             if error is None and self._scope.weights_label() != label:
                 error = WrongOrder("other weights were committed while these were read: ask again")
-            answer({} if error else {**result, "checksums": checksums, "checksum": _over_all(checksums)}, error)
+            if error is not None or checksums is None:
+                answer({}, error)
+            else:
+                answer({**result, "checksums": checksums, "checksum": _over_all(checksums)}, None)
 
         self._thread.submit(Job(None, self._runner.checksums, done, self._stage_timeout_s, reads=False))
 
@@ -317,7 +319,7 @@ class WeightSessions:
                 None,
             )
 
-        work = functools.partial(self._add, session, session.staging, args)
+        work = functools.partial(self._add, session, session.open_staging, args)
         self._thread.submit(Job(session, work, done, session.timeout_s, reads=_reads_files(args)))
 
     def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool) -> None:
@@ -379,7 +381,7 @@ class WeightSessions:
         self._remember(session, why)
         self._thread.give_up(session, why)
         self._answer_commit(session, self._scope.weights_label(), why)
-        staging, session.staging, session.staged = session.staging, None, None
+        staging, session.staging, session.staged = session.open_staging, None, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:

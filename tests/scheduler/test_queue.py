@@ -10,7 +10,6 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.scheduler.queue import WaitingQueue
 
-
 SCOPE = Scope(WHOLE_ENGINE)
 
 
