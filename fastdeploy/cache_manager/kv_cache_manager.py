@@ -1,4 +1,4 @@
-"""KV of requests: match a prefix, hold what is known, grow by the token, publish what is computed, release."""
+"""KV of requests: match a prefix, take blocks, grow by a token, publish computed blocks, release."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class KVCacheManager:
         self.pool.release(blocks, self.index.__contains__)
 
     def step_done(self) -> None:
-        """The step that was planned has run, its copies with it."""
+        """Let go of the sources of copies: the planned step has run, and its copies with it."""
         if self._pinned:
             self._give_back(self._pinned)
             self._pinned.clear()

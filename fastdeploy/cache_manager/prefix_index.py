@@ -1,4 +1,4 @@
-"""Which computed blocks continue which prefix: a trie whose edges are the token ids themselves.
+"""Index of computed blocks by the prefix that they continue: a trie whose edges are the token ids themselves.
 
 A hit is verified by construction: an edge is found by the equality of its token tuple, below a parent that was found
 the same way, below a root that belongs to one namespace (KV namespace of the weights, cache_salt). No hash can collide,

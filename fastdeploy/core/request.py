@@ -114,7 +114,8 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Its whole prompt is computed, and nothing of it taken from the prefix cache. One choice does it for all."""
+        """Whether this choice computes the logprobs of the prompt, for all choices. Nothing of its prompt is then taken
+        from the prefix cache."""
         return self.choice == 0 and self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property

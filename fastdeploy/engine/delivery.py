@@ -1,4 +1,4 @@
-"""From the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
+"""Messages of the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
-MAX_OUTPUTS = 512  # in a message: a batch is smaller; the end of all that wait is not
+MAX_OUTPUTS = 512  # in a message. A step makes fewer; the end of all waiting requests may make more
 
 
 class DeliveryFence:
@@ -48,7 +48,7 @@ class Delivery:
     """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more."""
 
     def __init__(self, transport: Transport, on_gone: Callable[[str], None], observe: Callable[[Output], None]):
-        """observe: is shown every output of a request with retain_s, sent or not."""
+        """observe: called with every output of a request with retain_s, sent or not."""
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
@@ -75,8 +75,8 @@ class Delivery:
         self.drop(client)
 
     def send_heartbeats(self) -> None:
-        """Send a heartbeat to every client. Nothing else changes, so that this may be called in the middle of a step: a
-        client that cannot be reached is dropped by the next ``drop_unreachable``."""
+        """Send a heartbeat to every client. Changes no request, and so may be called in the middle of a step: the next
+        ``drop_unreachable`` drops the clients that cannot be reached."""
         for client in self.clients:
             if not self._transport.send(client, m.Heartbeat()):
                 self._unreachable.add(client)
@@ -98,8 +98,8 @@ class Delivery:
             self._on_gone(client)
 
     def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """Every new token, and one final output for each request that ended. One message per client; more only if
-        there are more than MAX_OUTPUTS, so that the client reads the first while the others are made."""
+        """Send every new token, and one final output for each request that ended. Each client gets one message, or
+        several of MAX_OUTPUTS, so that it reads the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
         with_token = set()
         for token in tokens:

@@ -1,4 +1,4 @@
-"""The nouns of a pause as tables: modes, admissions, phases, and the hold that each pause call places."""
+"""Modes, admissions and phases of a pause, as tables, and the hold that each pause call places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdeploy.scheduler.queue import Gate
 
 
 class Mode(IntEnum):
-    """In order of strength."""
+    """Modes of a pause, in order of strength."""
 
     WAIT = 1
     KEEP = 2
@@ -19,7 +19,7 @@ class Mode(IntEnum):
 
 
 class Admission(IntEnum):
-    """What happens to requests that arrive while a hold stands; reject wins."""
+    """Treatment of requests that arrive while a hold stands. Reject wins over hold."""
 
     HOLD = 1
     REJECT = 2

@@ -1,4 +1,4 @@
-"""The life of a request in the engine: accepted, ended for many reasons, handed over, retired.
+"""The life of a request in the engine: it is accepted, ends for one of many reasons, is handed over and retired.
 
 Exactly one final output goes out for each accepted request. Runs on the loop's thread only.
 """
@@ -74,7 +74,7 @@ class RequestLifecycle:
     # ------------------------------------------------------------------ in
 
     def accept(self, group: Group) -> None:
-        """Take in a group that admission has let through."""
+        """Take in a group that the admission control has let through."""
         self.requests.add(group)
         self._retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
@@ -135,7 +135,7 @@ class RequestLifecycle:
         self.hand_over([])
 
     def cancel(self, client: str, cancel: m.CancelRequest) -> None:
-        """End the choices that ``client`` waits for no longer. A request with retain_s is detached and runs on."""
+        """End the choices that ``client`` no longer waits for. A request with retain_s is detached and runs on."""
         requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
         if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:

@@ -95,7 +95,7 @@ class PauseState:
 
     @property
     def rejecting_new_requests(self) -> bool:
-        """The door is closed: from the first moment of a pause until the last hold is gone."""
+        """True from the first moment of a pause until the last hold is gone."""
         return bool(self.holds)
 
     @property
@@ -130,8 +130,8 @@ class PauseState:
     def pause_for_system(
         self, hold_id: str, mode: str, clear_cache: bool, timeout_s: float, locked: str, answer: Answer
     ) -> None:
-        """As ``pause``, by a system hold, which is released if the drain does not end in time. ``locked``: why a resume
-        by its name is refused."""
+        """Pause with a system hold, which is released if the drain does not end in time. ``locked``: why a resume by
+        its name is refused."""
         args = PauseArgs(
             mode=mode,
             clear_cache=clear_cache,
@@ -155,15 +155,15 @@ class PauseState:
         call.aborted_ids = self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
-        """A hold that nobody placed over a route: it goes only by its name, or if ``locked`` not even so."""
+        """Place a hold for the engine itself. Only its name releases it, and if it is ``locked`` no caller can."""
         now = self._clock()
         self.holds[hold_id] = Hold(hold_id, self.scope.id, mode, admission, False, SYSTEM, True, now, locked=locked)
         self._advance(PauseEvent.PLACE)
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
-        """Release one hold by name, or all anonymous ones. Unknown names are reported, not an error. Raises
-        ResumeRefused for a hold that only what placed it can release."""
+        """Release one hold by name, or all anonymous ones. An unknown name is reported and is no error. Raises
+        ResumeRefused for a hold that is locked."""
         if args.hold_id in self.holds and (why := self.holds[args.hold_id].locked):
             raise ResumeRefused(f"hold_id: {args.hold_id!r} cannot be released: {why}", param="hold_id")
         if args.hold_id is None:
@@ -181,8 +181,8 @@ class PauseState:
         }
 
     def renew(self, args: RenewArgs) -> dict[str, Any]:
-        """Set when a standing hold ends by itself, and change nothing else. Raises HoldNotFound if no caller's hold of
-        that name stands: the engine may run."""
+        """Set the time at which a standing hold ends by itself. Raises HoldNotFound if no caller's hold of that name
+        stands: the engine may run."""
         hold = self.holds.get(args.hold_id)
         if hold is None or hold.placed_by == SYSTEM:
             why = "it was released, its ttl ended, or the engine restarted"
@@ -256,7 +256,7 @@ class PauseState:
         self._release(expired, "the hold's ttl ended")
         if self._fence is not None and self._fence.deadline <= now:
             self._look_at_silent_clients(self._fence, now)
-        # Each round answers the call or extends its deadline, and may answer others that share its hold.
+        # Each iteration answers the call or extends its deadline, and may answer other calls that share its hold.
         while (call := next((c for c in self._calls if c.deadline <= now), None)) is not None:
             self._time_out(call, now)
 
@@ -343,12 +343,12 @@ class PauseState:
     def _hold_for(
         self, args: PauseArgs, name: str | None, mode: Mode, admission: Admission, clear_cache: bool, now: float
     ) -> Hold:
-        """A new hold, or the standing one of that name made at least as strong."""
+        """Return a new hold, or the standing hold of that name, made at least as strong."""
         standing = self.holds.get(name) if name is not None else None
         if standing is not None:
             standing.mode = max(standing.mode, mode)
             standing.admission = max(standing.admission, admission)
-            standing.named = True  # who took an anonymous hold's name owns it now
+            standing.named = True  # a caller that names an anonymous hold owns it from now on
             return standing
         if len(self.holds) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")

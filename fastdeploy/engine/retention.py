@@ -93,7 +93,7 @@ class Record:
         return self._num_ended == self.group.add.n
 
     def replay(self) -> list[Output]:
-        """Everything from the first token, for a client that attaches."""
+        """Return everything from the first token, for a client that attaches."""
         request_id = self.group.add.request_id
         return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 

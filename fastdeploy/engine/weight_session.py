@@ -1,4 +1,4 @@
-"""One weight session: its states as a table, and what it holds. ``weights.py`` drives it."""
+"""One weight session: its states as a table, and its data. ``weights.py`` drives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 class SessionState(Enum):
     OPEN = "open"  # takes chunks
     COMMITTING = "committing"  # takes nothing more; completeness is being checked
-    READY = "ready"  # waits for the end of the step in flight
+    READY = "ready"  # complete; the swap comes next
     ENDED = "ended"
 
 

@@ -3,8 +3,8 @@
     begin -> chunk ... -> commit      a one-call update is the same in one job
           \\-> abort, a refused chunk, the end of the lease: the old weights serve on, bit for bit
 
-Everything here runs on the loop's thread but the jobs of the staging thread. ``poll`` is called between two steps: a
-session whose tensors are complete is swapped in there, and nowhere else.
+All code here runs on the loop's thread, except for the jobs of the staging thread. ``poll`` is called between two
+steps: a session whose tensors are complete is swapped in there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class WeightSessions:
     # ------------------------------------------------------------------ calls
 
     def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
-        """See the message. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
+        """Open a session. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
         session = self._open(args)
         return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
 
@@ -109,7 +109,7 @@ class WeightSessions:
         self._submit_chunk(session, args, answer)
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
-        """See the message."""
+        """Raise what the chunk or the begin of ``args`` would raise."""
         if args.session_id is not None:
             self._find_open(args.session_id)
         else:
@@ -222,7 +222,7 @@ class WeightSessions:
             self._thread.check_room()
 
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
-        """Raise what is wrong with ``args`` as things are now. Returns the session's ``timeout_s``."""
+        """Raise an error if no session can begin with ``args`` now. Returns the session's ``timeout_s``."""
         check_label("version", args.version)
         check_kv(args.kv)
         check_seconds("lease_s", args.lease_s)

@@ -28,7 +28,7 @@ class Durations:
         registry.register(self)
 
     def observe(self, seconds: list[float]) -> None:
-        """Below zero (the clock was set back) counts as zero."""
+        """Add values. A value below zero (the clock was set back) counts as zero."""
         if seconds:
             values = np.maximum(seconds, 0.0)
             self._counts += np.bincount(np.searchsorted(_SECONDS, values), minlength=len(self._counts))

@@ -63,7 +63,7 @@ class Scheduler:
     def end(
         self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | str | None = None
     ) -> None:
-        """From now on the request computes nothing; ``retire`` follows once its final output is handed over."""
+        """Let the request compute nothing from now on. ``retire`` follows when its final output is handed over."""
         if request.state is RequestState.RUNNING:
             self._leave_batch(request)
         else:
@@ -73,12 +73,12 @@ class Scheduler:
         self.ended.append(request)
 
     def retire(self, request: Request) -> None:
-        """The final output has been handed over."""
+        """Give the KV back of a request whose final output has been handed over."""
         request.advance(RequestEvent.RETIRE)
         self.kv.release(request)
 
     def retract(self, request: Request) -> None:
-        """Back to the queue; its KV is given up and recomputed when its turn comes."""
+        """Put a request back to the queue. Its KV is given up, and recomputed when it is admitted again."""
         self._leave_batch(request)
         if request.num_output_tokens == 0:
             request.prompt_logprobs = []  # its prompt is computed again
@@ -101,7 +101,7 @@ class Scheduler:
         return bool(self.running or self.waiting.num_started or (self.gate is Gate.OPEN and self.waiting.num_ready))
 
     def plan(self) -> StepPlan | None:
-        """Decodes first, then prompts under way, then newcomers, within the pacer's budget."""
+        """Plan a step within the pacer's budget: first decodes, then prompts under way, then new requests."""
         if not self.has_work:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
@@ -158,7 +158,7 @@ class Scheduler:
             budget -= len(chunks[request].token_ids)
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
-        """A group, or the same prompt sent many times, is prefilled once: the others wait for the first, and hit."""
+        """Whether another request computes the same prompt now. This one then waits, and has a prefix hit."""
         first = self._prefilling.get(request.prompt_key)
         if first is None or request.num_output_tokens or request.wants_prompt_logprobs:
             return False
@@ -241,7 +241,7 @@ class Scheduler:
         return tokens
 
     def _end_non_finite(self, request: Request, position: int, version: str) -> None:
-        """Only this choice ends; its siblings go on."""
+        """End this choice with an error. Its siblings go on."""
         self.num_non_finite += 1
         message = (
             f"the logits for the token at position {position} are not finite (NaN, +inf, or -inf for every token) "
