@@ -104,9 +104,9 @@ class CommonEngine:
         }
         self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args),
+            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
             m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
@@ -131,7 +131,7 @@ class CommonEngine:
     def run(self) -> None:
         try:
             while not self._stopping:
-                self.turn(block=True)
+                self.run_once(block=True)
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
@@ -143,7 +143,7 @@ class CommonEngine:
         self._stopping = True
         self._transport.wake()
 
-    def turn(self, block: bool) -> None:
+    def run_once(self, block: bool) -> None:
         """Go round the loop once. Between any two lines of this function every invariant of the engine holds."""
         for client, message in self._inbox.take(self._idle_time() if block else 0.0):
             self._handle(client, message)

@@ -31,7 +31,7 @@ SYSTEM = "system"  # placed_by of the engine's own holds
 SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which no caller may give to its own
 
 
-class Phase(Enum):
+class PausePhase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"
@@ -43,24 +43,24 @@ class PauseEvent(Enum):
     RELEASE_LAST = "release_last"
 
 
-TRANSITIONS: dict[tuple[Phase, PauseEvent], Phase] = {
-    (Phase.RUNNING, PauseEvent.PLACE): Phase.DRAINING,
-    (Phase.DRAINING, PauseEvent.PLACE): Phase.DRAINING,
-    (Phase.PAUSED, PauseEvent.PLACE): Phase.PAUSED,
-    (Phase.DRAINING, PauseEvent.QUIESCED): Phase.PAUSED,
-    (Phase.PAUSED, PauseEvent.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
-    (Phase.DRAINING, PauseEvent.RELEASE_LAST): Phase.RUNNING,
-    (Phase.PAUSED, PauseEvent.RELEASE_LAST): Phase.RUNNING,
+TRANSITIONS: dict[tuple[PausePhase, PauseEvent], PausePhase] = {
+    (PausePhase.RUNNING, PauseEvent.PLACE): PausePhase.DRAINING,
+    (PausePhase.DRAINING, PauseEvent.PLACE): PausePhase.DRAINING,
+    (PausePhase.PAUSED, PauseEvent.PLACE): PausePhase.PAUSED,
+    (PausePhase.DRAINING, PauseEvent.QUIESCED): PausePhase.PAUSED,
+    (PausePhase.PAUSED, PauseEvent.QUIESCED): PausePhase.PAUSED,  # a pause that joined has had its effect
+    (PausePhase.DRAINING, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
+    (PausePhase.PAUSED, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
 }
 
 # (phase, mode) -> who may be scheduled. Without a hold the gate is open.
-GATES: dict[tuple[Phase, Mode], Gate] = {
-    (Phase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
-    (Phase.DRAINING, Mode.KEEP): Gate.CLOSED,
-    (Phase.DRAINING, Mode.ABORT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.WAIT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.KEEP): Gate.CLOSED,
-    (Phase.PAUSED, Mode.ABORT): Gate.CLOSED,
+GATES: dict[tuple[PausePhase, Mode], Gate] = {
+    (PausePhase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
+    (PausePhase.DRAINING, Mode.KEEP): Gate.CLOSED,
+    (PausePhase.DRAINING, Mode.ABORT): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.WAIT): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.KEEP): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.ABORT): Gate.CLOSED,
 }
 
 

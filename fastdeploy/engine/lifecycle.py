@@ -244,8 +244,8 @@ class RequestLifecycle:
     def check_integrity(self) -> None:
         """Check that nothing leaked and nothing is counted twice.
 
-        Takes time in proportion to the KV cache: run by tests after every turn, and after a message whose handling
-        failed.
+        Takes time in proportion to the KV cache. Runs after a message whose handling failed, and in tests after every
+        round of the loop.
         """
         scheduler = self.scheduler
         scheduler.check_integrity()

@@ -39,7 +39,7 @@ from fastdeploy.engine.holds import (
     Hold,
     Mode,
     PauseEvent,
-    Phase,
+    PausePhase,
     expiry,
 )
 from fastdeploy.engine.lifecycle import Counts, RequestLifecycle, SilentClients
@@ -77,7 +77,7 @@ class PauseState:
         self.scope = scope
         self._lifecycle = lifecycle
         self._clock = clock
-        self.phase = Phase.RUNNING
+        self.phase = PausePhase.RUNNING
         self.holds: dict[str, Hold] = {}
         self._calls: list[PauseCall] = []
         self._num_anonymous = 0
@@ -100,7 +100,7 @@ class PauseState:
 
     @property
     def is_paused(self) -> bool:
-        return self.phase is Phase.PAUSED
+        return self.phase is PausePhase.PAUSED
 
     @property
     def gate(self) -> Gate:
@@ -221,7 +221,7 @@ class PauseState:
     def settle(self) -> None:
         """Expire what is due, and move on as far as the state of the engine allows."""
         self._expire(self._clock())
-        at_rest = self.phase is Phase.RUNNING or (self.phase is Phase.PAUSED and not self._calls)
+        at_rest = self.phase is PausePhase.RUNNING or (self.phase is PausePhase.PAUSED and not self._calls)
         if at_rest or not self._drained():
             self._lower_fence()
             return
@@ -398,7 +398,7 @@ def leaves_no_use_for_a_step(args: Args) -> bool:
     if not isinstance(args, PauseArgs) or args.scope != WHOLE_ENGINE:
         return False
     mode = Mode.__members__.get(args.mode.upper())
-    return mode is not None and GATES[Phase.DRAINING, mode] is Gate.CLOSED
+    return mode is not None and GATES[PausePhase.DRAINING, mode] is Gate.CLOSED
 
 
 def _choice(enum: type[IntEnum], name: str, value: str) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import Answer, PauseState
-from fastdeploy.inter_communicator.messages import PauseArgs, PauseStatusArgs, RenewArgs, ResumeArgs
+from fastdeploy.inter_communicator.messages import PauseArgs
 
 
 class Scopes:
@@ -32,7 +31,7 @@ class Scopes:
         return scope
 
     def pause_of(self, scope_id: str) -> PauseState:
-        """Raises InvalidField for a scope that is not there."""
+        """Return the pause state of a scope. Raises InvalidField for a scope that is not there."""
         if (pause := self._pauses.get(scope_id)) is None:
             raise InvalidField("scope", f"there is no scope {scope_id!r}")
         return pause
@@ -42,24 +41,12 @@ class Scopes:
         for pause in self._pauses.values():
             pause.scope.serve(version, weight_epoch)
 
-    # ------------------------------------------------------------------ calls
-
     def pause(self, args: PauseArgs, answer: Answer) -> None:
+        """Pause one scope, see ``PauseState.pause``."""
         pause = self.pause_of(args.scope)
         pause.pause(args, answer)
         if pause not in self._held:
             self._held.append(pause)
-
-    def resume(self, args: ResumeArgs) -> dict[str, Any]:
-        return self.pause_of(args.scope).resume(args)
-
-    def renew(self, args: RenewArgs) -> dict[str, Any]:
-        return self.pause_of(args.scope).renew(args)
-
-    def status(self, args: PauseStatusArgs) -> dict[str, Any]:
-        return self.pause_of(args.scope).status()
-
-    # ------------------------------------------------------------------ between two steps
 
     def settle(self) -> None:
         """Move the pause of each scope with a hold on as far as it can go."""

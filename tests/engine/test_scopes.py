@@ -11,7 +11,7 @@ from support.harness import Harness
 LONG = 60
 
 
-def two_scopes(num_blocks: int = 128, turns: int = 3, **config) -> Harness:
+def two_scopes(num_blocks: int = 128, rounds: int = 3, **config) -> Harness:
     """Requests a0, a1, ... of scope "a" and b0, b1, ... of scope "b": two of each run, one of each waits."""
     h = Harness(FakeRunner(num_blocks=num_blocks), **config)
     for scope in ("a", "b"):
@@ -19,7 +19,7 @@ def two_scopes(num_blocks: int = 128, turns: int = 3, **config) -> Harness:
     for i in range(3):
         for scope in ("a", "b"):
             h.add(f"{scope}{i}", [i + 1, 7], max_tokens=LONG, scope=scope)
-    h.turn(turns)
+    h.run_rounds(rounds)
     return h
 
 
@@ -39,7 +39,7 @@ def test_one_scope_is_kept_while_the_other_runs():
     frozen, running = counts(h, "a"), counts(h, "b")
     assert (report["scope"], report["hold"]["scope"], report["is_paused"]) == ("a", "a", True)
     assert report["counts"] == {"aborted": 0, "drained": 0, "kept": 2, "queued": 1}, "of the scope alone"
-    h.turn(10)
+    h.run_rounds(10)
     assert counts(h, "a") == frozen and frozen[0] > 0
     assert all(now > before for now, before in zip(counts(h, "b"), running, strict=True)), "b2 took a free place"
     assert not h.status()["is_paused"] and not h.status()["rejecting_new_requests"], "the engine runs"
@@ -56,7 +56,7 @@ def test_an_abort_of_one_scope_ends_its_requests_alone():
     assert report["tokens_returned"] == sum(counts(h, "a"))
     h.add("late", [1], scope="a")
     h.add("other", [1], scope="b")
-    h.turn()
+    h.run_rounds()
     assert h.rejected("late").code == "rejecting_new_requests" and "scope 'a'" in h.rejected("late").message
     h.run_out()
     assert h.stream("b2").reason == h.stream("other").reason == "length" and h.stream("a0").reason == "abort"
@@ -67,7 +67,7 @@ def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
     """Its fence passes though outputs of the other scope follow it, in every step."""
     h = two_scopes()
     h.add("endless", [9], max_tokens=120, scope="b")
-    report = h.pause(turns=80, mode="wait", scope="a").result
+    report = h.pause(rounds=80, mode="wait", scope="a").result
     assert counts(h, "a") == [LONG, LONG, 0] and report["counts"]["drained"] == 2 and report["counts"]["queued"] == 1
     assert not h.stream("endless").finals
     h.ask(m.ResumeArgs(scope="a"))
@@ -78,12 +78,12 @@ def test_a_fence_of_a_scope_waits_for_a_client_that_is_silent():
     h = two_scopes()
     h.transport.mute.add("a")
     call = h.call(m.PauseArgs(mode="keep", scope="a"))
-    h.turn(5)
+    h.run_rounds(5)
     assert h.reply(call) is None
     fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)]
     assert len(fence) == 1, "outputs of b do not overtake it"
     h.send(m.FenceAck(fence[0].fence_id))
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).result["is_paused"]
 
 
@@ -93,11 +93,11 @@ def test_a_pause_of_the_engine_on_top_of_one_scope_is_released_in_any_order(mode
     h = two_scopes()
     h.pause(mode="keep", scope="a")
     frozen = counts(h, "a")
-    report = h.pause(turns=80, mode=mode).result
+    report = h.pause(rounds=80, mode=mode).result
     assert report["is_paused"] and report["counts"]["kept"] == (5 if mode == "keep" else 2), "frozen ones stay frozen"
     computed = h.runner.computed_tokens
     h.ask(m.ResumeArgs(scope=first))
-    h.turn(5)
+    h.run_rounds(5)
     if first == "a":
         assert h.runner.computed_tokens == computed, "the engine is held"
     assert counts(h, "a") == frozen
@@ -109,9 +109,9 @@ def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
     h = two_scopes()
     h.pause(mode="keep", scope="a")
     h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     h.ask(m.ResumeArgs(scope="a"))
-    h.turn(150)
+    h.run_rounds(150)
     assert h.status()["is_paused"] and counts(h, "a") == [LONG, LONG, 0]
     h.resume()
     assert_all_exact(h)
@@ -119,10 +119,10 @@ def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
 
 def test_frozen_requests_give_way_with_their_places_and_their_kv():
     """Nobody waits for ever on what a closed scope holds; what was lost is recomputed."""
-    h = two_scopes(num_blocks=32, max_num_seqs=2, turns=8)
+    h = two_scopes(num_blocks=32, max_num_seqs=2, rounds=8)
     assert len(h.engine.scheduler.running) == 2
     h.pause(mode="keep", scope="a")
-    h.turn(150)
+    h.run_rounds(150)
     assert all(h.stream(f"b{i}").tokens == expected_tokens([i + 1, 7], LONG) for i in range(3))
     h.ask(m.ResumeArgs(scope="a"))
     assert_all_exact(h)
@@ -135,13 +135,21 @@ def test_a_prompt_that_a_frozen_request_had_begun_keeps_nobody_waiting():
     for name in ("first", "second"):
         h.add(name, [7] * 20, max_tokens=3, scope="a")
     h.add("other", [7] * 20, max_tokens=3)
-    h.turn()
-    h.pause(mode="keep", scope="a", turns=3)
-    h.turn(10)
+    h.run_rounds()
+    h.pause(mode="keep", scope="a", rounds=3)
+    h.run_rounds(10)
     assert h.stream("other").reason == "length" and not h.stream("first").tokens
     h.ask(m.ResumeArgs(scope="a"))
     h.run_out()
     assert h.stream("first").tokens == h.stream("second").tokens == expected_tokens([7] * 20, 3)
+
+
+def test_a_pause_of_one_scope_does_not_end_the_step_that_others_are_in():
+    h = two_scopes()
+    computed_to_the_end = len(h.runner.plans)
+    h.runner.in_step = lambda: h.call(m.PauseArgs(mode="keep", scope="a"))
+    h.run_rounds()
+    assert len(h.runner.plans) == computed_to_the_end + 1
 
 
 def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
@@ -181,5 +189,5 @@ def test_a_scope_that_is_not_there_is_named(args):
     h = two_scopes()
     assert h.ask(args).failure.detail["param"] == "scope"
     h.add("r", [1], scope="c")
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").detail["param"] == "scope"

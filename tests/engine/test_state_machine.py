@@ -23,7 +23,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.pause import Mode, Phase
+from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing
 from support.harness import Harness
@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
-        self.read_in_step = 0  # calls that the engine has read, and handles in its next turn
+        self.read_in_step = 0  # calls that the engine has read, and handles in its next round
 
     # ---------------------------------------------------------------- clients
 
@@ -251,7 +251,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
 
     @precondition(
-        lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained(self.pause.scope)
+        lambda self: self.pause.phase is PausePhase.RUNNING and not self.engine.scheduler.drained(self.pause.scope)
     )
     @rule(
         data=st.data(),
@@ -367,7 +367,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.label_comes(version)
 
     def label_comes(self, version: str) -> None:
-        """No token of the turn in which it is read has the old label: all are sampled after its messages."""
+        """No token of the round in which it is read has the old label: all are sampled after its messages."""
         self.witness.versions[self.h.served.weight_epoch] = version
         self.step()
 
@@ -424,7 +424,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.finish_all_work()
 
     def finish_all_work(self) -> None:
-        """Turn until the staging thread has nothing left to do, which ends between two turns."""
+        """Run the loop until the staging thread has nothing left to do, which ends between two rounds."""
         self.let_staging_end()
         self.step()
         for _ in range(200):
@@ -444,7 +444,7 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- time
 
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
-    def turn(self, times):
+    def rounds(self, times):
         for _ in range(times):
             self.step()
 
@@ -485,7 +485,7 @@ class EngineMachine(RuleBasedStateMachine):
         frozen = self.tokens_of_the_tenant() if self.tenant.is_paused else None
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
-        self.h.turn()
+        self.h.run_rounds()
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
@@ -563,10 +563,10 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def flags_are_legal(self):
         for pause in (self.tenant, self.pause):
-            assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
+            assert bool(pause.holds) == (pause.phase is not PausePhase.RUNNING) == pause.rejecting_new_requests
             assert not pause.is_paused or pause.rejecting_new_requests
             assert pause.unanswered == 0 or pause.holds
-        may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
+        may_run = pause.phase is PausePhase.RUNNING or (pause.phase is PausePhase.DRAINING and pause.mode is Mode.WAIT)
         assert may_run or not self.engine.scheduler.has_work
         self.engine.lifecycle.check_integrity()
         self.what_runs_is_whole()
@@ -599,12 +599,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3):  # deadlines and fences
             self.h.now += 6.0
             self.step()
-        for _ in range(2):  # a sleep that drained comes to its turn when the requests have ended
+        for _ in range(2):  # a sleep that drained is answered when the requests have ended
             self.let_go(self.live_clients()[0])
         self.h.now += 2.0  # a heartbeat finds who died
         self.step()
         self.step()
-        assert self.pause.phase is self.tenant.phase is Phase.RUNNING
+        assert self.pause.phase is self.tenant.phase is PausePhase.RUNNING
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert not len(self.engine.lifecycle.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
