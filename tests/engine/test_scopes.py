@@ -65,11 +65,11 @@ def test_an_abort_of_one_scope_ends_its_requests_alone():
 
 def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
     """Its fence passes though outputs of the other scope follow it, in every step."""
-    h = two_scopes()
+    h = two_scopes(max_num_seqs=8)
     h.add("endless", [9], max_tokens=120, scope="b")
     report = h.pause(rounds=80, mode="wait", scope="a").result
-    assert counts(h, "a") == [LONG, LONG, 0] and report["counts"]["drained"] == 2 and report["counts"]["queued"] == 1
-    assert not h.stream("endless").finals
+    assert counts(h, "a") == [LONG] * 3 and report["counts"]["drained"] == 3, "of the scope alone"
+    assert h.stream("endless").tokens and not h.stream("endless").finals
     h.ask(m.ResumeArgs(scope="a"))
     assert_all_exact(h)
 
@@ -95,6 +95,7 @@ def test_a_pause_of_the_engine_on_top_of_one_scope_is_released_in_any_order(mode
     frozen = counts(h, "a")
     report = h.pause(rounds=80, mode=mode).result
     assert report["is_paused"] and report["counts"]["kept"] == (5 if mode == "keep" else 2), "frozen ones stay frozen"
+    assert report["counts"]["drained"] == (0 if mode == "keep" else 3), "the engine counts those of every scope"
     computed = h.runner.computed_tokens
     h.ask(m.ResumeArgs(scope=first))
     h.run_rounds(5)
@@ -115,6 +116,19 @@ def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
     assert h.status()["is_paused"] and counts(h, "a") == [LONG, LONG, 0]
     h.resume()
     assert_all_exact(h)
+
+
+@pytest.mark.parametrize("scope", ["a", "engine"])
+def test_a_half_computed_prompt_goes_back_to_the_queue_when_its_scope_or_the_engine_drains(scope):
+    h = Harness(max_num_batched_tokens=8)
+    h.engine.scopes.add("a")
+    h.add("r", [1] * 40, max_tokens=3, scope="a")
+    h.run_rounds(2)
+    report = h.pause(mode="wait", scope=scope).result
+    assert report["counts"]["queued"] == 1 and not h.stream("r").tokens, "a drain waits for no new answer"
+    h.ask(m.ResumeArgs(scope=scope))
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1] * 40, 3)
 
 
 def test_frozen_requests_give_way_with_their_places_and_their_kv():
@@ -161,12 +175,12 @@ def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
     h.pause(mode="keep", clear_cache=True, scope="a")
     h.ask(m.ResumeArgs(scope="a"))
     hits = []
-    for name, scope in (("a1", "a"), ("e1", "engine")):
+    for name, scope in (("e1", "engine"), ("a1", "a")):
         before = h.engine.kv.hit_tokens
         h.add(name, list(range(1, 13)), max_tokens=2, scope=scope)
         h.run_out()
         hits.append(h.engine.kv.hit_tokens - before)
-    assert hits == [0, 11]
+    assert hits == [11, 0]
 
 
 def test_a_commit_and_a_label_show_in_the_spans_of_every_scope(folders):
