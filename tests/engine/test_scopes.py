@@ -122,6 +122,8 @@ def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
 def test_a_half_computed_prompt_goes_back_to_the_queue_when_its_scope_or_the_engine_drains(scope):
     h = Harness(max_num_batched_tokens=8)
     h.engine.scopes.add("a")
+    h.add("old", [2], max_tokens=30, scope="a")
+    h.run_rounds(2)
     h.add("r", [1] * 40, max_tokens=3, scope="a")
     h.run_rounds(2)
     report = h.pause(mode="wait", scope=scope).result
