@@ -139,7 +139,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
     clock.watch_method("metrics", engine.metrics, "observe_tokens")
     clock.watch_method("outputs", engine.lifecycle.delivery, "send_outputs")
     clock.watch_method("encode and send", engine._transport, "send")
-    clock.watch_method("the rest of the loop", engine, "turn")
+    clock.watch_method("the rest of the loop", engine, "run_once")
     return clock
 
 
@@ -155,16 +155,16 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
         connected.wait()
         try:
             while not engine.lifecycle.delivery.clients:
-                engine.turn(block=True)
+                engine.run_once(block=True)
             submit(engine, args, args.running + waiting)
             running = engine.scheduler.running
             while len(running) < args.running or any(not r.num_output_tokens for r in running):
-                engine.turn(block=False)
+                engine.run_once(block=False)
             collect_rarely()
             clock = watch(engine)
             laps = []
             for step in range(args.steps + WARMUP):
-                engine.turn(block=False)
+                engine.run_once(block=False)
                 lap = clock.lap()
                 if step >= WARMUP:
                     laps.append(lap)

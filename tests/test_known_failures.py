@@ -109,14 +109,14 @@ def test_an_abort_that_races_with_the_end_leaves_nothing_behind():
     """2: neither in the engine, nor for the next request of that name."""
     h = Harness()
     h.add("r", [1, 2], max_tokens=3)
-    h.turn(2)
+    h.run_rounds(2)
     h.send(m.CancelRequest("r", None, "stop"))  # has ended, and is not handed over yet
     assert h.ask(m.AbortArgs(["r"])).result == {"aborted": [], "not_found": ["r"]}
     h.run_out()
     assert h.ask(m.AbortArgs(["r"])).result["not_found"] == ["r"]
     h.transport.sent["a"].clear()
     h.add("r", [1, 2], max_tokens=3)
-    h.turn()
+    h.run_rounds()
     assert h.pause(mode="wait").failure is None
     assert h.stream("r").tokens == expected_tokens([1, 2], 3) and h.stream("r").reason == "length"
 
@@ -125,41 +125,41 @@ def test_after_a_failed_pause_the_next_one_really_drains():
     """3"""
     h = Harness()
     h.add("r", [1, 2], max_tokens=30)
-    h.turn(2)
+    h.run_rounds(2)
     call = h.call(m.PauseArgs(mode="wait", timeout_s=1.0, on_timeout="cancel"))
-    h.turn()
+    h.run_rounds()
     h.now += 1.0
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure.code == "pause_timeout"
     assert not h.status()["is_paused"] and not h.status()["rejecting_new_requests"] and h.status()["holds"] == []
     again = h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     assert h.reply(again) is None, "it is not paused already: r still runs"
-    h.turn(30)
+    h.run_rounds(30)
     assert h.reply(again).failure is None and h.stream("r").tokens == expected_tokens([1, 2], 30)
 
 
 def test_an_aborted_request_returns_every_token_that_was_computed():
     """9: as many as the engine has sampled, whatever the moment."""
-    for turns in range(1, 6):
+    for rounds in range(1, 6):
         h = Harness()
         for i in range(3):
             h.add(f"r{i}", [i + 1] * 3, max_tokens=50)
-        h.turn(turns)
+        h.run_rounds(rounds)
         counts = {f"r{i}": h.engine.lifecycle.requests.get(f"r{i}")[0].num_output_tokens for i in range(3)}
         reply = h.ask(m.AbortArgs(abort_all=True)).result
         assert {x["request_id"]: x["output_token_count"] for x in reply["aborted"]} == counts
         for name, count in counts.items():
-            assert len(h.stream(name).tokens) == count == turns
+            assert len(h.stream(name).tokens) == count == rounds
 
 
 def test_an_abort_may_be_repeated():
     """12"""
     h = Harness()
     h.add("r", [1, 2], max_tokens=30)
-    h.turn(2)
+    h.run_rounds(2)
     first, second = h.call(m.AbortArgs(["r", "r"])), h.call(m.AbortArgs(["r"]))
-    h.turn()
+    h.run_rounds()
     assert len(h.reply(first).result["aborted"]) == 1 and h.reply(first).result["not_found"] == []
     assert h.reply(second).result["not_found"] == ["r"]
     assert len(h.stream("r").finals) == 1 and h.ask(m.AbortArgs(["r"])).result["not_found"] == ["r"]
@@ -171,7 +171,7 @@ def test_a_request_that_reaches_the_engine_after_the_pause_does_not_run(mode):
     h = Harness()
     call = h.call(m.PauseArgs(mode=mode))
     h.add("late", [1, 2], max_tokens=3)
-    h.turn(5)
+    h.run_rounds(5)
     assert h.reply(call).failure is None and h.runner.computed_tokens == 0
     assert (h.rejected("late") is None) == (mode != "abort")
 
@@ -179,26 +179,26 @@ def test_a_request_that_reaches_the_engine_after_the_pause_does_not_run(mode):
 def test_an_idle_loop_sleeps_until_the_next_deadline():
     """14: nothing polls."""
     h = Harness(heartbeat_s=100.0)
-    h.turn()
+    h.run_rounds()
     waits = []
     recv, h.transport.recv = h.transport.recv, lambda timeout_s: (waits.append(timeout_s), recv(timeout_s))[1]
-    h.engine.turn(block=True)
+    h.engine.run_once(block=True)
     h.pause(mode="keep", ttl_s=30.0)
     waits.clear()
-    h.engine.turn(block=True)
+    h.engine.run_once(block=True)
     h.connect("b")
     h.transport.mute.add("b")
     h.send(m.Call(99, m.PauseArgs(mode="keep", timeout_s=60.0)))
-    h.turn()
-    h.engine.turn(block=True)  # reads a's acknowledgement
+    h.run_rounds()
+    h.engine.run_once(block=True)  # reads a's acknowledgement
     waits.clear()
-    h.engine.turn(block=True)
+    h.engine.run_once(block=True)
     assert waits == [FENCE_TIMEOUT_S], "of the ttl, the timeout, the fence and the heartbeat the fence is due first"
     h.resume()
     h.add("r", [1], max_tokens=3)
-    h.turn()
+    h.run_rounds()
     waits.clear()
-    h.engine.turn(block=True)
+    h.engine.run_once(block=True)
     assert waits == [0.0, 0.0], "with work to do it does not wait, neither before the step nor between its layers"
 
 
@@ -207,7 +207,7 @@ def test_a_reply_never_comes_before_its_call_was_read():
     h = Harness()
     calls = [h.call(args) for args in (m.PauseArgs(mode="keep"), m.PauseStatusArgs(), m.AbortArgs(), m.ResumeArgs())]
     assert [h.reply(call) for call in calls] == [None] * 4
-    h.turn(3)
+    h.run_rounds(3)
     assert all(h.reply(call) is not None for call in calls)
 
 
@@ -217,8 +217,8 @@ def test_all_clients_see_one_state_and_an_abort_of_all_reaches_everybody():
     h.connect("b")
     h.add("of_a", [1, 2], max_tokens=30)
     h.add("of_b", [3, 4], client="b", max_tokens=30)
-    h.turn(2)
-    h.ask(m.PauseArgs(mode="keep"), client="b", turns=3)
+    h.run_rounds(2)
+    h.ask(m.PauseArgs(mode="keep"), client="b", rounds=3)
     seen = [h.ask(m.PauseStatusArgs(), client=client).result for client in "ab"]
     assert seen[0] == seen[1] and seen[0]["is_paused"]
     reply = h.ask(m.AbortArgs(abort_all=True), client="b").result
@@ -237,11 +237,11 @@ def test_a_drain_does_not_wait_for_the_requests_of_a_dead_client():
     h.connect("b")
     h.add("of_b", [3, 4], client="b", n=2, max_tokens=100)
     h.add("of_a", [1, 2], max_tokens=10)
-    h.turn(3)
+    h.run_rounds(3)
     call = h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     h.transport.gone.add("b")
-    h.turn(12)
+    h.run_rounds(12)
     assert h.reply(call).failure is None and h.reply(call).result["counts"]["kept"] == 0
     assert h.stream("of_a").tokens == expected_tokens([1, 2], 10)
     assert h.engine.kv.num_free == h.runner.info.num_blocks
@@ -253,7 +253,7 @@ def with_a_preempted_request() -> tuple[Harness, str]:
     for i in range(4):
         h.add(f"r{i}", [i + 1] * 8, max_tokens=30)
     for _ in range(100):
-        h.turn()
+        h.run_rounds()
         for request in h.engine.lifecycle.requests:
             if request in h.engine.scheduler.waiting and request.num_output_tokens:
                 return h, request.key[0]
@@ -264,7 +264,7 @@ def test_a_preempted_request_is_drained_like_a_running_one():
     """37"""
     h, name = with_a_preempted_request()
     h.add("fresh", [9], max_tokens=2)
-    report = h.pause(mode="wait", turns=200).result
+    report = h.pause(mode="wait", rounds=200).result
     assert report["counts"] == {"aborted": 0, "drained": 4, "kept": 0, "queued": 1}
     assert h.stream(name).tokens == expected_tokens([int(name[1]) + 1] * 8, 30) and h.stream("fresh").tokens == []
 

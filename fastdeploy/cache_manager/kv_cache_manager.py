@@ -1,4 +1,4 @@
-"""KV of requests: match a prefix, hold what is known, grow by the token, publish what is computed, release."""
+"""KV of requests: match a prefix, take blocks, grow by a token, publish computed blocks, release."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Request
 
 
-class Admission(NamedTuple):
-    """``hit_tokens`` of the request need no computing; ``copy`` must run before the step that follows."""
+class KVGrant(NamedTuple):
+    """Blocks given to a request: ``hit_tokens`` need no computing; ``copy`` must run before the next step."""
 
     hit_tokens: int
     copy: BlockCopy | None
@@ -22,14 +22,13 @@ class Admission(NamedTuple):
 class KVCacheManager:
     """Owns the block pool and the prefix index; blocks are returned in ``release`` and nowhere else.
 
-    ``weight_epoch`` is that of the serving weights. Blocks of other weights are never matched, and
-    blocks whose context spans a commit (``request.kv_mixed``) are never published.
+    Blocks are matched and published in the KV namespace of the weights that serve the request's scope. Blocks whose
+    context spans a commit (``request.kv_mixed``) are never published.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.weight_epoch = 0
         self.index = PrefixIndex(block_size)
         self.pool = BlockPool(num_blocks, self.index.evict)
         self._pinned: list[int] = []  # sources of copies that have not run yet
@@ -43,7 +42,7 @@ class KVCacheManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def admit(self, request: Request) -> Admission | None:
+    def admit(self, request: Request) -> KVGrant | None:
         """Take blocks for every token known of ``request``, reusing what is computed; None if there is no room.
 
         The last token is always computed anew, since its logits are wanted:
@@ -76,20 +75,18 @@ class KVCacheManager:
             copy = BlockCopy(source, fresh[0])
         request.blocks = array("i", shared + fresh)
         request.num_computed = usable
-        request.cursor = path[num_shared - 1] if num_shared else None
+        request.published_node = path[num_shared - 1] if num_shared else None
         request.num_published = num_shared
         request.tail_published = num_shared > request.num_prompt_tokens // self.block_size
-        request.kv_recomputed |= (
-            request.first_weight_epoch is not None and request.first_weight_epoch != self.weight_epoch
-        )
+        request.kv_recomputed |= request.first_weight_epoch not in (None, request.scope.served.weight_epoch)
         self.hit_tokens += usable
         self.queried_tokens += request.num_tokens
-        return Admission(usable, copy)
+        return KVGrant(usable, copy)
 
     def _match(self, request: Request) -> list[Node]:
         if not self.enable_prefix_caching or request.wants_prompt_logprobs:
             return []
-        return self.index.lookup((self.weight_epoch, request.group.add.cache_salt), request.token_ids)
+        return self.index.lookup(_namespace(request), request.token_ids)
 
     def grow(self, request: Request) -> bool:
         """Make room for every token known; False (and nothing taken) if there is none."""
@@ -111,26 +108,26 @@ class KVCacheManager:
         tail_due = not request.tail_published and request.num_computed >= request.num_prompt_tokens
         if full == request.num_published and not tail_due:
             return
-        if request.cursor is None or not request.cursor.attached:
+        if request.published_node is None or not request.published_node.attached:
             # First time, or an equal block that stood for one of ours was evicted: name our own from the root on.
-            request.cursor = self.index.root((self.weight_epoch, request.group.add.cache_salt))
+            request.published_node = self.index.root(_namespace(request))
             request.num_published = 0
         for i in range(request.num_published, full):
             if tail_due and i == request.num_prompt_tokens // size:
                 self._publish_tail(request)
             tokens = tuple(request.token_ids[i * size : (i + 1) * size])
-            request.cursor = self.index.insert(request.cursor, tokens, request.blocks[i])
+            request.published_node = self.index.insert(request.published_node, tokens, request.blocks[i])
         request.num_published = full
         if tail_due and not request.tail_published:
             self._publish_tail(request)
 
     def _publish_tail(self, request: Request) -> None:
-        """Called with the cursor at the prompt's last full block."""
+        """Publish the prompt's partial last block below ``published_node``, the prompt's last full block."""
         request.tail_published = True
         at = request.num_prompt_tokens // self.block_size
         tail = tuple(request.token_ids[at * self.block_size : request.num_prompt_tokens])
         if tail:
-            self.index.insert(request.cursor, tail, request.blocks[at])
+            self.index.insert(request.published_node, tail, request.blocks[at])
 
     def release(self, request: Request) -> None:
         """Return all blocks, last first, so that a prefix outlives what continues it."""
@@ -139,7 +136,7 @@ class KVCacheManager:
         self._give_back(reversed(request.blocks))
         request.blocks = array("i")
         request.num_computed = 0
-        request.cursor = None
+        request.published_node = None
         request.num_published = 0
         request.tail_published = False
         if request.kv_mixed and request.first_weight_epoch is not None:
@@ -150,14 +147,15 @@ class KVCacheManager:
         self.pool.release(blocks, self.index.__contains__)
 
     def step_done(self) -> None:
-        """The step that was planned has run, its copies with it."""
+        """Let go of the sources of copies: the planned step has run, and its copies with it."""
         if self._pinned:
             self._give_back(self._pinned)
             self._pinned.clear()
 
-    def forget_prefixes(self) -> None:
-        """No later request matches anything computed so far. Requests keep their blocks."""
-        self.index.clear()
+    def forget_prefixes(self, kv_namespace: tuple[str, int] | None = None) -> None:
+        """Let no later request match what is computed so far, in one namespace or (None) in any. Requests keep their
+        blocks."""
+        self.index.clear(lambda root: kv_namespace is None or root[0] == kv_namespace)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Every reference is accounted for: by a request or a pinned copy source; free blocks have none."""
@@ -173,3 +171,8 @@ class KVCacheManager:
         for block, count in enumerate(references):
             assert (count == 0) == self.pool.is_free(block), block
         self.index.check_integrity()
+
+
+def _namespace(request: Request) -> tuple[tuple[str, int], str]:
+    """The root of the prefix index below which the request's blocks may be found."""
+    return request.scope.served.kv_namespace, request.group.add.cache_salt

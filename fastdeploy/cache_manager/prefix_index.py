@@ -1,13 +1,14 @@
-"""Which computed blocks continue which prefix: a trie whose edges are the token ids themselves.
+"""Index of computed blocks by the prefix that they continue: a trie whose edges are the token ids themselves.
 
 A hit is verified by construction: an edge is found by the equality of its token tuple, below a parent that was found
-the same way, below a root that belongs to one namespace (weight_epoch, cache_salt). No hash can collide, and nothing of
-another epoch is reachable.
+the same way, below a root that belongs to one namespace (KV namespace of the weights, cache_salt). No hash can collide,
+and nothing that other weights computed is reachable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 
 class Node:
@@ -48,7 +49,7 @@ class PrefixIndex:
     def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
         """The longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then perhaps
         one partial block that ends exactly where ``token_ids`` end."""
-        node = self._roots.get(namespace)
+        node: Node | None = self._roots.get(namespace)
         path: list[Node] = []
         at, size = 0, self.block_size
         while node is not None and at < len(token_ids):
@@ -72,17 +73,17 @@ class PrefixIndex:
         """Forget what ``block`` holds, and everything that can only be reached through it."""
         for node in self._by_block.get(block, [])[:]:
             parent = node.parent
+            assert parent is not None
             del parent.children[node.tokens]
             self._detach(node)
             if isinstance(parent, Root) and not parent.children:  # else every cache_salt ever seen would stay
                 parent.attached = False
                 del self._roots[parent.namespace]
 
-    def clear(self) -> None:
-        for root in self._roots.values():
-            self._detach(root)
-        self._roots.clear()
-        assert not self._by_block
+    def clear(self, chosen: Callable[[Any], bool]) -> None:
+        """Forget everything below the roots whose namespace is ``chosen``."""
+        for namespace in [namespace for namespace in self._roots if chosen(namespace)]:
+            self._detach(self._roots.pop(namespace))
 
     def _detach(self, top: Node) -> None:
         stack = [top]
@@ -103,7 +104,7 @@ class PrefixIndex:
         stack = [n for root in self._roots.values() for n in root.children.values()]
         while stack:
             node = stack.pop()
-            assert node.parent.children[node.tokens] is node
+            assert node.parent is not None and node.parent.children[node.tokens] is node
             assert node in self._by_block[node.block]
             seen[node.block] = seen.get(node.block, 0) + 1
             stack.extend(node.children.values())

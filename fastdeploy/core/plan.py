@@ -13,6 +13,7 @@ import msgspec
 
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.served_weights import ServedWeights
 
 
 class ScheduledChunk(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     banned: ids that may not be drawn (EOS and stop ids while min_tokens is not reached).
     prompt_logprobs: how many of its tokens, from the first, have a prompt token behind them whose logprob is asked for.
     request: the scheduler's own handle; a runner does not look at it.
+    served: the weights of the sequence's scope, fixed at launch.
     """
 
     key: tuple[str, int]
@@ -40,6 +42,7 @@ class ScheduledChunk(msgspec.Struct, frozen=True):
     banned: tuple[int, ...]
     request: Any = None
     prompt_logprobs: int = 0
+    served: ServedWeights = ServedWeights()
 
 
 class BlockCopy(NamedTuple):
@@ -50,11 +53,9 @@ class BlockCopy(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """``weight_epoch`` and ``version`` are those of the weights that will run it, fixed at launch."""
+    """What one step computes."""
 
     step_id: int
-    weight_epoch: int
-    version: str
     chunks: list[ScheduledChunk]
     copies: list[BlockCopy]
 

@@ -11,16 +11,18 @@ from typing import Any
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import Scope
+from fastdeploy.core.served_weights import ServedWeights
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     ENDING = "ending"
     FINISHED = "finished"
 
 
-class Event(StrEnum):
+class RequestEvent(StrEnum):
     ADMIT = "admit"
     RETRACT = "retract"
     END = "end"
@@ -35,17 +37,19 @@ class FinishReason(StrEnum):
 
 
 # An event that is not listed is our own mistake and raises KeyError.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.WAITING, Event.ADMIT): State.RUNNING,
-    (State.WAITING, Event.END): State.ENDING,
-    (State.RUNNING, Event.RETRACT): State.WAITING,
-    (State.RUNNING, Event.END): State.ENDING,
-    (State.ENDING, Event.RETIRE): State.FINISHED,
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (RequestState.WAITING, RequestEvent.ADMIT): RequestState.RUNNING,
+    (RequestState.WAITING, RequestEvent.END): RequestState.ENDING,
+    (RequestState.RUNNING, RequestEvent.RETRACT): RequestState.WAITING,
+    (RequestState.RUNNING, RequestEvent.END): RequestState.ENDING,
+    (RequestState.ENDING, RequestEvent.RETIRE): RequestState.FINISHED,
 }
 
 
 class Request:
-    """One choice of a client's request. Only the scheduler (and, for ``kv_mixed``, a weight commit) mutates it.
+    """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
+    (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and what is published of them,
+    ``num_computed`` and ``kv_recomputed`` on admission and release) and the lifecycle (``silent``).
 
     There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
     ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
@@ -54,26 +58,31 @@ class Request:
     itself, which must not be changed: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
     key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
     for in.
+    scope: the scope that it is paused with, and whose weights compute it.
     num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
     blocks: grows in place; a new array after its KV was given up.
     order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
-    kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single epoch.
+    kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single weight epoch.
     silent: its client wants no final output (it cancelled the request, or is gone).
-    first_epoch: of the weights that sampled its first token.
+    first_weight_epoch: of the weights that sampled its first token.
     kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
+    published_node: node of the last full block that is published in the prefix index. num_published: how many full
+    blocks that makes. tail_published: whether the prompt's partial last block is published too.
     prompt_logprobs: as far as its prompt is computed; they go out with its first token, or with its end before that.
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at",
-        "first_weight_epoch", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_token_at", "first_weight_epoch",
+        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
         "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key",
-        "prompt_logprobs", "sampling", "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "prompt_logprobs", "published_node", "sampling", "scope", "silent", "state", "stop_reason", "tail_published",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
         add = group.add
         self.group = group
+        self.scope = group.scope
         self.choice = choice
         self.order = order
         self.sampling: SamplingParams = group.sampling
@@ -83,11 +92,11 @@ class Request:
         self.num_new_prompt_tokens = self.num_prompt_tokens - add.resumed_tokens
         self.key = (add.request_id, add.first_choice + choice)
         self.prompt_key = group.prompt_key
-        self.state = State.WAITING
+        self.state = RequestState.WAITING
         self.num_computed = 0
         self.blocks = array("i")
-        self.cursor: Any = None  # owned by KVCacheManager: the node of the last full block that is published,
-        self.num_published = 0  # how many full blocks that makes, and whether the prompt's partial one is too
+        self.published_node: Any = None
+        self.num_published = 0
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
@@ -105,7 +114,8 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Its whole prompt is computed, and nothing of it taken from the prefix cache. One choice does it for all."""
+        """Whether this choice computes the logprobs of the prompt, for all choices. Nothing of its prompt is then taken
+        from the prefix cache."""
         return self.choice == 0 and self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
@@ -118,28 +128,28 @@ class Request:
 
     @property
     def live(self) -> bool:
-        return self.state is State.WAITING or self.state is State.RUNNING
+        return self.state is RequestState.WAITING or self.state is RequestState.RUNNING
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: RequestEvent) -> None:
         """Go to the next state of the table. Raises KeyError for an event that is not in it."""
         self.state = TRANSITIONS[self.state, event]
         prompt = self.group.add.prompt_token_ids
-        if event is Event.ADMIT:
+        if event is RequestEvent.ADMIT:
             self.group.scheduled = True
             if self.token_ids is prompt:
                 self.token_ids = list(prompt)
-        elif event is Event.RETRACT and self.num_output_tokens == 0:
+        elif event is RequestEvent.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, weight_epoch: int, version: str, now: float) -> Span:
-        """Add one sampled token; returns the span that labels it."""
+    def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
+        """Add one token that ``served`` has sampled; returns the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
         if at == 0:
-            self.first_weight_epoch = weight_epoch
+            self.first_weight_epoch = served.weight_epoch
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(version=version, weight_epoch=weight_epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
+        return Span(served.version, served.weight_epoch, at, at + 1, self.kv_recomputed)
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"
@@ -152,14 +162,15 @@ class Group:
     was preempted since. ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always
     has a seed."""
 
-    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "started")
+    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "scope", "started")
 
-    def __init__(self, client: str, add: AddRequest):
+    def __init__(self, client: str, add: AddRequest, scope: Scope):
         self.client = client
+        self.scope = scope
         self.client_id = add.group or add.request_id
         self.add = add
         self.sampling = add.sampling.seeded()
-        self.prompt_key = hash((add.cache_salt, tuple(add.prompt_token_ids)))
+        self.prompt_key = hash((scope.id, add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
         self.scheduled = False
         self.started = False
@@ -185,8 +196,9 @@ class RequestTable:
         group = self._groups.get(request_id)
         return list(group.requests) if group else []
 
-    def is_taken(self, add: AddRequest) -> bool:
-        """Its id, or the one that its client knows it by, is another's; members of a group share the latter."""
+    def id_is_in_use(self, add: AddRequest) -> bool:
+        """Whether another request has the id of ``add``, or the id that its client knows it by. Members of a group
+        share the latter."""
         also = self._groups if add.group else self._by_client_id
         return add.request_id in self._groups or (add.group or add.request_id) in also
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -21,6 +22,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
     retain_s: if its client goes it runs on, and is kept for so long after its end; a request with the same id and
     ``fingerprint`` (of the body) attaches to it and gets every output from the first.
+    scope: id of the scope that the request belongs to: it is paused with that scope, and computed by its weights.
     Answered by one Output per choice that has ``finish_reason``, or by one Rejected for all.
     """
 
@@ -38,3 +40,4 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     max_queue_s: float | None = None
     retain_s: float = 0.0
     fingerprint: str = ""
+    scope: str = WHOLE_ENGINE

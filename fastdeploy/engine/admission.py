@@ -1,67 +1,76 @@
-"""Admission: which requests may enter the engine, and why the others are refused."""
+"""Admission control: which requests may enter the engine, and why the others are refused."""
 
 from __future__ import annotations
 
-from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull, RequestsRejected
-from fastdeploy.core.request import Group, Request, RequestTable
+from fastdeploy.core.errors import DuplicateRequest, FastDeployError, InvalidField, QueueFull, RequestsRejected
+from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import MAX_INT32, check_prompt_logprobs
 from fastdeploy.engine.deadlines import check_deadlines
 from fastdeploy.engine.holds import Admission
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.retention import Retention, check_retainable
-from fastdeploy.scheduler.queue import WaitingQueue
+from fastdeploy.engine.scopes import Scopes
 
 MAX_N = 1024
 RETRY_AFTER_S = 1
 
 
 class AdmissionControl:
-    """Checks each new request against the pause, the queue and the model. Changes none of them.
+    """Checks each new request against the pauses, the queue and the model.
 
-    max_waiting: requests that may wait in ``waiting``.
+    max_waiting: requests that may wait.
     """
 
     def __init__(
-        self,
-        info: ModelInfo,
-        max_waiting: int,
-        pause: PauseState,
-        waiting: WaitingQueue,
-        requests: RequestTable,
-        retention: Retention,
+        self, info: ModelInfo, max_waiting: int, scopes: Scopes, lifecycle: RequestLifecycle, retention: Retention
     ):
         self._info = info
         self._max_waiting = max_waiting
-        self._pause = pause
-        self._waiting = waiting
-        self._requests = requests
+        self._scopes = scopes
+        self._lifecycle = lifecycle
         self._retention = retention
         self._arrivals = 0
 
-    def admit(self, client: str, add: AddRequest) -> Group:
+    def add(self, client: str, add: AddRequest) -> None:
+        """Take a request in, attach ``client`` to the one that it asks for, or tell it why not. An error that is not
+        the client's is raised as well."""
+        try:
+            if (record := self._retention.find(add)) is not None:
+                self._lifecycle.attach(client, record)
+                return
+            group = self._admit(client, add)
+        except Exception as error:
+            self._lifecycle.delivery.reject(client, add.request_id, error)
+            if not isinstance(error, FastDeployError):
+                raise
+            return
+        self._lifecycle.accept(group)
+
+    def _admit(self, client: str, add: AddRequest) -> Group:
         """Return the choices of ``add``, not in the engine yet. Raises RequestsRejected, DuplicateRequest, QueueFull,
         or InvalidField naming the field that is out of range."""
         self._check_door(add)
         self._check_fields(add)
         self._check_prompt(add)
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
-        group = Group(client, add)
+        group = Group(client, add, self._scopes.pause_of(add.scope).scope)
         self._arrivals += 1
         order = (add.priority, self._arrivals)
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group
 
     def _check_door(self, add: AddRequest) -> None:
-        if self._pause.admission is Admission.REJECT:
-            message = "the engine is pausing or paused and rejects new requests"
-            raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=self._pause.phase.value)
-        if self._requests.is_taken(add):
+        for pause in (self._scopes.whole_pause, self._scopes.pause_of(add.scope)):
+            if pause.admission is Admission.REJECT:
+                message = f"{pause.scope} is pausing or paused and rejects new requests"
+                raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
+        if self._lifecycle.requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
         if not 1 <= add.n <= MAX_N:
             raise InvalidField("n", f"expected an integer from 1 to {MAX_N}, got {add.n}")
-        if len(self._waiting) + add.n > self._max_waiting:
+        if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
             message = f"the queue holds its maximum of {self._max_waiting} requests"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 

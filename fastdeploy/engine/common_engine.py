@@ -1,10 +1,10 @@
 """The engine: one loop, on one thread, owns every request, all KV and the pause state.
 
-    messages in  ->  timers  ->  plan  ->  step  ->  outputs  ->  settle the pause  ->  ...
+    messages in  ->  timers  ->  plan  ->  step  ->  outputs  ->  settle the pauses  ->  ...
 
-Control is handled between steps on that same thread, so a status query or an abort is answered during a drain; when
-there is nothing to do the loop blocks on its sockets. A pause that leaves no use for the step in flight (abort, keep)
-ends it between two layers: nothing was sampled, and what runs on is planned and computed again.
+Control calls are handled between steps on that same thread, so a status query or an abort is answered during a drain.
+When there is nothing to do the loop blocks on its sockets. A pause of the whole engine that needs no result of the step
+in flight (abort, keep) ends the step between two layers: nothing was sampled, and what runs on is computed again.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from typing import Any
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import (
-    EngineDead,
-    EngineError,
-    FastDeployError,
-    InvalidField,
-    RequestError,
-)
+from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
@@ -32,16 +26,17 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
-from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.inbox import Inbox, StepAbandoned
 from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.pause import Answer
 from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.retention import Retention
+from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.weight_session import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
-from fastdeploy.engine.weights import NO_WEIGHTS, REPUBLISH_HOLD, WeightSessions
+from fastdeploy.engine.weight_switch import WeightSwitch
+from fastdeploy.engine.weights import WeightSessions
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
@@ -53,10 +48,11 @@ log = logging.getLogger("fastdeploy.engine")
 
 class CommonEngine:
     """``run()`` until ``stop()``. on_commit(weight_epoch) is called after each commit of weights, on the loop
-    thread. clock: seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped.
+    thread. clock: seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not
+    stopped.
 
-    run() returns normally after stop(); if a step fails, every open request and call is answered and it raises
-    EngineError, and the process is expected to be replaced.
+    run() returns normally after stop(). If a step fails, every open request and call is answered and run() raises
+    EngineError; the process is expected to be replaced.
     """
 
     def __init__(
@@ -74,12 +70,9 @@ class CommonEngine:
         self.config = config
         self.info = info
         self.boot_id = boot_id or uuid.uuid4().hex
-        self.weight_epoch = 0
-        self.version = "0"
         self._runner = runner
         self._transport = transport
         self._inbox = Inbox(transport)
-        self._on_commit = on_commit or (lambda weight_epoch: None)
         self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
@@ -88,31 +81,32 @@ class CommonEngine:
         self._finite_watch = FiniteWatch(self.metrics)
         self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
-        self.pause = PauseState(self.lifecycle, self.weights_label, clock)
-        self.admission = AdmissionControl(
-            info, config.max_waiting, self.pause, self.scheduler.waiting, self.lifecycle.requests, self.retention
-        )
+        self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
+        self.pause = self.scopes.whole_pause
+        admission = AdmissionControl(info, config.max_waiting, self.scopes, self.lifecycle, self.retention)
         policy = SourcePolicy(config.model_roots, config.upload_dir)
-        self.weights = WeightSessions(runner, self, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self, self.pause, self.weights, clock)
+        switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
+        self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.send_heartbeats, clock)
+        self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
-        add_control_gauges(self.metrics, self.pause, self.weights, runner, lambda: self.weight_epoch)
+        add_control_gauges(self.metrics, self.pause, self.weights, runner)
         self._next_heartbeat = 0.0
         self._stopping = False
         self._was_busy = False
         self._on_message: dict[type, Callable[[str, Any], None]] = {
             m.Hello: self._hello,
-            AddRequest: self._add_request,
+            AddRequest: admission.add,
             m.CancelRequest: self.lifecycle.cancel,
             m.Call: self._call,
             m.Malformed: self._malformed,
             m.FenceAck: lambda client, ack: self.lifecycle.delivery.acknowledge(client, ack.fence_id),
         }
-        self._on_call: dict[type, Callable[[Any, _Answer], dict[str, Any] | None]] = {
-            m.PauseArgs: self.pause.pause,
-            m.ResumeArgs: lambda args, answer: self.pause.resume(args),
-            m.RenewArgs: lambda args, answer: self.pause.renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.pause.status(),
+        self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
+            m.PauseArgs: self.scopes.pause,
+            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
             m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
@@ -121,23 +115,23 @@ class CommonEngine:
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
-            m.SetVersionArgs: lambda args, answer: self._set_version(args.version),
+            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version),
             m.ResetArgs: lambda args, answer: self._reset(args),
-            m.ResetCacheArgs: lambda args, answer: self._reset_cache(args),
+            m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
             m.WakeArgs: lambda args, answer: self.sleeper.wake(args),
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
         }
         if config.lost_commit:
-            self.pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD)
+            self.weights.hold_for_republish()
 
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
         try:
             while not self._stopping:
-                self.turn(block=True)
+                self.run_once(block=True)
         except Exception as error:
             log.exception("the engine failed")
             self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
@@ -149,28 +143,28 @@ class CommonEngine:
         self._stopping = True
         self._transport.wake()
 
-    def turn(self, block: bool) -> None:
-        """One round of the loop. Between two lines of it every invariant of the engine holds."""
-        for client, message in self._inbox.take(self._patience() if block else 0.0):
+    def run_once(self, block: bool) -> None:
+        """Go round the loop once. Between any two lines of this function every invariant of the engine holds."""
+        for client, message in self._inbox.take(self._idle_time() if block else 0.0):
             self._handle(client, message)
-        self.beat()
+        self.send_heartbeats()
         self.lifecycle.delivery.drop_unreachable()
         self.weights.poll()
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
-        plan = self.scheduler.plan(self.pause.gate, self.weight_epoch, self.version)
+        plan = self.scheduler.plan()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
 
     def _settle(self) -> None:
-        self.pause.settle()
+        self.scopes.settle()
         self.sleeper.settle()
 
-    def _patience(self) -> float | None:
-        """How long the loop may block: not at all while there is work."""
-        if self.scheduler.ended or self.scheduler.has_work(self.pause.gate):
+    def _idle_time(self) -> float:
+        """Seconds that the loop may block: none while there is work, else until the next deadline."""
+        if self.scheduler.ended or self.scheduler.has_work:
             self._was_busy = True
             return 0.0
         if self._was_busy and not len(self.lifecycle.requests):
@@ -178,7 +172,7 @@ class CommonEngine:
             self.lifecycle.check_idle()
         now = self._clock()
         deadlines = (
-            self.pause.next_deadline(),
+            self.scopes.next_deadline(),
             self.weights.next_deadline(),
             self.sleeper.next_deadline(),
             self.lifecycle.deadlines.next(),
@@ -201,22 +195,22 @@ class CommonEngine:
         return tokens
 
     def _between_layers(self) -> None:
-        self.beat()
+        self.send_heartbeats()
         self._inbox.look_for_pause()
 
-    def beat(self) -> None:
+    def send_heartbeats(self) -> None:
         """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
         this process as stuck.
 
-        The loop itself sends the heartbeats, and no other thread does: a thread would go on beating for a loop that
-        hangs. So long work calls this function between its pieces: every turn, every layer of a step, every slice of
-        prompt logprobs, every piece of weights that is put to sleep or woken up. A piece takes milliseconds, or a
-        second or so on a slow machine. Nothing here changes the state of a request.
+        The loop itself sends the heartbeats: a thread of their own would go on for a loop that hangs. So long work
+        calls this function between its pieces: every round of the loop, every layer of a step, every slice of prompt
+        logprobs, every piece of weights that is put to sleep or woken up. A piece takes milliseconds, or about a second
+        on a slow machine. The state of requests does not change.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
-            self.lifecycle.delivery.beat()
+            self.lifecycle.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
 
@@ -246,19 +240,6 @@ class CommonEngine:
         self.lifecycle.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
         self.lifecycle.delivery.send(client, m.Heartbeat())
 
-    def _add_request(self, client: str, add: AddRequest) -> None:
-        try:
-            if (record := self.retention.find(add)) is not None:
-                self.lifecycle.attach(client, record)
-                return
-            group = self.admission.admit(client, add)
-        except Exception as error:
-            self.lifecycle.delivery.reject(client, add.request_id, error)
-            if not isinstance(error, FastDeployError):
-                raise
-            return
-        self.lifecycle.accept(group)
-
     def _call(self, client: str, call: m.Call) -> None:
         answered = False
 
@@ -283,79 +264,31 @@ class CommonEngine:
 
     def _model_info(self) -> dict[str, Any]:
         limits = {"max_waiting": self.config.max_waiting, "max_num_seqs": self.config.max_num_seqs}
-        return {**self.info._asdict(), "boot_id": self.boot_id, **limits, **self.weights_label()}
-
-    # ------------------------------------------------------------------ weights
-
-    def swap(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
-        """Change weights, epoch, label and KV namespace at once, between two steps. Returns the report."""
-        before = self.weights_label()
-        in_flight = [r for r in self.lifecycle.requests if r.num_computed]
-        recompute = kv == "recompute"
-        to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
-        self._runner.commit(staged)
-        self.weight_epoch += 1
-        self.version = version if version is not None else str(self.weight_epoch)
-        self.scheduler.start_epoch(self.weight_epoch, recompute)
-        self._on_commit(self.weight_epoch)
-        return {
-            "status": "committed",
-            **self.weights_label(),
-            "previous_version": before["version"],
-            "previous_weight_epoch": before["weight_epoch"],
-            "kv": kv,
-            "requests_in_flight": len(in_flight),
-            "tokens_to_recompute": to_recompute,
-        }
-
-    def _set_version(self, version: str) -> dict[str, Any]:
-        """Change the label of tokens to come. No past span, no KV and no request changes."""
-        check_label("version", version)
-        self.version = version
-        return self.weights_label()
+        return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
         """Reset the engine for a trainer that starts over."""
         check_label("version", args.version)
-        aborted = self.lifecycle.abort_all("the trainer starts over (reset)")
+        aborted = self.lifecycle.abort_all("the trainer starts over (reset)", self.scopes.whole)
         self.lifecycle.hand_over([])  # the final outputs go before the reply
         self.retention.forget_ended()  # of the run before: the ids of the next one may be the same
         sessions = self.weights.drop_session("dropped by a reset")
         released = self.pause.resume(m.ResumeArgs())["released"]
-        self.scheduler.drop_kv()
-        self.version = args.version if args.version is not None else self.version
+        self.scheduler.drop_kv(self.scopes.whole)
+        self._switch.relabel(args.version)
         return {
             "aborted": len(aborted),
             "released": released,
             "sessions_aborted": sessions,
             "still_held_by": list(self.pause.holds),
-            **self.weights_label(),
+            **self.scopes.whole.weights_label(),
         }
-
-    def _reset_cache(self, args: m.ResetCacheArgs) -> dict[str, Any]:
-        """Drop the prefix cache, in every state. Requests keep their tokens. They keep their KV, unless ``running`` is
-        set."""
-        computed = [r for r in self.lifecycle.requests if r.live and r.num_computed]
-        if args.running:
-            self.scheduler.drop_kv()
-        else:
-            self.kv.forget_prefixes()
-        return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
-
-    def weights_in_use(self) -> bool:
-        return self.weights.session is not None or self.weights.staging_busy
-
-    def hold_for_republish(self) -> None:
-        self.pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
-
-    def weights_label(self) -> dict[str, Any]:
-        return {"version": self.version, "weight_epoch": self.weight_epoch, "boot_id": self.boot_id}
 
     # ------------------------------------------------------------------ the end
 
     def _end_everything(self, reason: FinishReason, message: str, error: FastDeployError) -> None:
         self.lifecycle.end_all(reason, message)
-        self.pause.fail(error)
+        self.scopes.fail(error)
         self.weights.fail(error)
         self.sleeper.fail(error)
 
@@ -365,6 +298,3 @@ class CommonEngine:
     def _shut_down(self) -> None:
         error = EngineDead("the server is shutting down")
         self._end_everything(FinishReason.ABORT, "the server is shutting down", error)
-
-
-_Answer = Callable[[dict[str, Any], FastDeployError | None], None]

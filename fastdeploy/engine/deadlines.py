@@ -17,7 +17,7 @@ WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its fi
 
 
 class Deadlines:
-    """A heap: what it costs grows with the requests that have a deadline, and is not paid in each step."""
+    """A heap of deadlines. A step costs nothing while none is due, however many there are."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Group]] = []
@@ -33,11 +33,11 @@ class Deadlines:
             self._push(now + add.max_queue_s, QUEUE_TIMEOUT, group)
 
     def next(self) -> float | None:
-        """When something is due, perhaps for a request that has ended since."""
+        """Return the time of the first deadline; its request may have ended since."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[Request, str]]:
-        """Requests that must end now, and why (DEADLINE or QUEUE_TIMEOUT)."""
+        """Yield the requests that must end now, and why (DEADLINE or QUEUE_TIMEOUT)."""
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, group = heapq.heappop(self._heap)
             for request in list(group.requests):
@@ -45,7 +45,7 @@ class Deadlines:
                     yield request, kind
 
     def _push(self, at: float, kind: str, group: Group) -> None:
-        if len(self._heap) >= self._prune_at:  # what has ended long before its deadline is not kept for it
+        if len(self._heap) >= self._prune_at:  # drop the deadlines of requests that have ended
             self._heap = [entry for entry in self._heap if entry[3].requests]
             heapq.heapify(self._heap)
             self._prune_at = max(MIN_PRUNE, 2 * len(self._heap))

@@ -1,40 +1,61 @@
-"""From the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
+"""Messages of the engine to its clients: outputs in batches, heartbeats, and the fence that proves delivery."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.request import Request
+from fastdeploy.core.scope import Scope
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
-MAX_OUTPUTS = 512  # in a message: a batch is smaller; the end of all that wait is not
+MAX_OUTPUTS = 512  # in a message. A step makes fewer; the end of all waiting requests may make more
+
+
+class DeliveryFence:
+    """A message to every client, behind all outputs sent so far. Transports keep the order of messages, and a client
+    acknowledges the fence when everything before it is in the hands of the waiting requests. So when all have
+    acknowledged, and the scope has sent nothing since, every output of the scope is delivered. A socket send alone
+    proves nothing.
+
+    deadline: when the clients that have not acknowledged are looked at, on the loop's clock.
+    """
+
+    def __init__(self, fence_id: int, scope: Scope, clients: Iterable[str], deadline: float):
+        self.id = fence_id
+        self.scope = scope
+        self.unacknowledged = set(clients)
+        self.deadline = deadline
+        self.followed = False  # by an output of the scope
+
+    @property
+    def passed(self) -> bool:
+        return not self.unacknowledged and not self.followed
+
+    @property
+    def overtaken(self) -> bool:
+        """Every client has acknowledged, but an output of the scope was sent since: the fence must be raised again."""
+        return not self.unacknowledged and self.followed
 
 
 class Delivery:
-    """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more.
-
-    A fence goes to every client behind all outputs sent so far; transports are first-in first-out per client and a
-    client acknowledges only when everything before it is in the hands of the waiting requests. So when all have
-    acknowledged and nothing was sent since, every output made is delivered; a socket send alone proves nothing.
-    """
+    """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more."""
 
     def __init__(self, transport: Transport, on_gone: Callable[[str], None], observe: Callable[[Output], None]):
-        """observe: is shown every output of a request with retain_s, sent or not."""
+        """observe: called with every output of a request with retain_s, sent or not."""
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
         self.clients: dict[str, int] = {}  # name -> process id
         self._unreachable: set[str] = set()
-        self._outputs_sent = 0
-        self._fence_id = 0
-        self._fence_mark = 0
-        self._unacknowledged: set[str] = set()
+        self._fence_ids = count(1)
+        self._fences: dict[Scope, DeliveryFence] = {}  # those that are up
 
     def send(self, client: str, message: m.ToClient) -> None:
         if client in self.clients and not self._transport.send(client, message):
@@ -53,9 +74,9 @@ class Delivery:
         self._transport.send(client, m.Goodbye())
         self.drop(client)
 
-    def beat(self) -> None:
-        """Send a heartbeat to every client. Nothing else changes, so that this may be called in the middle of a step: a
-        client that cannot be reached is dropped by the next ``drop_unreachable``."""
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat to every client. Changes no request, and so may be called in the middle of a step: the next
+        ``drop_unreachable`` drops the clients that cannot be reached."""
         for client in self.clients:
             if not self._transport.send(client, m.Heartbeat()):
                 self._unreachable.add(client)
@@ -72,12 +93,13 @@ class Delivery:
     def drop(self, client: str) -> None:
         if client in self.clients:
             del self.clients[client]
-            self._unacknowledged.discard(client)
+            for fence in self._fences.values():
+                fence.unacknowledged.discard(client)
             self._on_gone(client)
 
     def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """Every new token, and one final output for each request that ended. One message per client; more only if
-        there are more than MAX_OUTPUTS, so that the client reads the first while the others are made."""
+        """Send every new token, and one final output for each request that ended. Each client gets one message, or
+        several of MAX_OUTPUTS, so that it reads the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
         with_token = set()
         for token in tokens:
@@ -87,7 +109,7 @@ class Delivery:
             if request not in with_token:
                 self._collect(request, None, by_client)
         for client, outputs in by_client.items():
-            self.send_now(client, outputs)
+            self.send(client, m.Outputs(outputs))
 
     def _collect(self, request: Request, token: NewToken | None, by_client: dict[str, list[Output]]) -> None:
         group = request.group
@@ -100,38 +122,36 @@ class Delivery:
         if not request.silent and group.client in self.clients:
             outputs = by_client[group.client]
             outputs.append(output)
+            if self._fences:
+                self._follow_fences(group.scope)
             if len(outputs) == MAX_OUTPUTS:
-                self.send_now(group.client, by_client.pop(group.client))
+                self.send(group.client, m.Outputs(by_client.pop(group.client)))
 
-    def send_now(self, client: str, outputs: list[Output]) -> None:
-        self._outputs_sent += 1
+    def send_replay(self, client: str, scope: Scope, outputs: list[Output]) -> None:
+        """Send what a request of ``scope`` has put out before ``client`` attached to it."""
+        self._follow_fences(scope)
         self.send(client, m.Outputs(outputs))
 
     # ------------------------------------------------------------------ fence
 
-    def raise_fence(self) -> None:
-        self._fence_id += 1
-        self._fence_mark = self._outputs_sent
-        self._unacknowledged = set(self.clients)
-        self.broadcast(m.Fence(self._fence_id))
+    def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
+        """Send a new fence, in place of the one of this scope that is up."""
+        fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline)
+        self.broadcast(m.Fence(fence.id))
+        return fence
+
+    def lower_fence(self, fence: DeliveryFence) -> None:
+        """Wait for ``fence`` no longer."""
+        self._fences.pop(fence.scope, None)
 
     def acknowledge(self, client: str, fence_id: int) -> None:
-        if fence_id == self._fence_id:
-            self._unacknowledged.discard(client)
+        for fence in self._fences.values():
+            if fence.id == fence_id:
+                fence.unacknowledged.discard(client)
 
-    @property
-    def fence_passed(self) -> bool:
-        """Every client has acknowledged, and nothing was sent since."""
-        return not self._unacknowledged and self._outputs_sent == self._fence_mark
-
-    @property
-    def fence_overtaken(self) -> bool:
-        """Every client has acknowledged, but an output was sent since: it must be raised again."""
-        return not self._unacknowledged and self._outputs_sent != self._fence_mark
-
-    @property
-    def silent_clients(self) -> set[str]:
-        return set(self._unacknowledged)
+    def _follow_fences(self, scope: Scope) -> None:
+        for fence in self._fences.values():
+            fence.followed |= fence.scope.covers(scope)
 
 
 def _output(request: Request, token: NewToken | None) -> Output:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.pause import PauseState
@@ -16,7 +14,7 @@ from fastdeploy.scheduler.scheduler import Scheduler
 
 def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCacheManager, retention: Retention) -> None:
     add = metrics.add_gauge
-    add("num_requests_running", "Sequences in the batch", lambda: len(scheduler.running))
+    add("num_requests_running", "Sequences in the batch", lambda: len(scheduler.running) + len(scheduler.frozen))
     add("num_requests_waiting", "Sequences that wait for a place in the batch", lambda: len(scheduler.waiting))
     add("available_gpu_block_num", "KV blocks that no request holds", lambda: kv.num_free)
     add("total_gpu_block_num", "KV blocks in all", lambda: scheduler.info.num_blocks)
@@ -28,15 +26,12 @@ def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCache
     add("retained_results_dropped", "Results dropped before their retain_s was over", lambda: retention.num_dropped)
 
 
-def add_control_gauges(
-    metrics: EngineMetrics, pause: PauseState, weights: WeightSessions, runner: Runner, weight_epoch: Callable[[], int]
-) -> None:
+def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: WeightSessions, runner: Runner) -> None:
     add = metrics.add_gauge
     add("rejecting_new_requests", "1 while a pause hold stands", lambda: pause.rejecting_new_requests)
     add("is_paused", "1 while quiesced", lambda: pause.is_paused)
-    add("weight_epoch", "Commits of weights since start", weight_epoch)
+    add("weight_epoch", "Commits of weights since start", lambda: pause.scope.served.weight_epoch)
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
-    asleep = {tag: lambda tag=tag: tag in runner.asleep for tag in TAGS}
-    metrics.add_flags("asleep", "1 while its memory is given back", "tag", asleep)
+    metrics.add_flags("asleep", "1 while its memory is given back", "tag", TAGS, lambda tag: tag in runner.asleep)

@@ -1,4 +1,4 @@
-"""The nouns of a pause as tables: modes, admissions, phases, and the hold that each pause call places."""
+"""Modes, admissions and phases of a pause, as tables, and the hold that each pause call places."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.scheduler.scheduler import Gate
+from fastdeploy.scheduler.queue import Gate
 
 
 class Mode(IntEnum):
-    """In order of strength."""
+    """Modes of a pause, in order of strength."""
 
     WAIT = 1
     KEEP = 2
@@ -19,7 +19,7 @@ class Mode(IntEnum):
 
 
 class Admission(IntEnum):
-    """What happens to requests that arrive while a hold stands; reject wins."""
+    """Treatment of requests that arrive while a hold stands. Reject wins over hold."""
 
     HOLD = 1
     REJECT = 2
@@ -31,45 +31,46 @@ SYSTEM = "system"  # placed_by of the engine's own holds
 SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which no caller may give to its own
 
 
-class Phase(Enum):
+class PausePhase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
     PAUSED = "paused"
 
 
-class Event(Enum):
+class PauseEvent(Enum):
     PLACE = "place"
     QUIESCED = "quiesced"
     RELEASE_LAST = "release_last"
 
 
-TRANSITIONS: dict[tuple[Phase, Event], Phase] = {
-    (Phase.RUNNING, Event.PLACE): Phase.DRAINING,
-    (Phase.DRAINING, Event.PLACE): Phase.DRAINING,
-    (Phase.PAUSED, Event.PLACE): Phase.PAUSED,
-    (Phase.DRAINING, Event.QUIESCED): Phase.PAUSED,
-    (Phase.PAUSED, Event.QUIESCED): Phase.PAUSED,  # a pause that joined has had its effect
-    (Phase.DRAINING, Event.RELEASE_LAST): Phase.RUNNING,
-    (Phase.PAUSED, Event.RELEASE_LAST): Phase.RUNNING,
+TRANSITIONS: dict[tuple[PausePhase, PauseEvent], PausePhase] = {
+    (PausePhase.RUNNING, PauseEvent.PLACE): PausePhase.DRAINING,
+    (PausePhase.DRAINING, PauseEvent.PLACE): PausePhase.DRAINING,
+    (PausePhase.PAUSED, PauseEvent.PLACE): PausePhase.PAUSED,
+    (PausePhase.DRAINING, PauseEvent.QUIESCED): PausePhase.PAUSED,
+    (PausePhase.PAUSED, PauseEvent.QUIESCED): PausePhase.PAUSED,  # a pause that joined has had its effect
+    (PausePhase.DRAINING, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
+    (PausePhase.PAUSED, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
 }
 
 # (phase, mode) -> who may be scheduled. Without a hold the gate is open.
-GATES: dict[tuple[Phase, Mode], Gate] = {
-    (Phase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
-    (Phase.DRAINING, Mode.KEEP): Gate.CLOSED,
-    (Phase.DRAINING, Mode.ABORT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.WAIT): Gate.CLOSED,
-    (Phase.PAUSED, Mode.KEEP): Gate.CLOSED,
-    (Phase.PAUSED, Mode.ABORT): Gate.CLOSED,
+GATES: dict[tuple[PausePhase, Mode], Gate] = {
+    (PausePhase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
+    (PausePhase.DRAINING, Mode.KEEP): Gate.CLOSED,
+    (PausePhase.DRAINING, Mode.ABORT): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.WAIT): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.KEEP): Gate.CLOSED,
+    (PausePhase.PAUSED, Mode.ABORT): Gate.CLOSED,
 }
 
 
 @dataclass
 class Hold:
-    """``id`` is the owner's own name, or made up for an anonymous one. A system hold is released only by its name, and
-    one that is ``locked`` (it says why) only by what placed it."""
+    """``id``: the name that its owner gave it, or for an anonymous hold one made up. scope: id of the scope that it
+    pauses. A system hold is released only by its name. ``locked``: why only what placed the hold may release it."""
 
     id: str
+    scope: str
     mode: Mode
     admission: Admission
     clear_cache: bool
@@ -82,7 +83,7 @@ class Hold:
     def describe(self, now: float) -> dict[str, Any]:
         return {
             "id": self.id,
-            "scope": "engine",
+            "scope": self.scope,
             "mode": self.mode.name.lower(),
             "admission": self.admission.name.lower(),
             "clear_cache": self.clear_cache,

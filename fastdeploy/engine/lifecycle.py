@@ -1,4 +1,4 @@
-"""The life of a request in the engine: accepted, ended for many reasons, handed over, retired.
+"""The life of a request in the engine: it is accepted, ends for one of many reasons, is handed over and retired.
 
 Exactly one final output goes out for each accepted request. Runs on the loop's thread only.
 """
@@ -8,24 +8,47 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from fastdeploy.core import envs
 from fastdeploy.core.errors import AttachedElsewhere, InvalidField
 from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
+from fastdeploy.core.scope import Scope
 from fastdeploy.engine.deadlines import WHY, Deadlines
-from fastdeploy.engine.delivery import Delivery
-from fastdeploy.engine.pause import Counts, SilentClients
+from fastdeploy.engine.delivery import Delivery, DeliveryFence
 from fastdeploy.engine.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
+from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
 
 
+@dataclass(frozen=True)
+class Counts:
+    """Choices of one scope: those that have ended since the engine started, with the tokens handed over by aborts, and
+    those that are in the engine now (started: a token of the group is there)."""
+
+    aborted: int
+    finished: int
+    aborted_tokens: int
+    started: int
+    queued: int
+
+
+class SilentClients(NamedTuple):
+    """Process ids of API servers that have not acknowledged a fence: those that are given more time because they run,
+    and those that are counted as gone."""
+
+    slow: list[int]
+    dropped: list[int]
+
+
 class RequestLifecycle:
-    """All requests of the engine and the outputs they have made. Implements the pause's ``PauseEffects``.
+    """All requests of the engine and the outputs they have made.
 
     clock: seconds, for deadlines. runs(pid): whether the process of a client lives and is not stopped.
     """
@@ -39,7 +62,7 @@ class RequestLifecycle:
         clock: Callable[[], float],
         runs: Callable[[int], bool],
     ):
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._retention = retention
         self._metrics = metrics
         self._clock = clock
@@ -47,17 +70,16 @@ class RequestLifecycle:
         self.requests = RequestTable()
         self.deadlines = Deadlines()
         self.delivery = Delivery(transport, self._reap, lambda output: retention.observe(output, clock()))
-        self._aborted = self._finished = self._aborted_tokens = 0
 
     # ------------------------------------------------------------------ in
 
     def accept(self, group: Group) -> None:
-        """Take in a group that admission has let through."""
+        """Take in a group that the admission control has let through."""
         self.requests.add(group)
         self._retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
-            self._scheduler.add(request)
+            self.scheduler.add(request)
         self._metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
 
     def attach(self, client: str, record: Record) -> None:
@@ -71,26 +93,32 @@ class RequestLifecycle:
                 self.delivery.reject(group.client, group.add.request_id, elsewhere)
             group.client = client
         if outputs := record.replay():
-            self.delivery.send_now(client, outputs)
+            self.delivery.send_replay(client, group.scope, outputs)
 
     # ------------------------------------------------------------------ out
 
     def hand_over(self, tokens: list[NewToken]) -> None:
         """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
-        ended, self._scheduler.ended = self._scheduler.ended, []
+        ended, self.scheduler.ended = self.scheduler.ended, []
         if not tokens and not ended:
             return
         self._metrics.observe_tokens(tokens)
         self._metrics.observe_ended(ended, time.time())
         for request in ended:
-            if request.finish_reason is not FinishReason.ABORT:
-                self._finished += 1
-            elif not request.silent:
-                self._aborted += 1
-                self._aborted_tokens += request.num_output_tokens
-            self._scheduler.retire(request)
+            self._count_ended(request)
+            self.scheduler.retire(request)
             self.requests.remove(request)
         self.delivery.send_outputs(tokens, ended)
+
+    def _count_ended(self, request: Request) -> None:
+        for scope in (request.scope, request.scope.above):
+            if scope is None:
+                continue
+            if request.finish_reason is not FinishReason.ABORT:
+                scope.totals.finished += 1
+            elif not request.silent:
+                scope.totals.aborted += 1
+                scope.totals.aborted_tokens += request.num_output_tokens
 
     def end_what_is_due(self) -> None:
         """End the requests whose time is over, and forget the results whose retain_s is over."""
@@ -103,11 +131,11 @@ class RequestLifecycle:
         """End every live request and hand over the final outputs."""
         for request in self.requests:
             if request.live:
-                self._scheduler.end(request, reason, message)
+                self.scheduler.end(request, reason, message)
         self.hand_over([])
 
     def cancel(self, client: str, cancel: m.CancelRequest) -> None:
-        """End the choices that ``client`` waits for no longer. A request with retain_s is detached and runs on."""
+        """End the choices that ``client`` no longer waits for. A request with retain_s is detached and runs on."""
         requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
         if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
@@ -117,13 +145,13 @@ class RequestLifecycle:
             mine = request.group.client == client and cancel.choice in (None, request.choice)
             if mine and request.live:
                 request.silent = True
-                self._scheduler.end(request, reason)
+                self.scheduler.end(request, reason)
 
     def abort(self, args: m.AbortArgs) -> dict[str, list]:
         """End the requests of these client ids. Raises InvalidField where the call names none."""
-        if args.request_ids is None and not args.abort_all:
+        wanted = [r.group.client_id for r in self.requests] if args.abort_all else args.request_ids
+        if wanted is None:
             raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
-        wanted = args.request_ids if not args.abort_all else [r.group.client_id for r in self.requests]
         aborted, not_found = [], []
         for request_id in dict.fromkeys(wanted):
             live = [r for r in self.requests.known_as(request_id) if r.live]
@@ -138,7 +166,7 @@ class RequestLifecycle:
 
     def _abort_one(self, request: Request, why: str, stop_reason: str | None = None) -> None:
         message = why if request.num_output_tokens else f"Abort before prefill: {why}"
-        self._scheduler.end(request, FinishReason.ABORT, message, stop_reason)
+        self.scheduler.end(request, FinishReason.ABORT, message, stop_reason)
 
     def _reap(self, client: str) -> None:
         """End the requests of a client whose process is gone. Those with retain_s are detached and run on."""
@@ -149,46 +177,44 @@ class RequestLifecycle:
                 continue
             request.silent = True
             if request.live:
-                self._scheduler.end(request, FinishReason.ABORT, "its API server is gone")
+                self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
-    # ------------------------------------------------------------------ PauseEffects
+    def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:
+        """Drop the prefix cache, in every state. Requests keep their tokens. They keep their KV, unless ``running`` is
+        set."""
+        computed = [r for r in self.requests if r.live and r.num_computed]
+        if args.running:
+            self.scheduler.drop_kv(scope)
+        else:
+            self.scheduler.kv.forget_prefixes()
+        return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
-    def abort_all(self, message: str) -> list[str]:
-        """End every live request; return the ids that clients know. A request that never ran is not run first."""
-        live = [r for r in self.requests if r.live]
+    # ------------------------------------------------------------------ what a pause needs
+
+    def abort_all(self, message: str, scope: Scope) -> list[str]:
+        """End every live request of ``scope``; return the ids that clients know. A request that never ran is not run
+        first."""
+        live = [r for r in self.requests if r.live and scope.covers(r.scope)]
         for request in live:
             self._abort_one(request, message)
         return list(dict.fromkeys(r.group.client_id for r in live))
 
-    def retract_unstarted(self) -> None:
-        self._scheduler.retract_unstarted()
+    def drained(self, scope: Scope) -> bool:
+        """Whether nothing of ``scope`` that may run has started. A closed engine lets nothing run."""
+        return self.scheduler.gate is Gate.CLOSED or self.scheduler.drained(scope)
 
-    def drop_kv(self) -> None:
-        self._scheduler.drop_kv()
+    def counts(self, scope: Scope) -> Counts:
+        totals = scope.totals
+        return Counts(totals.aborted, totals.finished, totals.aborted_tokens, *self.scheduler.count(scope))
 
-    def drained(self) -> bool:
-        return self._scheduler.drained
-
-    def counts(self) -> Counts:
-        waiting = self._scheduler.waiting
-        started = sum(r.group.started for r in self._scheduler.running) + waiting.num_started
-        queued = len(waiting) + len(self._scheduler.running) - started
-        return Counts(self._aborted, self._finished, self._aborted_tokens, started, queued)
-
-    def raise_fence(self) -> None:
+    def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
         self.hand_over([])
-        self.delivery.raise_fence()
+        return self.delivery.raise_fence(scope, deadline)
 
-    def fence_passed(self) -> bool:
-        return self.delivery.fence_passed
-
-    def fence_overtaken(self) -> bool:
-        return self.delivery.fence_overtaken
-
-    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients:
-        """Drop the clients that have not acknowledged the fence. spare_running: keep those whose process runs."""
+    def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
+        """Drop the clients that have not acknowledged ``fence``. spare_running: keep those whose process runs."""
         silent = SilentClients([], [])
-        for client in self.delivery.silent_clients:
+        for client in list(fence.unacknowledged):
             pid = self.delivery.clients[client]
             if spare_running and self._runs(pid):
                 log.warning(
@@ -209,8 +235,8 @@ class RequestLifecycle:
 
         Looks at a few counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check.
         """
-        scheduler = self._scheduler
-        assert not scheduler.running and not scheduler.ended and not len(scheduler.waiting)
+        scheduler = self.scheduler
+        assert not scheduler.running and not scheduler.frozen and not scheduler.ended and not len(scheduler.waiting)
         assert scheduler.kv.num_free == scheduler.info.num_blocks
         if envs.check_integrity():
             self.check_integrity()
@@ -218,16 +244,17 @@ class RequestLifecycle:
     def check_integrity(self) -> None:
         """Check that nothing leaked and nothing is counted twice.
 
-        Takes time in proportion to the KV cache: run by tests after every turn, and after a message whose handling
-        failed.
+        Takes time in proportion to the KV cache. Runs after a message whose handling failed, and in tests after every
+        round of the loop.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         scheduler.check_integrity()
         for request in self.requests:
             assert request.live or request in scheduler.ended, request
             unshared = request.token_ids is not request.group.add.prompt_token_ids
             assert unshared or request.num_output_tokens == 0, request
-        assert sum(1 for _ in self.requests) == len(scheduler.running) + len(scheduler.waiting) + len(scheduler.ended)
+        in_batch = len(scheduler.running) + len(scheduler.frozen)
+        assert sum(1 for _ in self.requests) == in_batch + len(scheduler.waiting) + len(scheduler.ended)
         self._retention.check_integrity(self.requests)
         if not len(self.requests):
             assert scheduler.kv.num_free == scheduler.info.num_blocks

@@ -1,14 +1,13 @@
-"""Pause and resume: holds, the two flags, and the two phases. Pure state; what it does to requests goes through
-``PauseEffects``, which the engine implements.
+"""Pause and resume of one scope: holds, the two flags, and the phases.
 
-A pause closes the door (``rejecting_new_requests``), lets what must end come to its end, proves with a fence that
-every output has reached its API server, brings the caches into the state asked for, and only then says ``is_paused``:
+A pause closes the door (``rejecting_new_requests``) and lets the requests end that must end. Then a fence proves that
+every output has reached its API server, and the caches are brought into the state asked for. Only then ``is_paused``:
 
     RUNNING --place--> DRAINING --quiesced--> PAUSED --release the last hold--> RUNNING
                           \\-------------------release the last hold-------------^
 
-Each pause call places a hold. The strongest standing hold decides: abort > keep > wait. Nothing that is PAUSED is set
-running again before the last hold is gone, whatever becomes of the stronger ones.
+Each pause call places a hold. The strongest standing hold decides: abort > keep > wait. A scope that is PAUSED runs
+again when the last hold is gone, and not before, whatever becomes of the stronger holds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from fastdeploy.core.errors import (
     FastDeployError,
@@ -27,6 +26,8 @@ from fastdeploy.core.errors import (
     PauseTimeout,
     ResumeRefused,
 )
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.engine.delivery import DeliveryFence
 from fastdeploy.engine.holds import (
     CLEARS_CACHE,
     GATES,
@@ -35,16 +36,17 @@ from fastdeploy.engine.holds import (
     SYSTEM_HOLDS,
     TRANSITIONS,
     Admission,
-    Event,
     Hold,
     Mode,
-    Phase,
+    PauseEvent,
+    PausePhase,
     expiry,
 )
+from fastdeploy.engine.lifecycle import Counts, RequestLifecycle, SilentClients
 from fastdeploy.inter_communicator.messages import Args, PauseArgs, RenewArgs, ResumeArgs
-from fastdeploy.scheduler.scheduler import Gate
+from fastdeploy.scheduler.queue import Gate
 
-FENCE_TIMEOUT_S = 5.0  # an API server that has not acknowledged for so long is looked at: does its process run?
+FENCE_TIMEOUT_S = 5.0  # after so long without an acknowledgement the API server's process is looked at
 MAX_HOLDS = 1024
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
@@ -67,57 +69,19 @@ class PauseCall:
     silent: SilentClients = field(default_factory=lambda: SilentClients([], []))
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Totals since the engine started (choices, and tokens handed over by aborts), and what is in it now."""
-
-    aborted: int
-    finished: int
-    aborted_tokens: int
-    started: int
-    queued: int
-
-
-class SilentClients(NamedTuple):
-    """Process ids of API servers that have not acknowledged a fence: those that are given more time because they run,
-    and those that are counted as gone."""
-
-    slow: list[int]
-    dropped: list[int]
-
-
-class PauseEffects(Protocol):
-    """What a pause may do to the engine."""
-
-    def abort_all(self, message: str) -> list[str]: ...
-    def retract_unstarted(self) -> None: ...
-    def drop_kv(self) -> None: ...
-    def drained(self) -> bool: ...
-    def counts(self) -> Counts: ...
-    def raise_fence(self) -> None: ...
-    def fence_passed(self) -> bool: ...
-    def fence_overtaken(self) -> bool: ...
-    def give_up_on_silent_clients(self, spare_running: bool) -> SilentClients: ...
-
-
 class PauseState:
-    """All pause state of an engine. ``settle`` is called between any two steps, after the messages that came."""
+    """The pause state of one scope. While it has a hold ``settle`` is called between any two steps, after the messages
+    that came."""
 
-    def __init__(
-        self,
-        effects: PauseEffects,
-        weights_label: Callable[[], dict[str, Any]],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """weights_label: version, weight_epoch and boot id of the weights that serve, for reports."""
-        self._effects = effects
-        self._weights_label = weights_label
+    def __init__(self, scope: Scope, lifecycle: RequestLifecycle, clock: Callable[[], float] = time.monotonic):
+        self.scope = scope
+        self._lifecycle = lifecycle
         self._clock = clock
-        self.phase = Phase.RUNNING
+        self.phase = PausePhase.RUNNING
         self.holds: dict[str, Hold] = {}
         self._calls: list[PauseCall] = []
         self._num_anonymous = 0
-        self._fence_deadline: float | None = None
+        self._fence: DeliveryFence | None = None
 
     # ------------------------------------------------------------------ what others read
 
@@ -131,12 +95,12 @@ class PauseState:
 
     @property
     def rejecting_new_requests(self) -> bool:
-        """The door is closed: from the first moment of a pause until the last hold is gone."""
+        """True from the first moment of a pause until the last hold is gone."""
         return bool(self.holds)
 
     @property
     def is_paused(self) -> bool:
-        return self.phase is Phase.PAUSED
+        return self.phase is PausePhase.PAUSED
 
     @property
     def gate(self) -> Gate:
@@ -148,11 +112,11 @@ class PauseState:
         return len(self._calls)
 
     def next_deadline(self) -> float | None:
-        """When ``settle`` must be called even if nothing happens, on the clock given."""
+        """Time at which ``settle`` must be called even if nothing happens, on the clock given."""
         due = [h.expires_at for h in self.holds.values() if h.expires_at is not None]
         due += [c.deadline for c in self._calls]
-        if self._fence_deadline is not None:
-            due.append(self._fence_deadline)
+        if self._fence is not None:
+            due.append(self._fence.deadline)
         return min(due, default=None)
 
     # ------------------------------------------------------------------ calls
@@ -166,8 +130,8 @@ class PauseState:
     def pause_for_system(
         self, hold_id: str, mode: str, clear_cache: bool, timeout_s: float, locked: str, answer: Answer
     ) -> None:
-        """As ``pause``, by a system hold, which is released if the drain does not end in time. ``locked``: why a resume
-        by its name is refused."""
+        """Pause with a system hold, which is released if the drain does not end in time. ``locked``: why a resume by
+        its name is refused."""
         args = PauseArgs(
             mode=mode,
             clear_cache=clear_cache,
@@ -187,19 +151,19 @@ class PauseState:
         if standing is not None and call.hold.mode > standing:
             self._escalate_others(call)
         self._calls.append(call)
-        self._advance(Event.PLACE)
+        self._advance(PauseEvent.PLACE)
         call.aborted_ids = self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
-        """A hold that nobody placed over a route: it goes only by its name, or if ``locked`` not even so."""
+        """Place a hold for the engine itself. Only its name releases it, and if it is ``locked`` no caller can."""
         now = self._clock()
-        self.holds[hold_id] = Hold(hold_id, mode, admission, False, SYSTEM, True, now, locked=locked)
-        self._advance(Event.PLACE)
+        self.holds[hold_id] = Hold(hold_id, self.scope.id, mode, admission, False, SYSTEM, True, now, locked=locked)
+        self._advance(PauseEvent.PLACE)
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
-        """Release one hold by name, or all anonymous ones. Unknown names are reported, not an error. Raises
-        ResumeRefused for a hold that only what placed it can release."""
+        """Release one hold by name, or all anonymous ones. An unknown name is reported and is no error. Raises
+        ResumeRefused for a hold that is locked."""
         if args.hold_id in self.holds and (why := self.holds[args.hold_id].locked):
             raise ResumeRefused(f"hold_id: {args.hold_id!r} cannot be released: {why}", param="hold_id")
         if args.hold_id is None:
@@ -213,12 +177,12 @@ class PauseState:
             "released": released,
             "unknown": [args.hold_id] if args.hold_id is not None and not released else [],
             "still_held_by": list(self.holds),
-            **self._weights_label(),
+            **self.scope.weights_label(),
         }
 
     def renew(self, args: RenewArgs) -> dict[str, Any]:
-        """Set when a standing hold ends by itself, and change nothing else. Raises HoldNotFound if no caller's hold of
-        that name stands: the engine may run."""
+        """Set the time at which a standing hold ends by itself. Raises HoldNotFound if no caller's hold of that name
+        stands: the engine may run."""
         hold = self.holds.get(args.hold_id)
         if hold is None or hold.placed_by == SYSTEM:
             why = "it was released, its ttl ended, or the engine restarted"
@@ -232,8 +196,8 @@ class PauseState:
         self._release([hold_id] if hold is not None and hold.placed_by == SYSTEM else [], "released")
 
     def status(self) -> dict[str, Any]:
-        """The result of is_paused: both flags, phase, holds, counts."""
-        now, counts = self._clock(), self._effects.counts()
+        """Return both flags, the phase, the holds and the counts."""
+        now, counts = self._clock(), self._lifecycle.counts(self.scope)
         frozen = counts.started if self.is_paused else 0
         return {
             "is_paused": self.is_paused,
@@ -243,11 +207,11 @@ class PauseState:
             "admission": self.admission.name.lower() if self.admission else None,
             "holds": [h.describe(now) for h in self.holds.values()],
             "counts": {"running": counts.started - frozen, "frozen": frozen, "queued": counts.queued},
-            **self._weights_label(),
+            **self.scope.weights_label(),
         }
 
     def fail(self, error: FastDeployError) -> None:
-        """The engine cannot go on: nobody who called is left waiting."""
+        """Answer every call that waits: the engine cannot go on."""
         for call in self._calls:
             call.answer(self._report(call, "failed"), error)
         self._calls.clear()
@@ -257,26 +221,32 @@ class PauseState:
     def settle(self) -> None:
         """Expire what is due, and move on as far as the state of the engine allows."""
         self._expire(self._clock())
-        at_rest = self.phase is Phase.RUNNING or (self.phase is Phase.PAUSED and not self._calls)
+        at_rest = self.phase is PausePhase.RUNNING or (self.phase is PausePhase.PAUSED and not self._calls)
         if at_rest or not self._drained():
-            self._fence_deadline = None
+            self._lower_fence()
             return
-        # A pause that joins does not raise it anew: a client that is mute could be given time for ever.
-        if self._fence_deadline is None or self._effects.fence_overtaken():
-            self._effects.raise_fence()
-            self._fence_deadline = self._clock() + FENCE_TIMEOUT_S
-        if self._effects.fence_passed():
+        # A pause that joins keeps the fence that is up: else a silent client could be given time for ever.
+        if self._fence is None or self._fence.overtaken:
+            self._fence = self._lifecycle.raise_fence(self.scope, self._clock() + FENCE_TIMEOUT_S)
+        if self._fence.passed:
             self._quiesced()
 
+    def _lower_fence(self) -> None:
+        if self._fence is not None:
+            self._lifecycle.delivery.lower_fence(self._fence)
+            self._fence = None
+
     def _drained(self) -> bool:
-        """Who is frozen or gone needs no draining; in mode wait, everyone that has started must come to an end."""
-        return self.gate is Gate.CLOSED or self._effects.drained()
+        """Whether nothing is left to wait for. Frozen requests need no draining; in mode wait all that have started
+        must come to an end."""
+        return self.gate is Gate.CLOSED or self._lifecycle.drained(self.scope)
 
     def _quiesced(self) -> None:
-        self._fence_deadline = None
-        self._advance(Event.QUIESCED)
+        self._lower_fence()
+        self._advance(PauseEvent.QUIESCED)
+        self._apply_gate()
         if any(call.clear_cache for call in self._calls):
-            self._effects.drop_kv()
+            self._lifecycle.scheduler.drop_kv(self.scope)
         calls, self._calls = self._calls, []
         for call in calls:
             call.answer(self._report(call, "paused"), None)
@@ -284,24 +254,24 @@ class PauseState:
     def _expire(self, now: float) -> None:
         expired = [h.id for h in self.holds.values() if h.expires_at is not None and h.expires_at <= now]
         self._release(expired, "the hold's ttl ended")
-        if self._fence_deadline is not None and self._fence_deadline <= now:
-            self._look_at_silent_clients(now)
-        # Each round answers the call or extends its deadline, and may answer others that share its hold.
+        if self._fence is not None and self._fence.deadline <= now:
+            self._look_at_silent_clients(self._fence, now)
+        # Each iteration answers the call or extends its deadline, and may answer other calls that share its hold.
         while (call := next((c for c in self._calls if c.deadline <= now), None)) is not None:
             self._time_out(call, now)
 
-    def _look_at_silent_clients(self, now: float) -> None:
+    def _look_at_silent_clients(self, fence: DeliveryFence, now: float) -> None:
         """Count as gone every API server that has not acknowledged the fence and does not run: it is dead, or stopped.
         One that runs is slow, and has time until the first call that waits is due; then it is counted as gone too."""
         first_due = min((c.deadline for c in self._calls), default=now)
-        silent = self._effects.give_up_on_silent_clients(spare_running=first_due > now)
+        silent = self._lifecycle.give_up_on_silent_clients(fence, spare_running=first_due > now)
         for call in self._calls:
             call.silent = SilentClients(_union(call.silent.slow, silent.slow), call.silent.dropped + silent.dropped)
-        self._fence_deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
+        fence.deadline = min(now + FENCE_TIMEOUT_S, first_due) if silent.slow else now + FENCE_TIMEOUT_S
 
     def _time_out(self, call: PauseCall, now: float) -> None:
         if self._drained():  # only the fence is missing, and that has a bound of its own
-            call.deadline = self._fence_deadline or now + FENCE_TIMEOUT_S
+            call.deadline = self._fence.deadline if self._fence is not None else now + FENCE_TIMEOUT_S
         elif call.on_timeout == "cancel":
             error = PauseTimeout("the drain did not end within timeout_s; the hold is released (on_timeout=cancel)")
             self._release([call.hold.id], "the drain timed out", error)
@@ -315,12 +285,13 @@ class PauseState:
             call.aborted_ids += call.forced_ids
 
     def _enforce(self, mode: Mode, why: str) -> list[str]:
-        """What a mode does at once, to those who are in the engine now. Later arrivals meet the closed gate."""
-        if mode is Mode.ABORT:
-            return self._effects.abort_all(why)
-        if self.gate is Gate.STARTED_ONLY:
-            self._effects.retract_unstarted()
-        return []
+        """Do at once what a mode does to the requests that are there. Later arrivals meet the gate. Returns the ids
+        that were aborted."""
+        self._apply_gate()
+        return self._lifecycle.abort_all(why, self.scope) if mode is Mode.ABORT else []
+
+    def _apply_gate(self) -> None:
+        self._lifecycle.scheduler.set_gate(self.scope, self.gate)
 
     def _escalate_others(self, call: PauseCall) -> None:
         for other in self._calls:
@@ -335,14 +306,13 @@ class PauseState:
         interrupted = [c for c in self._calls if c.hold.id in hold_ids]
         self._calls = [c for c in self._calls if c.hold.id not in hold_ids]
         if not self.holds:
-            self._advance(Event.RELEASE_LAST)
-        elif self.gate is Gate.STARTED_ONLY:  # only mode wait is left of a drain that was frozen
-            self._effects.retract_unstarted()
+            self._advance(PauseEvent.RELEASE_LAST)
+        self._apply_gate()
         for call in interrupted:
             default = PauseInterrupted(f"hold {call.hold.id!r} was released while it was draining: {why}")
             call.answer(self._report(call, "interrupted"), error or default)
 
-    def _advance(self, event: Event) -> None:
+    def _advance(self, event: PauseEvent) -> None:
         self.phase = TRANSITIONS[self.phase, event]
 
     # ------------------------------------------------------------------ calls in, reports out
@@ -366,17 +336,19 @@ class PauseState:
         clear_cache = CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache
         hold = self._hold_for(args, system_hold or args.hold_id, mode, admission, clear_cache, now)
         hold.expires_at = expires_at
-        return PauseCall(hold, clear_cache, now + args.timeout_s, on_timeout, now, self._effects.counts(), answer)
+        return PauseCall(
+            hold, clear_cache, now + args.timeout_s, on_timeout, now, self._lifecycle.counts(self.scope), answer
+        )
 
     def _hold_for(
         self, args: PauseArgs, name: str | None, mode: Mode, admission: Admission, clear_cache: bool, now: float
     ) -> Hold:
-        """A new hold, or the standing one of that name made at least as strong."""
+        """Return a new hold, or the standing hold of that name, made at least as strong."""
         standing = self.holds.get(name) if name is not None else None
         if standing is not None:
             standing.mode = max(standing.mode, mode)
             standing.admission = max(standing.admission, admission)
-            standing.named = True  # who took an anonymous hold's name owns it now
+            standing.named = True  # a caller that names an anonymous hold owns it from now on
             return standing
         if len(self.holds) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")
@@ -384,22 +356,22 @@ class PauseState:
         while name is None or (not named and name in self.holds):
             self._num_anonymous += 1
             name = f"anonymous-{self._num_anonymous}"
-        return Hold(name, mode, admission, clear_cache, args.placed_by, named, now)
+        return Hold(name, self.scope.id, mode, admission, clear_cache, args.placed_by, named, now)
 
     def _report(self, call: PauseCall, status: str) -> dict[str, Any]:
-        now, counts, before = self._clock(), self._effects.counts(), call.baseline
+        now, counts, before = self._clock(), self._lifecycle.counts(self.scope), call.baseline
         mode = self.mode or call.hold.mode
         admission = self.admission or call.hold.admission
         return {
             "status": status,
             "state": self.phase.value,
             "mode": mode.name.lower(),
-            "scope": "engine",
+            "scope": self.scope.id,
             "hold": call.hold.describe(now),
             "admission": admission.name.lower(),
             "is_paused": self.is_paused,
             "rejecting_new_requests": self.rejecting_new_requests,
-            **self._weights_label(),
+            **self.scope.weights_label(),
             "counts": {
                 "aborted": counts.aborted - before.aborted,
                 "drained": counts.finished - before.finished,
@@ -421,10 +393,12 @@ def _union(first: list[int], second: list[int]) -> list[int]:
 
 
 def leaves_no_use_for_a_step(args: Args) -> bool:
-    """Whether a call with these arguments is a pause that closes the gate at once: the tokens of a step that is in
-    flight would have to wait for the resume (keep), or nobody would wait for them (abort)."""
-    mode = Mode.__members__.get(args.mode.upper()) if isinstance(args, PauseArgs) else None
-    return mode is not None and GATES[Phase.DRAINING, mode] is Gate.CLOSED
+    """Whether a call with these arguments is a pause of the whole engine that closes the gate at once. The tokens of a
+    step in flight would have to wait for the resume (keep), or nobody would wait for them (abort)."""
+    if not isinstance(args, PauseArgs) or args.scope != WHOLE_ENGINE:
+        return False
+    mode = Mode.__members__.get(args.mode.upper())
+    return mode is not None and GATES[PausePhase.DRAINING, mode] is Gate.CLOSED
 
 
 def _choice(enum: type[IntEnum], name: str, value: str) -> Any:

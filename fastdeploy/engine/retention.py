@@ -1,8 +1,8 @@
 """Requests with retain_s outlive their client: what they produced is kept, and the same request sent again gets it.
 
-Kept by the engine and not by an API server, so that it makes no difference which of them is asked, or dies. A request
-whose client has gone is *detached*: it runs on like any other, and its outputs only accumulate. Stop strings are found
-at the API server, so a detached request runs to its EOS or its length; whoever attaches finds the stop in the replay.
+The engine keeps the results, not an API server, so any API server can be asked for them, and any may die. A request
+whose client has gone is *detached*: it runs on, and its outputs accumulate. API servers find stop strings, so a
+detached request runs to its EOS or its length. The client that attaches later finds the stop string in the replay.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -50,8 +51,8 @@ class ChoiceRecord:
             self.final = output
 
     def replay(self, request_id: str, choice: int) -> list[Output]:
-        """One output with everything. An end that came by itself stays one of its own: only then is the last token
-        known to be text like any other, and not the EOS or stop id that ended the choice."""
+        """Return one output with everything. A final output that came without a token stays an output of its own:
+        otherwise the last token would be taken for the EOS or stop id that ended the choice."""
         whole = Output(
             request_id=request_id,
             choice=choice,
@@ -64,8 +65,9 @@ class ChoiceRecord:
         final = self.final
         if final is None:
             return [whole]
-        end = {"finish_reason": final.finish_reason, "stop_reason": final.stop_reason, "message": final.message,
-               "num_preempted": final.num_preempted}  # fmt: skip
+        end: dict[str, Any] = {
+            name: getattr(final, name) for name in ("finish_reason", "stop_reason", "message", "num_preempted")
+        }
         if final.token_ids or not self.token_ids:
             return [msgspec.structs.replace(whole, **end)]
         return [whole, Output(request_id=request_id, choice=choice, **end)]
@@ -91,7 +93,7 @@ class Record:
         return self._num_ended == self.group.add.n
 
     def replay(self) -> list[Output]:
-        """Everything from the first token, for a client that attaches."""
+        """Return everything from the first token, for a client that attaches."""
         request_id = self.group.add.request_id
         return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 
@@ -168,7 +170,7 @@ class Retention:
                 self._drop(record)
 
     def forget_ended(self) -> None:
-        """Drop all results; what still runs is kept on."""
+        """Drop the results of all requests that have ended."""
         for record in list(self._ended.values()):
             self._drop(record)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.pause import PauseState
-from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.engine.weights import NO_WEIGHTS, WeightSessions
 from fastdeploy.inter_communicator.messages import SleepArgs, WakeArgs
 
 WEIGHT, KV_CACHE = "weight", "kv_cache"
@@ -16,12 +16,6 @@ TAGS = (WEIGHT, KV_CACHE)
 SLEEP_HOLD = "sleep"
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
-
-
-class SleepEffects(Protocol):
-    def weights_label(self) -> dict[str, Any]: ...
-    def hold_for_republish(self) -> None: ...
-    def beat(self) -> None: ...
 
 
 class Quiesced(NamedTuple):
@@ -35,21 +29,21 @@ class Quiesced(NamedTuple):
 
 
 class Sleeper:
-    """What sleeps is the runner's to know (``runner.asleep``); the order of things, and the hold, are decided here.
-    ``settle`` is called between two steps, after the pause has settled."""
+    """Decides the order of sleeping and waking, and owns the hold; the runner knows what sleeps (``runner.asleep``).
+    ``settle`` is called between two steps, after the pauses have settled. pause: of the whole engine."""
 
     def __init__(
         self,
         runner: Runner,
-        effects: SleepEffects,
         pause: PauseState,
         weights: WeightSessions,
+        send_heartbeats: Callable[[], None],
         clock: Callable[[], float],
     ):
         self._runner = runner
-        self._effects = effects
         self._pause = pause
         self._weights = weights
+        self._send_heartbeats = send_heartbeats
         self._clock = clock
         self._quiesced: list[Quiesced] = []
         self._num_open = 0  # calls that have not been answered; they share the hold
@@ -84,7 +78,7 @@ class Sleeper:
         self._num_open += 1
 
     def settle(self) -> None:
-        """Put to sleep what the engine has come to rest for, once nothing reads the weights on another thread."""
+        """Put to sleep what the calls ask for whose pause is done, once nothing reads the weights on another thread."""
         if self._weights.staging_busy:
             self._time_out()
             return
@@ -93,7 +87,7 @@ class Sleeper:
             self._num_open -= 1
             try:
                 self._check(call.tags)  # another call may have come first
-                freed = self._runner.sleep(call.tags, call.discard, self._effects.beat)
+                freed = self._runner.sleep(call.tags, call.discard, self._send_heartbeats)
             except FastDeployError as error:
                 self._let_go()
                 call.answer(self._state(), error)
@@ -115,7 +109,7 @@ class Sleeper:
             call.answer(self._state(), PauseTimeout(why))
 
     def fail(self, error: FastDeployError) -> None:
-        """The engine cannot go on: nobody who called is left waiting."""
+        """Answer every call that waits: the engine cannot go on."""
         calls, self._quiesced = self._quiesced, []
         for call in calls:
             call.answer({}, error)
@@ -131,9 +125,9 @@ class Sleeper:
                 raise WrongOrder(f"{tag} does not sleep")
         if KV_CACHE in tags and WEIGHT in asleep and WEIGHT not in tags:
             raise WrongOrder("kv_cache comes after weight: wake the weights up first")
-        self._runner.wake(tags, self._effects.beat)
+        self._runner.wake(tags, self._send_heartbeats)
         if WEIGHT in tags and not self._runner.has_weights:
-            self._effects.hold_for_republish()
+            self._weights.hold_for_republish(locked=NO_WEIGHTS)
         self._let_go()
         return {**self._state(), "state": self._pause.phase.value, "still_held_by": list(self._pause.holds)}
 
@@ -151,7 +145,7 @@ class Sleeper:
             self._pause.release_system_hold(SLEEP_HOLD)
 
     def _state(self) -> dict[str, Any]:
-        return {"asleep": sorted(self._runner.asleep), **self._effects.weights_label()}
+        return {"asleep": sorted(self._runner.asleep), **self._pause.scope.weights_label()}
 
 
 def _tags(given: tuple[str, ...]) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ MAX_LEFT_BEHIND = 4
 @dataclass
 class Job:
     """``work`` runs on a thread; ``done(result, error, seconds)`` is called once, on the loop's. owner: whose jobs
-    ``give_up`` ends. timeout_s: seconds that ``work`` may take. reads: ``work`` reads foreign files and may hang.
-    seconds: that ``work`` took.
+    ``give_up`` ends. timeout_s: seconds that ``work`` may take. reads: ``work`` reads files that are not ours and may
+    hang. seconds: that ``work`` took.
 
     The result may be a second copy of the weights: nothing that outlives ``done`` may refer to the job, nor may an
     error to the frames it came through.
@@ -35,7 +35,7 @@ class Job:
     work: Callable[[], Any] | None  # None once it has run: it refers to what it worked on
     done: Callable[[Any, FastDeployError | None, float], None]
     timeout_s: float
-    reads: bool = True
+    reads: bool
     deadline: float = 0.0  # on the loop's clock, from when it is begun
     result: Any = None
     error: FastDeployError | None = None
@@ -45,6 +45,7 @@ class Job:
     def run(self) -> None:
         began = time.monotonic()
         work, self.work = self.work, None
+        assert work is not None
         try:
             self.result = work()
         except FastDeployError as error:
@@ -60,7 +61,7 @@ class Job:
 
 
 class StagingThread:
-    """A queue of jobs. All methods are the loop thread's; ``wake`` is called from the other when a job has finished."""
+    """A queue of jobs. The loop's thread calls all methods; a job's thread calls ``wake`` when it has finished."""
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float]):
         self._wake, self._clock = wake, clock
@@ -68,7 +69,7 @@ class StagingThread:
         self._running: Job | None = None
         self._left_behind: list[Job] = []
         self._closed = False
-        self._waking = threading.Lock()  # what is woken is closed right after ``close``
+        self._waking = threading.Lock()  # no ``wake`` after ``close``: the transport is closed then
 
     @property
     def busy(self) -> bool:
@@ -77,7 +78,7 @@ class StagingThread:
 
     def check_room(self) -> None:
         """Raise UpdateInProgress while so many threads hang that no job that reads is begun."""
-        number = len(self._left_behind)
+        number = sum(job.reads for job in self._left_behind)
         if number >= MAX_LEFT_BEHIND:
             raise UpdateInProgress(f"{number} reads that were given up still hang: another one begins when one ends")
 
@@ -89,11 +90,11 @@ class StagingThread:
         self._start_next()
 
     def give_up(self, owner: object, error: FastDeployError) -> None:
-        """Jobs of ``owner`` are done now, with ``error``. One that runs is left behind."""
+        """End the jobs of ``owner`` with ``error``. One that runs is left behind."""
         mine = [job for job in self._queue if job.owner is owner]
         self._queue = deque(job for job in self._queue if job.owner is not owner)
         if self._running is not None and self._running.owner is owner:
-            self._leave_behind(error)
+            self._leave_behind(self._running, error)
         for job in mine:
             job.done(None, error, 0.0)
         self._start_next()
@@ -108,14 +109,14 @@ class StagingThread:
             elif job.deadline <= self._clock():
                 why = f"the work on the weights took longer than {job.timeout_s:g} s (timeout_s, --stage-timeout-s)"
                 log.error("%s; its thread is left behind", why)
-                self._leave_behind(StagingTimeout(f"{why} and was given up"))
+                self._leave_behind(job, StagingTimeout(f"{why} and was given up"))
             else:
                 return
             del job
             self._start_next()
 
     def close(self, error: FastDeployError) -> None:
-        """The engine ends: every job is done now, with ``error``, one that runs included."""
+        """End every job with ``error``, one that runs included: the engine ends."""
         with self._waking:
             self._closed = True
         jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()
@@ -123,8 +124,8 @@ class StagingThread:
         for job in jobs:
             job.done(None, error, 0.0)
 
-    def _leave_behind(self, error: FastDeployError) -> None:
-        job, self._running = self._running, None
+    def _leave_behind(self, job: Job, error: FastDeployError) -> None:
+        self._running = None
         self._left_behind.append(job)
         job.done(None, error, self._clock() - (job.deadline - job.timeout_s))
 

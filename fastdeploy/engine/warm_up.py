@@ -40,4 +40,4 @@ def _step(runner: Runner, tokens: list[int], start: int, count: int) -> StepPlan
         num_prompt_tokens=start + count,
         banned=(),
     )
-    return StepPlan(0, 0, "", [chunk], [])
+    return StepPlan(0, [chunk], [])

@@ -1,4 +1,4 @@
-"""One weight session: its states as a table, and what it holds. ``weights.py`` drives it."""
+"""One weight session: its states as a table, and its data. ``weights.py`` drives it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_SECONDS = 86400.0
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]
 
 
-class State(Enum):
+class SessionState(Enum):
     OPEN = "open"  # takes chunks
     COMMITTING = "committing"  # takes nothing more; completeness is being checked
-    READY = "ready"  # waits for the end of the step in flight
+    READY = "ready"  # complete; the swap comes next
     ENDED = "ended"
 
 
-class Event(Enum):
+class SessionEvent(Enum):
     CHUNK = "chunk"
     COMMIT = "commit"
     CHECKED = "checked"
@@ -32,14 +32,14 @@ class Event(Enum):
 
 
 # An event that is not listed is our own mistake and raises KeyError.
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.OPEN, Event.CHUNK): State.OPEN,
-    (State.OPEN, Event.COMMIT): State.COMMITTING,
-    (State.COMMITTING, Event.CHECKED): State.READY,
-    (State.READY, Event.SWAP): State.ENDED,
-    (State.OPEN, Event.END): State.ENDED,
-    (State.COMMITTING, Event.END): State.ENDED,
-    (State.READY, Event.END): State.ENDED,
+TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
+    (SessionState.OPEN, SessionEvent.CHUNK): SessionState.OPEN,
+    (SessionState.OPEN, SessionEvent.COMMIT): SessionState.COMMITTING,
+    (SessionState.COMMITTING, SessionEvent.CHECKED): SessionState.READY,
+    (SessionState.READY, SessionEvent.SWAP): SessionState.ENDED,
+    (SessionState.OPEN, SessionEvent.END): SessionState.ENDED,
+    (SessionState.COMMITTING, SessionEvent.END): SessionState.ENDED,
+    (SessionState.READY, SessionEvent.END): SessionState.ENDED,
 }
 
 
@@ -64,7 +64,7 @@ class Session:
     placed_by: str
     started_at: float
     expires_at: float
-    state: State = State.OPEN
+    state: SessionState = SessionState.OPEN
     pending: int = 0
     tensors: int = 0
     nbytes: int = 0
@@ -73,7 +73,13 @@ class Session:
     staged: Any = None
     answer: Answer | None = None  # of its commit
 
-    def advance(self, event: Event) -> None:
+    @property
+    def open_staging(self) -> Staging:
+        """The staging of a session that has not ended."""
+        assert self.staging is not None
+        return self.staging
+
+    def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
     def describe(self, now: float) -> dict[str, Any]:

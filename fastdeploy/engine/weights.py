@@ -3,8 +3,8 @@
     begin -> chunk ... -> commit      a one-call update is the same in one job
           \\-> abort, a refused chunk, the end of the lease: the old weights serve on, bit for bit
 
-Everything here runs on the loop's thread but the jobs of the staging thread. ``poll`` is called between two steps: a
-session whose tensors are complete is swapped in there, and nowhere else.
+All code here runs on the loop's thread, except for the jobs of the staging thread. ``poll`` is called between two
+steps: a session whose tensors are complete is swapped in there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fastdeploy.core.errors import (
     FastDeployError,
@@ -27,11 +27,22 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.runner import ChunkReceipt, Runner, Staging
+from fastdeploy.core.scope import Scope
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_session import Answer, Event, Session, State, check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_session import (
+    Answer,
+    Session,
+    SessionEvent,
+    SessionState,
+    check_kv,
+    check_label,
+    check_seconds,
+)
 from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
@@ -41,24 +52,15 @@ NO_WEIGHTS = "there are no whole weights to run with until an update is committe
 MAX_REMEMBERED = 64
 
 
-class WeightEffects(Protocol):
-    """What a commit does to the engine."""
-
-    version: str
-
-    def swap(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]: ...
-    def weights_label(self) -> dict[str, Any]: ...
-
-
 class WeightSessions:
-    """``staging_busy``, ``session`` and the two figures are for reading only. num_failed: sessions that ended without a
-    commit. last_commit_s: seconds of the last one. stage_timeout_s: seconds that a job of the staging thread may take
-    unless its session says otherwise."""
+    """Updates of the weights that all scopes run on. pause: of the whole engine. stage_timeout_s: seconds that a job of
+    the staging thread may take unless its session says otherwise. num_failed: sessions that ended without a commit.
+    last_commit_s: seconds of the last commit."""
 
     def __init__(
         self,
         runner: Runner,
-        effects: WeightEffects,
+        switch: WeightSwitch,
         pause: PauseState,
         policy: SourcePolicy,
         wake: Callable[[], None],
@@ -66,8 +68,9 @@ class WeightSessions:
         stage_timeout_s: float,
     ):
         self._runner = runner
-        self._effects = effects
+        self._switch = switch
         self._pause = pause
+        self._scope: Scope = pause.scope
         self._policy = policy
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
@@ -75,18 +78,27 @@ class WeightSessions:
         self.session: Session | None = None
         self.num_failed = 0
         self.last_commit_s = 0.0
-        self._ended: OrderedDict[str, FastDeployError] = OrderedDict()  # why a session that is no more is no more
+        self._ended: OrderedDict[str, FastDeployError] = OrderedDict()  # session id -> why it ended
 
     @property
     def staging_busy(self) -> bool:
+        """Whether a job of the staging thread runs or waits."""
         return self._thread.busy
+
+    @property
+    def in_use(self) -> bool:
+        return self.session is not None or self.staging_busy
+
+    def hold_for_republish(self, locked: str = "") -> None:
+        """Hold the whole engine until weights are committed. locked: why no operator may release the hold."""
+        self._pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked)
 
     # ------------------------------------------------------------------ calls
 
     def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
-        """See the message. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
+        """Open a session. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
         session = self._open(args)
-        return {"session_id": session.id, "lease_s": session.lease_s, **self._effects.weights_label()}
+        return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
 
     def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
@@ -94,14 +106,14 @@ class WeightSessions:
             answer({"session_id": None}, None)
             return
         session = self._find_open(session_id)
-        self._policy.check(args.source)
+        self._check_source(args)
         check_label("version", args.version)
-        session.advance(Event.CHUNK)
+        session.advance(SessionEvent.CHUNK)
         session.version = args.version or session.version
         self._submit_chunk(session, args, answer)
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
-        """See the message."""
+        """Raise what the chunk or the begin of ``args`` would raise."""
         session_id = self._session_meant(args)
         if session_id is not None:
             self._find_open(session_id)
@@ -116,16 +128,16 @@ class WeightSessions:
         session = self._find(session_id)
         check_label("version", args.version)
         check_kv(args.kv)
-        if session.state is not State.OPEN:
+        if session.state is not SessionState.OPEN:
             raise WrongOrder(f"weight session {session.id} is being committed already")
         self._check_expected(session.expected_version)
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
-        self._submit_finish(session, session.staging.finish, answer)
+        self._submit_finish(session, session.open_staging.finish, answer, reads=False)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin, one chunk and commit in one call."""
-        self._policy.check(args.source)
+        self._check_source(args)
         begin = m.BeginUpdateArgs(
             version=args.version,
             expected_version=args.expected_version,
@@ -135,17 +147,16 @@ class WeightSessions:
             timeout_s=args.timeout_s,
         )
         session = self._open(begin)
-
-        staging = session.staging
+        staging = session.open_staging
 
         def work() -> Any:
             self._add(session, staging, args)
             return staging.finish()
 
-        self._submit_finish(session, work, answer)
+        self._submit_finish(session, work, answer, reads=_reads_files(args))
 
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
-        """End the session named, or whichever is open. What has ended already is no error: it is not there."""
+        """End the session named, or whichever is open. A session that has ended already is no error."""
         session = self.session
         if args.session_id is not None and (session is None or session.id != args.session_id):
             if args.session_id in self._ended:
@@ -157,10 +168,10 @@ class WeightSessions:
         return {"aborted": [session.id]}
 
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
-        """Answered at once, or with checksums when they have been computed beside the steps."""
-        label = self._effects.weights_label()
-        told = self.session.describe(self._clock()) if self.session is not None else None
-        result = {**label, "session": told, "asleep": sorted(self._runner.asleep)}
+        """Answer at once, or with checksums when they have been computed beside the steps."""
+        label = self._scope.weights_label()
+        session = self.session.describe(self._clock()) if self.session is not None else None
+        result = {**label, "session": session, "asleep": sorted(self._runner.asleep)}
         if not args.checksums:
             answer(result, None)
             return
@@ -168,16 +179,19 @@ class WeightSessions:
             raise WrongOrder("there are no checksums: the weights sleep, or there are none")
 
         def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
-            if error is None and self._effects.weights_label() != label:
+            if error is None and self._scope.weights_label() != label:
                 error = WrongOrder("other weights were committed while these were read: ask again")
-            answer({} if error else {**result, "checksums": checksums, "checksum": _over_all(checksums)}, error)
+            if error is not None or checksums is None:
+                answer({}, error)
+            else:
+                answer({**result, "checksums": checksums, "checksum": _over_all(checksums)}, None)
 
-        self._thread.submit(Job(None, self._runner.checksums, done, self._stage_timeout_s))
+        self._thread.submit(Job(None, self._runner.checksums, done, self._stage_timeout_s, reads=False))
 
     # ------------------------------------------------------------------ between two steps
 
     def poll(self) -> None:
-        """Take in what the staging thread has done, and drop a session whose lease has ended."""
+        """Take in the results of the staging thread, and drop a session whose lease has ended."""
         self._thread.poll()
         session = self.session
         if session is not None and self._lease_runs(session) and session.expires_at <= self._clock():
@@ -203,15 +217,20 @@ class WeightSessions:
     def fail(self, error: FastDeployError) -> None:
         """The engine cannot go on: answer whoever waits."""
         session, self.session = self.session, None
-        if session is not None and session.state is not State.ENDED:
-            session.advance(Event.END)
+        if session is not None and session.state is not SessionState.ENDED:
+            session.advance(SessionEvent.END)
             self._answer_commit(session, {}, error)
         self._thread.close(error)
 
     # ------------------------------------------------------------------ inside
 
-    def _check_begin(self, args: m.BeginUpdateArgs) -> None:
-        """Raise what is wrong with ``args`` as things are now."""
+    def _check_source(self, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> None:
+        self._policy.check(args.source)
+        if _reads_files(args):
+            self._thread.check_room()
+
+    def _check_begin(self, args: m.BeginUpdateArgs) -> float:
+        """Raise an error if no session can begin with ``args`` now. Returns the session's ``timeout_s``."""
         check_label("version", args.version)
         check_kv(args.kv)
         check_seconds("lease_s", args.lease_s)
@@ -227,11 +246,10 @@ class WeightSessions:
             raise WrongOrder("a partial update needs whole weights to complete: send all tensors")
         if args.in_place and not self._pause.is_paused:
             raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
-        self._thread.check_room()
+        return timeout_s
 
     def _open(self, args: m.BeginUpdateArgs) -> Session:
-        self._check_begin(args)
-        timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
+        timeout_s = self._check_begin(args)
         staging = self._runner.begin_update(args.partial, args.in_place)
         if args.in_place:
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
@@ -266,7 +284,7 @@ class WeightSessions:
 
     def _find_open(self, session_id: str) -> Session:
         session = self._find(session_id)
-        if session.state is not State.OPEN:
+        if session.state is not SessionState.OPEN:
             raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
         return session
 
@@ -274,15 +292,13 @@ class WeightSessions:
         return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
 
     def _check_expected(self, expected: str | None) -> None:
-        if expected is not None and expected != self._effects.version:
-            raise VersionConflict(
-                f"expected_version: {expected!r} was expected, {self._effects.version!r} serves",
-                version=self._effects.version,
-            )
+        serves = self._scope.served.version
+        if expected is not None and expected != serves:
+            raise VersionConflict(f"expected_version: {expected!r} was expected, {serves!r} serves", version=serves)
 
     @staticmethod
     def _lease_runs(session: Session) -> bool:
-        return session.state is State.OPEN and session.pending == 0
+        return session.state is SessionState.OPEN and session.pending == 0
 
     @staticmethod
     def _add(session: Session, staging: Staging, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> ChunkReceipt:
@@ -299,12 +315,12 @@ class WeightSessions:
             session.pending -= 1
             session.stage_s += seconds
             session.expires_at = self._clock() + session.lease_s
-            if session.state is State.ENDED:
+            if session.state is SessionState.ENDED:
                 error = error or self._unknown(session.id)
             elif error is not None:
                 self._end(session, _and_ended(error, session))
             if error is not None or receipt is None:
-                answer(self._effects.weights_label(), error)
+                answer(self._scope.weights_label(), error)
                 return
             answer(
                 {
@@ -318,37 +334,37 @@ class WeightSessions:
                 None,
             )
 
-        work = functools.partial(self._add, session, session.staging, args)
-        self._thread.submit(Job(session, work, done, session.timeout_s))
+        work = functools.partial(self._add, session, session.open_staging, args)
+        self._thread.submit(Job(session, work, done, session.timeout_s, reads=_reads_files(args)))
 
-    def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer) -> None:
-        session.advance(Event.COMMIT)
+    def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool) -> None:
+        session.advance(SessionEvent.COMMIT)
         session.answer = answer
 
         def done(staged: Any, error: FastDeployError | None, seconds: float) -> None:
             session.stage_s += seconds
-            if session.state is State.ENDED:
+            if session.state is SessionState.ENDED:
                 return
             if error is not None:
                 self._end(session, error)
                 return
-            session.advance(Event.CHECKED)
+            session.advance(SessionEvent.CHECKED)
             session.staged, session.ready_at = staged, self._clock()
             self._swap(session)
 
-        self._thread.submit(Job(session, work, done, session.timeout_s))
+        self._thread.submit(Job(session, work, done, session.timeout_s, reads))
 
     def _swap(self, session: Session) -> None:
-        """Weights, epoch, label and KV namespace change in one motion, or nothing does."""
+        """Change weights, weight epoch, label and KV namespace together, or nothing at all."""
         try:
             self._check_expected(session.expected_version)
         except VersionConflict as error:
             self._end(session, error)
             return
         began = self._clock()
-        report = self._effects.swap(session.staged, session.version, session.kv)
+        report = self._switch.commit(session.staged, session.version, session.kv)
         session.staging = session.staged = None
-        session.advance(Event.SWAP)
+        session.advance(SessionEvent.SWAP)
         self.session = None
         self._remember(session, SessionNotFound(f"weight session {session.id} was committed already"))
         for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
@@ -374,19 +390,19 @@ class WeightSessions:
         """End a session without a commit: the old weights serve on. An update in place that has touched the weights
         needs a good update before any step runs. A job of the session that still runs is given up, since it may
         hang."""
-        session.advance(Event.END)
+        session.advance(SessionEvent.END)
         self.session = None
         self.num_failed += 1
         self._remember(session, why)
         self._thread.give_up(session, why)
-        self._answer_commit(session, self._effects.weights_label(), why)
-        staging, session.staging, session.staged = session.staging, None, None
+        self._answer_commit(session, self._scope.weights_label(), why)
+        staging, session.staging, session.staged = session.open_staging, None, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            next_one = self.session is not None and self.session.in_place  # the hold is its by now
-            if session.in_place and self._runner.has_weights and not next_one:
+            later = self.session is not None and self.session.in_place  # a later session needs the hold
+            if session.in_place and self._runner.has_weights and not later:
                 self._pause.release_system_hold(IN_PLACE_HOLD)
 
         self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
@@ -403,6 +419,11 @@ class WeightSessions:
             answer(result, error)
 
 
+def _reads_files(args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> bool:
+    """Whether the source is on a file system that is not ours, where a read may hang."""
+    return isinstance(args.source, FolderSource)
+
+
 def _over_all(checksums: dict[str, str]) -> str:
     """sha256 hex of "name:checksum" of each tensor, sorted by name, one per line."""
     lines = "".join(f"{name}:{checksum}\n" for name, checksum in sorted(checksums.items()))
@@ -410,7 +431,7 @@ def _over_all(checksums: dict[str, str]) -> str:
 
 
 def _and_ended(error: FastDeployError, session: Session) -> FastDeployError:
-    """What a later call of the session is told."""
+    """The error that later calls of the session get."""
     if isinstance(error, WeightUpdateRefused):
         return SessionNotFound(f"weight session {session.id} ended when a chunk was refused: {error.message}")
     return error

@@ -12,6 +12,7 @@ import msgspec
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import Source
 
 # --------------------------------------------------------------------------- client -> engine
@@ -41,7 +42,8 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """mode: abort|wait|keep. clear_cache None = the mode's default. admission: reject|hold (None: the mode's native
-    default). on_timeout: keep|abort|cancel. ttl_s: the hold releases itself. hold_id None = anonymous."""
+    default). on_timeout: keep|abort|cancel. ttl_s: the hold releases itself. hold_id None = anonymous. scope: id of the
+    scope whose requests are paused; here and below."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
@@ -51,12 +53,14 @@ class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     ttl_s: float | None = None
     hold_id: str | None = None
     placed_by: str = "native"
+    scope: str = WHOLE_ENGINE
 
 
 class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """hold_id None releases every anonymous hold."""
+    """Release a hold of the scope. hold_id None: every anonymous one."""
 
     hold_id: str | None = None
+    scope: str = WHOLE_ENGINE
 
 
 class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -65,10 +69,11 @@ class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
     hold_id: str
     ttl_s: float | None = None
+    scope: str = WHOLE_ENGINE
 
 
-class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True):
-    pass
+class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    scope: str = WHOLE_ENGINE
 
 
 class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -1,9 +1,11 @@
-"""The engine's Prometheus metrics, under FastDeploy's names. Counters move with events; gauges are read when asked."""
+"""The engine's Prometheus metrics, under FastDeploy's names. Events move counters; a scrape reads gauges."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -17,7 +19,7 @@ _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class Durations:
-    """A histogram that takes in all of a step at once: the library's own locks and searches for every value."""
+    """A histogram that takes in the values of a step at once. The library's own histogram locks for each value."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry):
         self._name, self._text = name, text
@@ -26,7 +28,7 @@ class Durations:
         registry.register(self)
 
     def observe(self, seconds: list[float]) -> None:
-        """Below zero (the clock was set back) counts as zero."""
+        """Add values. A value below zero (the clock was set back) counts as zero."""
         if seconds:
             values = np.maximum(seconds, 0.0)
             self._counts += np.bincount(np.searchsorted(_SECONDS, values), minlength=len(self._counts))
@@ -44,7 +46,7 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def make(kind, name, text, **more):
+        def make(kind: Callable[..., Any], name: str, text: str, **more: Any) -> Any:
             return kind(f"fastdeploy:{name}", text, registry=self.registry, **more)
 
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
@@ -72,6 +74,7 @@ class EngineMetrics:
 
     def observe_ended(self, requests: list[Request], now: float) -> None:
         for reason, count in collections.Counter(request.finish_reason for request in requests).items():
+            assert reason is not None, "a request that has not ended"
             self._by_reason[reason].inc(count)
         self.e2e.observe([now - request.arrival for request in requests])
 
@@ -79,11 +82,11 @@ class EngineMetrics:
         """A figure that ``read`` gives at the moment of each scrape."""
         Gauge(f"fastdeploy:{name}", text, registry=self.registry).set_function(read)
 
-    def add_flags(self, name: str, text: str, label: str, read: dict[str, Callable[[], bool]]) -> None:
-        """Several 0 or 1 figures of one name, told apart by the value of ``label``."""
+    def add_flags(self, name: str, text: str, label: str, values: Iterable[str], read: Callable[[str], bool]) -> None:
+        """Add a figure of 0 or 1 for each of ``values``, the values of ``label``."""
         gauge = Gauge(f"fastdeploy:{name}", text, registry=self.registry, labelnames=(label,))
-        for value, function in read.items():
-            gauge.labels(value).set_function(function)
+        for value in values:
+            gauge.labels(value).set_function(functools.partial(read, value))
 
     def render(self) -> str:
         """The text exposition of everything."""

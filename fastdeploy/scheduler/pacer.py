@@ -1,16 +1,16 @@
-"""How many prompt tokens a step may compute, so that no step lasts longer than a pause may wait for it."""
+"""Number of prompt tokens in a step: so many that no step lasts longer than a pause may wait for it."""
 
 from __future__ import annotations
 
 
 class StepPacer:
     """Learns the cost of a prompt token from the steps that had many, and sizes chunks so that a step with prefill
-    stays within ``max_step_s``. Quiescing waits for the step in flight, or a layer of it: this is its bound.
+    stays within ``max_step_s``. A pause waits for the step in flight, or for a layer of it.
 
     Results do not depend on chunk sizes (the ops guarantee it), so pacing by the clock keeps outputs reproducible.
     """
 
-    ALIGN = 64  # rows; the kernels' tile height divides it. No step has a smaller budget, and none with less teaches
+    ALIGN = 64  # rows; a multiple of the kernels' tile height. The smallest budget, and the smallest step to learn from
     FIRST_GUESS = 64  # tokens, before anything has been measured
     SMOOTHING = 0.3  # weight of the newest measurement
 
@@ -28,7 +28,7 @@ class StepPacer:
         return max(min(max(fit // self.ALIGN, 1) * self.ALIGN, self.max_tokens - num_decodes), 0)
 
     def observe(self, prompt_tokens: int, elapsed_s: float) -> None:
-        """Take in a step that had ``prompt_tokens``."""
+        """Learn from a step that had ``prompt_tokens``."""
         if prompt_tokens == 0:
             self._decode_s = self._smoothed(self._decode_s, elapsed_s)
         elif prompt_tokens >= self.ALIGN:

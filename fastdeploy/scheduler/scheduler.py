@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from enum import Enum
 
 import msgspec
 
@@ -12,18 +11,11 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.request import Event, FinishReason, Request, State
+from fastdeploy.core.request import FinishReason, Request, RequestEvent, RequestState
 from fastdeploy.core.runner import ModelInfo
+from fastdeploy.core.scope import Scope
 from fastdeploy.scheduler.pacer import StepPacer
-from fastdeploy.scheduler.queue import WaitingQueue
-
-
-class Gate(Enum):
-    """Who may be scheduled; set by the pause state."""
-
-    OPEN = "open"
-    STARTED_ONLY = "started_only"
-    CLOSED = "closed"
+from fastdeploy.scheduler.queue import Gate, WaitingQueue
 
 
 class NewToken(msgspec.Struct, frozen=True):
@@ -38,9 +30,14 @@ class NewToken(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """The only place that mutates requests. No Paddle, no sockets, no clock but for timestamps.
+    """Moves requests through their states. No Paddle, no sockets, no clock but for timestamps.
 
-    Time per step depends on the number of running requests, never on how many wait.
+    Time per step depends on the number of running requests, never on how many wait or are frozen, nor on the number of
+    scopes.
+
+    gate: of the whole engine, whose requests stay where they are while it is closed. running: sorted by order. frozen:
+    requests whose own scope was closed while they ran. A frozen request takes no place in the batch. It keeps its KV
+    until a running or a new request needs the room.
     """
 
     def __init__(self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager):
@@ -48,8 +45,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.pacer = pacer
         self.kv = kv
+        self.gate = Gate.OPEN
         self.waiting = WaitingQueue()
-        self.running: list[Request] = []  # sorted by order
+        self.running: list[Request] = []
+        self.frozen: list[Request] = []
         self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt right now
         self.ended: list[Request] = []  # ENDING: final output not collected yet
         self._step_id = 0
@@ -64,62 +63,63 @@ class Scheduler:
     def end(
         self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | str | None = None
     ) -> None:
-        """From now on the request computes nothing; ``retire`` follows once its final output is handed over."""
-        if request.state is State.RUNNING:
+        """Let the request compute nothing from now on. ``retire`` follows when its final output is handed over."""
+        if request.state is RequestState.RUNNING:
             self._leave_batch(request)
         else:
             self.waiting.remove(request)
-        request.advance(Event.END)
+        request.advance(RequestEvent.END)
         request.finish_reason, request.message, request.stop_reason = reason, message, stop_reason
         self.ended.append(request)
 
     def retire(self, request: Request) -> None:
-        """The final output has been handed over."""
-        request.advance(Event.RETIRE)
+        """Give the KV back of a request whose final output has been handed over."""
+        request.advance(RequestEvent.RETIRE)
         self.kv.release(request)
 
     def retract(self, request: Request) -> None:
-        """Back to the queue; its KV is given up and recomputed when its turn comes."""
+        """Put a request back to the queue. Its KV is given up, and recomputed when it is admitted again."""
         self._leave_batch(request)
         if request.num_output_tokens == 0:
             request.prompt_logprobs = []  # its prompt is computed again
-        request.advance(Event.RETRACT)
+        request.advance(RequestEvent.RETRACT)
         self.kv.release(request)
         self.waiting.push(request)
 
     def _leave_batch(self, request: Request) -> None:
-        self.running.remove(request)
+        (self.frozen if request in self.frozen else self.running).remove(request)
         if self._prefilling.get(request.prompt_key) is request:
             del self._prefilling[request.prompt_key]
 
     # ------------------------------------------------------------------ one step
 
-    def has_work(self, gate: Gate) -> bool:
+    @property
+    def has_work(self) -> bool:
         """Whether ``plan`` may have something to compute."""
-        if gate is Gate.CLOSED:
+        if self.gate is Gate.CLOSED:
             return False
-        return bool(self.running or self.waiting.num_started or (gate is Gate.OPEN and len(self.waiting)))
+        return bool(self.running or self.waiting.num_started or (self.gate is Gate.OPEN and self.waiting.num_ready))
 
-    def plan(self, gate: Gate, weight_epoch: int, version: str) -> StepPlan | None:
-        """Decodes first, then prompts under way, then newcomers, within the pacer's budget."""
-        if not self.has_work(gate):
+    def plan(self) -> StepPlan | None:
+        """Plan a step within the pacer's budget: first decodes, then prompts under way, then new requests."""
+        if not self.has_work:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
         copies: list[BlockCopy] = []
         self._plan_decodes(chunks)
         budget = self._plan_prefills(chunks, self.pacer.budget(len(chunks)))
-        self._plan_admissions(chunks, copies, budget, gate)
+        self._plan_admissions(chunks, copies, budget)
         if not chunks:
             return None
         self._step_id += 1
-        return StepPlan(self._step_id, weight_epoch, version, list(chunks.values()), copies)
+        return StepPlan(self._step_id, list(chunks.values()), copies)
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
         for request in self.running[:]:
-            if len(request.token_ids) - request.num_computed != 1 or request.state is not State.RUNNING:
+            if len(request.token_ids) - request.num_computed != 1 or request.state is not RequestState.RUNNING:
                 continue
             while not self.kv.grow(request):
-                victim = self._preempt()
+                victim = self._preempt(self.frozen or self.running)
                 chunks.pop(victim, None)
                 if victim is request:
                     break
@@ -136,30 +136,29 @@ class Scheduler:
                 budget -= len(chunks[request].token_ids)
         return budget
 
-    def _plan_admissions(
-        self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int, gate: Gate
-    ) -> None:
+    def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
         while budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.head(started_only=gate is Gate.STARTED_ONLY)
+            request = self.waiting.head(started_only=self.gate is Gate.STARTED_ONLY)
             if request is None or self._prompt_is_being_computed(request):
                 return
-            admission = self.kv.admit(request)
-            if admission is None:
-                return
+            while (grant := self.kv.admit(request)) is None:
+                if not self.frozen:
+                    return
+                self._preempt(self.frozen)
             self.waiting.remove(request)
-            request.advance(Event.ADMIT)
-            insort(self.running, request, key=lambda r: (r.order, r.choice))
+            request.advance(RequestEvent.ADMIT)
+            self._join_batch(request)
             if request.num_output_tokens == 0:
-                request.cached_tokens = admission.hit_tokens
+                request.cached_tokens = grant.hit_tokens
                 if self.kv.enable_prefix_caching and request.num_tokens - request.num_computed > 1:
                     self._prefilling.setdefault(request.prompt_key, request)
-            if admission.copy is not None:
-                copies.append(admission.copy)
+            if grant.copy is not None:
+                copies.append(grant.copy)
             chunks[request] = self._chunk(request, min(request.num_tokens - request.num_computed, budget))
             budget -= len(chunks[request].token_ids)
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
-        """A group, or the same prompt sent many times, is prefilled once: the others wait for the first, and hit."""
+        """Whether another request computes the same prompt now. This one then waits, and has a prefix hit."""
         first = self._prefilling.get(request.prompt_key)
         if first is None or request.num_output_tokens or request.wants_prompt_logprobs:
             return False
@@ -180,6 +179,7 @@ class Scheduler:
             banned=self._banned(request) if sampling.min_tokens else (),
             request=request,
             prompt_logprobs=0 if sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
+            served=request.scope.served,
         )
 
     def _banned(self, request: Request) -> tuple[int, ...]:
@@ -193,9 +193,10 @@ class Scheduler:
         left = request.num_prompt_tokens - 1 - request.num_computed
         return min(count, max(left, 0)) if request.wants_prompt_logprobs else 0
 
-    def _preempt(self) -> Request:
-        """Recompute the last in order later; one whose KV spans epochs, and cannot be rebuilt, only if all do."""
-        victim = max(self.running, key=lambda r: (not r.kv_mixed, r.order, r.choice))
+    def _preempt(self, candidates: list[Request]) -> Request:
+        """Take the last in order out of the batch, to be recomputed later. A request whose KV spans weight epochs, and
+        cannot be rebuilt, is taken only if all candidates are such."""
+        victim = max(candidates, key=lambda r: (not r.kv_mixed, r.order, r.choice))
         victim.num_preempted += 1
         self.num_preemptions += 1
         self.retract(victim)
@@ -222,7 +223,7 @@ class Scheduler:
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
             if isinstance(of_prompt, NonFinite) or isinstance(sampled, NonFinite):
                 first = of_prompt if isinstance(of_prompt, NonFinite) else sampled
-                self._end_non_finite(request, first.position, plan.version)
+                self._end_non_finite(request, first.position, chunk.served.version)
                 continue
             request.prompt_logprobs += of_prompt
             if sampled is None:
@@ -231,7 +232,7 @@ class Scheduler:
                 del self._prefilling[request.prompt_key]
             gap_s = now - (request.last_token_at or request.arrival)
             token_id = sampled.token_id
-            span = request.append(token_id, plan.weight_epoch, plan.version, now)
+            span = request.append(token_id, chunk.served, now)
             tokens.append(NewToken(request, token_id, sampled.logprob, span, span.start == 0, gap_s))
             if not request.group.started:
                 self._group_started(request)
@@ -240,7 +241,7 @@ class Scheduler:
         return tokens
 
     def _end_non_finite(self, request: Request, position: int, version: str) -> None:
-        """Only this choice ends; its siblings go on."""
+        """End this choice with an error. Its siblings go on."""
         self.num_non_finite += 1
         message = (
             f"the logits for the token at position {position} are not finite (NaN, +inf, or -inf for every token) "
@@ -265,44 +266,82 @@ class Scheduler:
 
     # ------------------------------------------------------------------ pause and weights
 
-    @property
-    def drained(self) -> bool:
-        """Nothing that has produced a token is left to run."""
-        return not any(r.group.started for r in self.running) and self.waiting.num_started == 0
+    def set_gate(self, scope: Scope, gate: Gate) -> None:
+        """Schedule only those requests of ``scope`` that ``gate`` lets in, from the next plan on."""
+        if scope.above is None:
+            self.gate = gate
+        elif gate is not self.waiting.gate_of(scope):
+            self.waiting.set_gate(scope, gate)
+            if gate is Gate.CLOSED:
+                self._freeze(scope)
+            else:
+                self._thaw(scope)
+        self._retract_unstarted()
 
-    def retract_unstarted(self) -> None:
-        """Half-prefilled requests go back to the queue: a drain waits for answers under way, not for new ones."""
+    def _freeze(self, scope: Scope) -> None:
+        for request in [r for r in self.running if r.scope is scope]:
+            self._leave_batch(request)
+            self.frozen.append(request)
+
+    def _thaw(self, scope: Scope) -> None:
+        thawed = [r for r in self.frozen if r.scope is scope]
+        self.frozen = [r for r in self.frozen if r.scope is not scope]
+        for request in thawed:
+            self._join_batch(request)
+        while len(self.running) > self.max_num_seqs:
+            self._preempt(self.running)
+
+    def _join_batch(self, request: Request) -> None:
+        insort(self.running, request, key=lambda r: (r.order, r.choice))
+
+    def _retract_unstarted(self) -> None:
+        """Put half-prefilled requests behind a draining gate back to the queue: a drain waits for answers under way,
+        and for no new ones."""
         for request in [r for r in self.running if not r.group.started]:
-            self.retract(request)
+            if Gate.STARTED_ONLY in (self.gate, self.waiting.gate_of(request.scope)):
+                self.retract(request)
 
-    def drop_kv(self) -> None:
-        """Give all KV back: what runs is recomputed when it is scheduled again, and nothing matches what was."""
-        for request in self.running[:]:
-            self.retract(request)
-        self.kv.forget_prefixes()
+    def drained(self, scope: Scope) -> bool:
+        """Whether nothing of ``scope`` that its own gate lets in has produced a token and goes on."""
+        running = any(r.group.started and scope.covers(r.scope) for r in self.running)
+        return not running and not self.waiting.started_of(scope)
 
-    def start_epoch(self, weight_epoch: int, recompute: bool) -> None:
-        """The weights have just changed. No request matches KV of another epoch; those under way keep their own
-        (and share it with nobody from now on), or drop it and are recomputed."""
+    def count(self, scope: Scope) -> tuple[int, int]:
+        """How many requests of ``scope`` have produced a token and are not at their end, and how many have not."""
+        batch = [r.group.started for r in (*self.running, *self.frozen) if scope.covers(r.scope)]
+        started, waiting = self.waiting.count(scope)
+        return started + sum(batch), waiting - started + len(batch) - sum(batch)
+
+    def drop_kv(self, scope: Scope) -> None:
+        """Give all KV of ``scope`` back. What runs is recomputed when it is scheduled again, and no later request
+        matches what was computed."""
+        for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
+            self.retract(request)
+        self.kv.forget_prefixes(None if scope.above is None else scope.served.kv_namespace)
+
+    def weights_changed(self, whole: Scope, recompute: bool) -> None:
+        """Take in that the weights of all scopes have just changed. No request matches KV of other weights. Those under
+        way keep their own KV, and share it with nobody from now on; with ``recompute`` they lose it."""
         if recompute:
-            self.drop_kv()
-        for request in [r for r in self.running if r.wants_prompt_logprobs]:
-            self.retract(request)  # what was computed of its prompt would be of other weights than the rest
-        for request in self.running:
+            self.drop_kv(whole)
+        for request in [r for r in (*self.running, *self.frozen) if r.wants_prompt_logprobs]:
+            self.retract(request)  # the logprobs of its prompt would be of two weights
+        for request in (*self.running, *self.frozen):
             request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self._prefilling.clear()
         self.kv.forget_prefixes()
-        self.kv.weight_epoch = weight_epoch
 
     def check_integrity(self) -> None:
         """Run by tests after every step, and by the engine when idle."""
         assert self.running == sorted(self.running, key=lambda r: (r.order, r.choice))
         assert len(self.running) <= self.max_num_seqs
-        for request in self.running:
-            assert request.state is State.RUNNING and request not in self.waiting, request
+        assert all(self.waiting.gate_of(r.scope) is not Gate.CLOSED for r in self.running)
+        assert all(self.waiting.gate_of(r.scope) is Gate.CLOSED for r in self.frozen)
+        for request in (*self.running, *self.frozen):
+            assert request.state is RequestState.RUNNING and request not in self.waiting, request
             assert 0 <= request.num_computed < request.num_tokens, request
         for request in self._prefilling.values():
             assert request in self.running, request
-        assert all(r.state is State.ENDING for r in self.ended)
+        assert all(r.state is RequestState.ENDING for r in self.ended)
         self.waiting.check_integrity()
-        self.kv.check_integrity([*self.running, *self.ended])
+        self.kv.check_integrity([*self.running, *self.frozen, *self.ended])

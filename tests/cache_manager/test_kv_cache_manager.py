@@ -8,10 +8,12 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.served_weights import ServedWeights
 
 
-def make(token_ids: list[int], salt: str = "") -> Request:
-    group = Group("a", AddRequest("r", token_ids, SamplingParams(), cache_salt=salt))
+def make(token_ids: list[int], salt: str = "", scope: Scope | None = None) -> Request:
+    group = Group("a", AddRequest("r", token_ids, SamplingParams(), cache_salt=salt), scope or Scope(WHOLE_ENGINE))
     return Request(group, 0, (0, 1), 100)
 
 
@@ -33,10 +35,10 @@ def test_an_equal_prompt_computes_only_its_last_token_in_a_copy_of_the_partial_b
     kv = KVCacheManager(16, 4)
     first = serve(kv, list(range(10)))
     second = make(list(range(10)))
-    admission = kv.admit(second)
-    assert admission.hit_tokens == 9 and second.num_computed == 9
+    grant = kv.admit(second)
+    assert grant.hit_tokens == 9 and second.num_computed == 9
     assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
-    assert (admission.copy.source, admission.copy.target) == (first.blocks[2], second.blocks[2])
+    assert (grant.copy.source, grant.copy.target) == (first.blocks[2], second.blocks[2])
     kv.check_integrity([first, second])
 
 
@@ -44,15 +46,15 @@ def test_a_full_block_whose_last_token_must_be_computed_anew_is_copied_too():
     kv = KVCacheManager(16, 4)
     first = serve(kv, list(range(8)))
     second = make(list(range(8)))
-    admission = kv.admit(second)
-    assert admission.hit_tokens == 7 and admission.copy.source == first.blocks[1]
+    grant = kv.admit(second)
+    assert grant.hit_tokens == 7 and grant.copy.source == first.blocks[1]
 
 
 def test_a_longer_prompt_shares_full_blocks_and_copies_nothing():
     kv = KVCacheManager(16, 4)
     serve(kv, list(range(10)))
-    admission = kv.admit(make(list(range(12))))
-    assert admission.hit_tokens == 8 and admission.copy is None
+    grant = kv.admit(make(list(range(12))))
+    assert grant.hit_tokens == 8 and grant.copy is None
 
 
 def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
@@ -70,15 +72,16 @@ def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
     assert kv.admit(make(list(range(6)))).hit_tokens == 5
 
 
-@pytest.mark.parametrize("change", ["salt", "weight_epoch", "forgotten", "off"])
+@pytest.mark.parametrize("change", ["salt", "weight_epoch", "scope", "forgotten", "off"])
 def test_what_must_not_be_shared_is_not_found(change):
     kv = KVCacheManager(16, 4, enable_prefix_caching=change != "off")
     serve(kv, list(range(10)))
+    scope = Scope("other" if change == "scope" else WHOLE_ENGINE)
     if change == "weight_epoch":
-        kv.weight_epoch = 1
+        scope.serve("0", 1)
     if change == "forgotten":
         kv.forget_prefixes()
-    assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "")).hit_tokens == 0
+    assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "", scope)).hit_tokens == 0
 
 
 def test_blocks_whose_context_spans_epochs_are_never_published():
@@ -113,8 +116,8 @@ def test_if_the_source_is_the_block_that_is_missing_its_tokens_are_computed_anew
     kv = KVCacheManager(3, 4)
     kv.release(serve(kv, list(range(10))))
     request = make(list(range(10)))
-    admission = kv.admit(request)
-    assert admission.hit_tokens == 8 and admission.copy is None and len(request.blocks) == 3
+    grant = kv.admit(request)
+    assert grant.hit_tokens == 8 and grant.copy is None and len(request.blocks) == 3
     kv.check_integrity([request])
 
 
@@ -159,8 +162,9 @@ def test_integrity_notices_a_leak():
 def test_a_request_is_marked_as_recomputed_only_if_it_had_tokens_of_another_epoch():
     kv = KVCacheManager(8, 4)
     fresh, old = make([1, 2]), make([3, 4])
-    old.append(5, weight_epoch=0, version="0", now=0.0)
-    kv.weight_epoch = 1
+    old.append(5, ServedWeights(), now=0.0)
+    for request in (fresh, old):
+        request.scope.serve("0", 1)
     kv.admit(fresh)
     kv.admit(old)
     assert (fresh.kv_recomputed, old.kv_recomputed) == (False, True)

@@ -61,7 +61,7 @@ def test_a_block_that_is_known_by_two_names_is_forgotten_under_both(index):
 
 
 def test_clearing_forgets_everything(index):
-    index.clear()
+    index.clear(lambda namespace: True)
     index.check_integrity()
     assert blocks(index, [1, 2, 3, 4]) == [] and 10 not in index
 

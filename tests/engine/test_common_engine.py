@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import EngineError
-from fastdeploy.core.request import TRANSITIONS, Event, Group, Request, State
+from fastdeploy.core.request import TRANSITIONS, Group, Request, RequestEvent, RequestState
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
@@ -70,7 +71,7 @@ def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
     h = Harness()
     for i in range(10):
         h.add(f"r{i}", [i + 1] * 3, max_tokens=100)
-    h.turn(6)
+    h.run_rounds(6)
     before = h.runner.computed_tokens
     reply = h.pause(mode="abort")
     assert reply.failure is None and reply.result["is_paused"]
@@ -80,7 +81,7 @@ def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
     assert all(h.stream(f"r{i}").reason == "abort" for i in range(10))
     assert reply.result["counts"]["aborted"] == 10 and reply.result["tokens_returned"] == sum(counts)
     h.add("late", [1, 2])
-    h.turn()
+    h.run_rounds()
     assert h.rejected("late").code == "rejecting_new_requests"
     h.resume()
     h.add("after", [1, 2], max_tokens=4)
@@ -91,10 +92,10 @@ def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
 def test_keep_freezes_and_goes_on_with_the_same_tokens():
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
-    h.turn(5)
+    h.run_rounds(5)
     h.pause(mode="keep")
     seen = len(h.stream("r").tokens)
-    h.turn(5)
+    h.run_rounds(5)
     assert len(h.stream("r").tokens) == seen
     h.resume()
     h.run_out()
@@ -105,7 +106,7 @@ def test_wait_ends_what_has_started_and_keeps_the_rest_queued():
     h = Harness()
     for i in range(6):
         h.add(f"r{i}", [i + 1] * 3, max_tokens=12)
-    h.turn(3)
+    h.run_rounds(3)
     reply = h.pause(mode="wait")
     assert reply.result["counts"] == {"aborted": 0, "drained": 4, "kept": 0, "queued": 2}
     assert [h.stream(f"r{i}").reason for i in range(6)] == ["length"] * 4 + [None] * 2
@@ -118,7 +119,7 @@ def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token(tmp_
     (tmp_path / "w7").mkdir()
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
-    h.turn(5)
+    h.run_rounds(5)
     before = len(h.stream("r").tokens)
     reply = h.update(tmp_path / "w7", version="v7")
     assert reply.failure is None and reply.result["version"] == "v7" and reply.result["weight_epoch"] == 1
@@ -173,7 +174,7 @@ def test_abort_takes_the_id_that_the_client_knows_though_its_prompts_became_seve
     h = Harness()
     for i in range(3):
         h.add(f"http-{i}", [i + 1] * 3, group="http", max_tokens=50)
-    h.turn(3)
+    h.run_rounds(3)
     reply = h.ask(m.AbortArgs(["http"])).result
     tokens = sum(len(h.stream(f"http-{i}").tokens) for i in range(3))
     assert reply == {"aborted": [{"request_id": "http", "output_token_count": tokens}], "not_found": []}
@@ -185,7 +186,7 @@ def test_abort_all_names_each_client_request_once():
     for i in range(2):
         h.add(f"http-{i}", [i + 1] * 3, group="http")
     h.add("r", [5], n=2)
-    h.turn(2)
+    h.run_rounds(2)
     reply = h.ask(m.AbortArgs(abort_all=True)).result
     assert [x["request_id"] for x in reply["aborted"]] == ["http", "r"]
     assert h.ask(m.AbortArgs(abort_all=True)).result == {"aborted": [], "not_found": []}
@@ -198,7 +199,7 @@ def test_abort_of_nothing_in_particular_is_an_error_that_names_the_field():
 def test_a_cancelled_choice_is_silent_and_its_siblings_go_on():
     h = Harness()
     h.add("g", [1, 2, 3], n=3, max_tokens=10)
-    h.turn(3)
+    h.run_rounds(3)
     seen = len(h.stream("g", 1).tokens)
     h.send(m.CancelRequest("g", 1, "stop"))
     h.run_out()
@@ -220,7 +221,7 @@ def test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards(
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=4)
     h.add("r", [9], max_tokens=4)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").code == "duplicate_request_id"
     h.run_out()
     h.transport.sent["a"].clear()
@@ -233,7 +234,7 @@ def test_an_id_that_a_group_is_known_by_is_taken_too():
     h = Harness()
     for name, group in (("g-0", "g"), ("g-1", "g"), ("g", ""), ("s", ""), ("s-0", "s")):
         h.add(name, [1, 2], group=group)
-    h.turn()
+    h.run_rounds()
     assert [n for n in ("g-0", "g-1", "g", "s", "s-0") if h.rejected(n)] == ["g", "s-0"]
 
 
@@ -242,7 +243,7 @@ def test_an_id_that_a_group_is_known_by_is_taken_too():
 def test_a_request_that_cannot_be_served_is_refused_with_the_field(field, prompt, n):
     h = Harness()
     h.add("r", prompt, n=n)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").detail["param"] == field
 
 
@@ -262,10 +263,10 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     h.transport.mute.add("b")
     h.add("a1", [1, 2], max_tokens=50)
     h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
-    h.turn(3)
+    h.run_rounds(3)
     h.runner.may_stage.clear()
     calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
-    h.turn()
+    h.run_rounds()
     h.runner.fail_next = True
     with pytest.raises(EngineError, match="the worker died"):
         h.engine.run()
@@ -279,7 +280,7 @@ def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
     h = Harness()
     h.runner.commit = None
     call = h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1"))))
-    h.turn()
+    h.run_rounds()
     with pytest.raises(EngineError):
         h.engine.run()
     assert h.reply(call).failure.code == "engine_error"
@@ -288,9 +289,9 @@ def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
 def test_stop_ends_the_loop_and_answers_what_is_open():
     h = Harness()
     h.add("r", [1, 2], max_tokens=50)
-    h.turn(2)
+    h.run_rounds(2)
     call = h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     h.engine.stop()
     h.engine.run()
     assert h.stream("r").reason == "abort" and h.reply(call).failure.code == "engine_dead"
@@ -300,13 +301,13 @@ def test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped():
     h = Harness(heartbeat_s=1.0)
     h.connect("b")
     h.add("r", [1, 2], client="b", max_tokens=50)
-    h.turn(2)
+    h.run_rounds(2)
     h.pause(mode="keep")
     h.transport.gone.add("b")
-    h.turn(3)
+    h.run_rounds(3)
     assert h.engine.lifecycle.requests.get("r")
     h.now += 1.1
-    h.turn(2)
+    h.run_rounds(2)
     assert not h.engine.lifecycle.requests.get("r") and h.engine.kv.num_free == h.runner.info.num_blocks
 
 
@@ -314,7 +315,7 @@ def test_metrics_are_at_zero_when_everything_has_ended():
     h = Harness()
     for i in range(6):
         h.add(f"r{i}", [i + 1] * 5)
-    h.turn(2)
+    h.run_rounds(2)
     text = h.ask(m.MetricsArgs()).result["text"]
     assert "fastdeploy:num_requests_running 4.0" in text and "fastdeploy:num_requests_waiting 2.0" in text
     h.run_out()
@@ -325,10 +326,10 @@ def test_metrics_are_at_zero_when_everything_has_ended():
     assert "fastdeploy:generation_tokens_total 48.0" in text
 
 
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize("event", list(Event))
+@pytest.mark.parametrize("state", list(RequestState))
+@pytest.mark.parametrize("event", list(RequestEvent))
 def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
-    request = Request(Group("a", AddRequest("r", [1], SamplingParams())), 0, (0, 1), 1)
+    request = Request(Group("a", AddRequest("r", [1], SamplingParams()), Scope(WHOLE_ENGINE)), 0, (0, 1), 1)
     request.state = state
     if (state, event) in TRANSITIONS:
         request.advance(event)
@@ -353,18 +354,18 @@ def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(samp
     """Whatever an API server lets through: a step that fails is the end of everybody's requests."""
     h = Harness()
     h.add("bad", [1, 2, 3], **sampling)
-    h.turn()
+    h.run_rounds()
     failure = h.rejected("bad")
     assert failure.code == "invalid_field" and failure.detail["param"] == field
 
 
 def go_idle(h: Harness) -> None:
-    """Run one request to its end with the engine's own turns, up to the one that finds nothing left to do."""
+    """Run one request to its end with the engine's own rounds, up to the one that finds nothing left to do."""
     h.add("r", [1, 2, 3], max_tokens=3)
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     while len(h.engine.lifecycle.requests):
-        h.engine.turn(block=True)
-    h.engine.turn(block=True)
+        h.engine.run_once(block=True)
+    h.engine.run_once(block=True)
 
 
 @pytest.mark.parametrize("asked", ["", "1"])
@@ -396,7 +397,7 @@ def test_the_choices_that_wait_share_one_copy_of_their_prompt():
     h.add("r", prompt, n=200, max_tokens=8)
     expected = expected_tokens(prompt, 8)
     while True:
-        h.turn()
+        h.run_rounds()
         if not len(h.engine.lifecycle.requests):
             break
         started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.lifecycle.requests)
@@ -407,7 +408,7 @@ def test_the_choices_that_wait_share_one_copy_of_their_prompt():
 def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
     h = Harness()
     h.add("r", list(range(1, 101)), n=4, max_tokens=4)
-    h.turn()  # the prompt is half computed
+    h.run_rounds()  # the prompt is half computed
     assert prompts_in_memory(h) == 2
     h.pause(mode="wait")
     assert prompts_in_memory(h) == 1
@@ -426,7 +427,7 @@ def broken(*_: object) -> None:
 def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_goes_on(monkeypatch):
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     monkeypatch.setattr(h.engine.lifecycle.requests, "known_as", broken)
     failure = h.ask(m.AbortArgs(["r"])).failure
     assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
@@ -441,7 +442,7 @@ def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left
     h.add("other", [9], max_tokens=4)
     h.add("r", [1, 2, 3], n=3, max_tokens=4)
     monkeypatch.setattr("fastdeploy.engine.admission.check_retainable", broken)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").code == h.rejected("other").code == "internal_error" and not len(h.engine.lifecycle.requests)
     monkeypatch.undo()
     h.add("r", [1, 2, 3], max_tokens=4)
@@ -451,7 +452,7 @@ def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left
 
 def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(monkeypatch):
     h = Harness()
-    assert h.ask(m.SleepArgs(), turns=5).failure is None
+    assert h.ask(m.SleepArgs(), rounds=5).failure is None
     monkeypatch.setattr(h.runner, "wake", broken)
     assert h.ask(m.WakeArgs()).failure.code == "internal_error"
     monkeypatch.undo()
@@ -462,7 +463,7 @@ def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
     h = Harness()
     monkeypatch.setattr(h.engine.lifecycle, "abort_all", broken)
     call = h.call(m.PauseArgs(mode="abort"))  # its hold stands by the time it fails
-    h.turn(5)
+    h.run_rounds(5)
     assert h.reply(call).failure.code == "internal_error"
 
 
@@ -470,7 +471,7 @@ def test_a_message_that_cannot_be_read_is_answered_to_whoever_waits():
     h = Harness()
     h.send(m.Malformed("timeout_s: expected a number", call_id=99))
     h.send(m.Malformed("prompt_token_ids: expected integers", request_id="r"))
-    h.turn()
+    h.run_rounds()
     assert "timeout_s" in h.reply(99).failure.message and "prompt_token_ids" in h.rejected("r").message
     assert h.rejected("r").code == "invalid_request_error"
 
@@ -499,7 +500,7 @@ def beats(h: Harness, client: str = "a") -> int:
 def test_a_long_step_beats_between_its_layers():
     h = Harness(heartbeat_s=1.0)
     h.add("r", [1, 2, 3], max_tokens=50)
-    h.turn(3)
+    h.run_rounds(3)
     counts: list[int] = []
 
     def long_layer() -> None:
@@ -507,7 +508,7 @@ def test_a_long_step_beats_between_its_layers():
         h.now += 1.1
 
     h.runner.in_step = long_layer
-    h.turn()
+    h.run_rounds()
     assert beats(h) == counts[0] + 1
 
 
@@ -516,7 +517,7 @@ def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_s
     h.connect("b")
     h.add("a1", [1, 2], max_tokens=50)
     h.add("b1", [3, 4], client="b", max_tokens=50)
-    h.turn(3)
+    h.run_rounds(3)
     seen: list[str] = []
     layers = h.engine._between_layers
 
@@ -527,9 +528,9 @@ def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_s
         seen.extend(r.state for r in h.engine.lifecycle.requests)
 
     h.runner.in_step = in_step
-    h.turn()
+    h.run_rounds()
     assert seen == ["running"] * 2, "requests must not change within a step"
-    h.turn()
+    h.run_rounds()
     assert not h.engine.lifecycle.requests.get("b1") and h.engine.lifecycle.requests.get("a1")
 
 
@@ -537,7 +538,7 @@ def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_s
 def test_sleeping_and_waking_up_beat_between_their_pieces(args):
     h = Harness(heartbeat_s=1.0)
     if isinstance(args, m.WakeArgs):
-        h.ask(m.SleepArgs(), turns=5)
+        h.ask(m.SleepArgs(), rounds=5)
     counts: list[int] = []
 
     def ten_pieces(beat) -> None:
@@ -548,5 +549,5 @@ def test_sleeping_and_waking_up_beat_between_their_pieces(args):
         counts.append(beats(h))
 
     h.runner.work_in_pieces = ten_pieces
-    assert h.ask(args, turns=5).failure is None
+    assert h.ask(args, rounds=5).failure is None
     assert counts[1] == counts[0] + 10

@@ -19,9 +19,9 @@ def test_in_place_needs_a_paused_engine(folders):
     ):
         assert failure(h, args).code == "wrong_order"
     h.add("r", PROMPT, max_tokens=50)
-    h.turn(3)
+    h.run_rounds(3)
     h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "wrong_order", "draining is not paused"
     assert hold_ids(h) == ["anonymous-1"] and h.engine.weights.session is None
 
@@ -29,7 +29,7 @@ def test_in_place_needs_a_paused_engine(folders):
 def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_only_its_own_hold(folders):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(4)
+    h.run_rounds(4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
     chunk(h, session, folders / "w1")
@@ -37,7 +37,7 @@ def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_
     refused = failure(h, m.ResumeArgs("in_place"))
     assert (refused.code, refused.detail["param"]) == ("resume_refused", "hold_id")
     seen = len(h.stream("r").tokens)
-    h.turn(3)
+    h.run_rounds(3)
     assert len(h.stream("r").tokens) == seen and h.status()["is_paused"]
     assert commit(h, session).failure is None
     assert hold_ids(h) == []
@@ -69,16 +69,16 @@ def reset_it(h: Harness, session: str, folders) -> None:
 def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(folders, fail, good):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(4)
+    h.run_rounds(4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
     chunk(h, session, folders / "w1")
     fail(h, session, folders)
-    h.turn(3)
+    h.run_rounds(3)
     h.resume()
     assert failure(h, m.ResumeArgs("in_place")).code == "resume_refused"
     h.add("later", PROMPT, max_tokens=5)
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["is_paused"] and hold_ids(h) == ["in_place"] and not h.stream("later").tokens
     assert failure(h, m.BeginUpdateArgs(partial=True)).code == "wrong_order", "there is nothing that it could complete"
     assert failure(h, m.WeightInfoArgs(checksums=True)).code == "wrong_order"
@@ -97,7 +97,7 @@ def test_a_session_in_place_that_staged_nothing_gives_the_engine_back(folders, f
     h = paused()
     session = begin(h, in_place=True)
     fail(h, session, folders)
-    h.turn(3)
+    h.run_rounds(3)
     assert "in_place" not in hold_ids(h)
     h.resume()
     assert_serves(h, 0)
@@ -108,7 +108,7 @@ def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next(f
     begin(h, in_place=True)
     h.call(m.AbortUpdateArgs())
     h.call(m.BeginUpdateArgs(in_place=True))
-    h.turn(4)
+    h.run_rounds(4)
     h.resume()
     assert hold_ids(h) == ["in_place"] and h.engine.weights.session.in_place
 

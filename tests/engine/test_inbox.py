@@ -11,10 +11,10 @@ from support.harness import Harness
 
 
 def pause_in_step(h: Harness, **args) -> m.Reply:
-    """Pause while the next step computes; the reply, after some turns."""
+    """Pause while the next step computes; the reply, after some rounds."""
     calls: list[int] = []
     h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(**args)))
-    h.turn(4)
+    h.run_rounds(4)
     return h.reply(calls[0])
 
 
@@ -37,7 +37,7 @@ def test_a_drain_needs_the_step_in_flight_and_has_it():
     computed = h.runner.computed_tokens
     calls: list[int] = []
     h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(mode="wait")))
-    h.turn()
+    h.run_rounds()
     assert h.runner.computed_tokens == computed + 4
 
 
@@ -62,7 +62,7 @@ def test_what_came_with_the_pause_is_handled_in_its_order():
         h.add("after", [7, 7], max_tokens=3)
 
     h.runner.in_step = arrive
-    h.turn(4)
+    h.run_rounds(4)
     assert h.stream("before").reason == "abort" and h.rejected("before") is None
     assert h.rejected("after").code == "rejecting_new_requests"
 
@@ -72,7 +72,7 @@ def test_blocks_that_an_abandoned_step_was_to_copy_are_whole_when_it_is_done_aga
     h = Harness(FakeRunner(num_blocks=128))
     prompt = [1, 2, 3, 4, 5, 6]
     h.add("first", prompt, max_tokens=LONG)
-    h.turn(3)
+    h.run_rounds(3)
     h.add("second", [*prompt, 9, 9, 9], max_tokens=5)
     pause_in_step(h, mode="keep")
     h.resume()

@@ -17,10 +17,10 @@ def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
     """26"""
     h = Harness()
     h.add("r", list(range(1, 17)), n=2, max_tokens=12)
-    h.turn(5)
+    h.run_rounds(5)
     before = [len(h.stream("r", i).tokens) for i in range(2)]
     result = h.ask(m.SetVersionArgs("v9")).result
-    assert (result["version"], result["weight_epoch"], h.engine.weight_epoch) == ("v9", 0, 0)
+    assert (result["version"], result["weight_epoch"], h.served.weight_epoch) == ("v9", 0, 0)
     h.run_out()
     for i, count in enumerate(before):
         stream = h.stream("r", i)
@@ -52,7 +52,7 @@ def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(f
     h.run_out()
     h.add("mine", [1, 2], n=2, max_tokens=40)
     h.add("theirs", [3, 4], client="b", max_tokens=40)
-    h.turn(3)
+    h.run_rounds(3)
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="named")
     session = begin(h)
@@ -75,9 +75,9 @@ def test_reset_of_an_idle_engine_is_harmless_and_answers_a_pause_that_drains():
     h = Harness()
     assert h.ask(m.ResetArgs()).result["aborted"] == 0
     h.add("r", PROMPT, max_tokens=90)
-    h.turn(3)
+    h.run_rounds(3)
     call = h.call(m.PauseArgs(mode="wait"))
-    h.turn()
+    h.run_rounds()
     h.ask(m.ResetArgs())
     assert h.reply(call).failure.code == "pause_interrupted" and not h.status()["rejecting_new_requests"]
     assert_serves(h, 0)
@@ -90,12 +90,12 @@ def test_the_cache_is_reset_in_every_state_frozen_requests_or_not(running, pause
     h = Harness()
     prompt = list(range(1, 17))
     h.add("r", prompt, max_tokens=12)
-    h.turn(4)
+    h.run_rounds(4)
     if pause == "keep":
         h.pause(mode="keep")
     elif pause == "wait":
         h.call(m.PauseArgs(mode="wait"))
-        h.turn()
+        h.run_rounds()
     computed = h.runner.computed_tokens
     result = h.ask(m.ResetCacheArgs(running=running)).result
     assert result == {"success": True, "requests_to_recompute": int(running)}
@@ -135,7 +135,7 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
     h.run_out()
     assert h.reply(call) is None and h.stream("r").reason == "length", "steps go on meanwhile"
     h.runner.may_stage.set()
-    h.turn(2)
+    h.run_rounds(2)
     one = hashlib.sha256(b"0").hexdigest()
     result = h.reply(call).result
     assert result["checksums"] == {"weights": one}
@@ -147,9 +147,9 @@ def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as
     h.runner.may_stage.clear()
     update = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
     call = h.call(m.WeightInfoArgs(checksums=True))
-    h.turn(2)
+    h.run_rounds(2)
     h.runner.may_stage.set()
-    h.turn(6)
+    h.run_rounds(6)
     assert h.reply(update).failure is None
     reply = h.reply(call)
     assert reply.failure is not None and reply.failure.code == "wrong_order"
@@ -168,7 +168,7 @@ def test_metrics_tell_of_sessions_commits_and_sleep(folders):
     assert value("weight_session_open") == 0 and value("weight_updates_failed") == 1
     h.update(folders / "w1")
     assert value("weight_epoch") == 1 and value("weight_updates_failed") == 1 and value("weight_commit_seconds") == 0
-    h.ask(m.SleepArgs(("weight",)), turns=5)
+    h.ask(m.SleepArgs(("weight",)), rounds=5)
     assert value('asleep{tag="weight"}') == 1 and value('asleep{tag="kv_cache"}') == 0
 
 

@@ -73,12 +73,12 @@ def test_a_commit_whose_first_step_is_not_finite_is_counted_and_warned_of_once(t
     h = Harness()
     h.runner.bad_weights = {2}
     h.add("before", [1, 2], max_tokens=40)
-    h.turn(3)
+    h.run_rounds(3)
     for name in ("w1", "w2", "w3"):
         (tmp_path / name).mkdir()
     with caplog.at_level(logging.WARNING, "fastdeploy.engine"):
         assert h.update(tmp_path / "w1").failure is None
-        h.turn(2)
+        h.run_rounds(2)
         assert caplog.messages == [] and metric(h, "non_finite_commits_total") == 0
         assert h.update(tmp_path / "w2", version="step-7").failure is None
         for i in range(3):
@@ -102,6 +102,6 @@ def test_a_retained_result_with_an_error_is_replayed():
     h.run_out()
     h.connect("b")
     h.send(add, "b")
-    h.turn(2)
+    h.run_rounds(2)
     for client in "ab":
         assert h.stream("r", client=client).finals[0].stop_reason == NonFiniteLogits.code

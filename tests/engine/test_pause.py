@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
@@ -12,12 +13,12 @@ from support.harness import Harness
 LONG = 100
 
 
-def busy(count: int = 6, max_tokens: int = LONG, turns: int = 4, **config) -> Harness:
+def busy(count: int = 6, max_tokens: int = LONG, rounds: int = 4, **config) -> Harness:
     """``count`` requests r0, r1, ... of which 4 run and have tokens, and the rest wait."""
     h = Harness(FakeRunner(num_blocks=128), **config)
     for i in range(count):
         h.add(f"r{i}", [i + 1] * 3, max_tokens=max_tokens)
-    h.turn(turns)
+    h.run_rounds(rounds)
     return h
 
 
@@ -27,7 +28,7 @@ def tokens_of(h: Harness, count: int = 6) -> list[int]:
 
 def ask_later(h: Harness, client: str = "a", **args) -> int:
     call = h.call(m.PauseArgs(**args), client)
-    h.turn()
+    h.run_rounds()
     return call
 
 
@@ -53,7 +54,7 @@ def test_abort_ends_all_at_once_with_every_token_and_nothing_for_those_that_neve
 def test_a_half_prefilled_request_is_aborted_without_being_prefilled_to_the_end():
     h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
     h.add("long", [1] * 100)
-    h.turn(2)
+    h.run_rounds(2)
     assert h.runner.computed_tokens == 16
     h.pause(mode="abort")
     assert h.runner.computed_tokens == 16 and h.stream("long").reason == "abort"
@@ -66,7 +67,7 @@ def test_nothing_is_started_while_an_abort_waits_for_its_fence():
     ask_later(h, mode="abort", admission="hold")
     computed = h.runner.computed_tokens
     h.add("new", [1, 2])
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["phase"] == "draining" and h.runner.computed_tokens == computed
 
 
@@ -74,11 +75,11 @@ def test_keep_freezes_running_half_prefilled_and_waiting_requests_and_loses_noth
     h = Harness(max_num_batched_tokens=8)
     for i in range(6):
         h.add(f"r{i}", [i + 1] * 9, max_tokens=12)
-    h.turn(3)
+    h.run_rounds(3)
     report = h.pause(mode="keep").result
     assert report["counts"]["kept"] >= 1 and report["counts"]["kept"] + report["counts"]["queued"] == 6
     before, blocks = h.runner.computed_tokens, h.engine.kv.num_free
-    h.turn(10)
+    h.run_rounds(10)
     assert h.runner.computed_tokens == before and h.engine.kv.num_free == blocks, "frozen, with its KV"
     h.resume()
     h.run_out()
@@ -89,7 +90,7 @@ def test_keep_freezes_running_half_prefilled_and_waiting_requests_and_loses_noth
 def test_keep_costs_no_token_of_recomputing():
     h, undisturbed = busy(max_tokens=12), busy(max_tokens=12)
     h.pause(mode="keep")
-    h.turn(5)
+    h.run_rounds(5)
     h.resume()
     h.run_out()
     undisturbed.run_out()
@@ -108,7 +109,7 @@ def test_wait_takes_the_choices_of_a_group_together():
     h = Harness(FakeRunner(num_blocks=128), max_num_seqs=2)
     h.add("g", [1, 2, 3], n=5, max_tokens=6)
     h.add("other", [9, 9], max_tokens=6)
-    h.turn(2)
+    h.run_rounds(2)
     assert h.stream("g", 0).tokens and not h.stream("g", 4).tokens
     report = h.pause(mode="wait").result
     assert [h.stream("g", i).tokens for i in range(5)] == [expected_tokens([1, 2, 3], 6)] * 5
@@ -119,7 +120,7 @@ def test_wait_does_not_wait_for_a_prompt_that_is_half_prefilled():
     h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
     h.add("short", [1, 2], max_tokens=4)
     h.add("long", [3] * 100, max_tokens=4)
-    h.turn(3)
+    h.run_rounds(3)
     assert len(h.engine.scheduler.running) == 2
     report = h.pause(mode="wait").result
     assert h.stream("short").reason == "length" and h.stream("long").reason is None
@@ -164,11 +165,11 @@ def test_the_cache_is_cleared_once_for_a_pause_and_not_when_another_joins_withou
     wipes = []
     clear, h.engine.kv.index.clear = h.engine.kv.index.clear, lambda: (wipes.append(1), clear())
     h.pause(mode="keep", hold_id="y")
-    h.turn(5)
+    h.run_rounds(5)
     assert not wipes
     h.resume("x")
     h.resume("y")
-    h.turn(5)
+    h.run_rounds(5)
     assert not wipes
 
 
@@ -189,7 +190,7 @@ def test_a_resume_during_a_drain_wipes_no_cache():
 
 def test_an_anonymous_resume_leaves_named_and_system_holds_standing():
     h = Harness(lost_commit=True)
-    h.turn()
+    h.run_rounds()
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="trainer")
     reply = h.resume().result
@@ -220,10 +221,10 @@ def test_the_same_name_is_the_same_hold_and_its_ttl_is_renewed():
     h.now += 8
     h.pause(mode="keep", hold_id="x", ttl_s=10.0)
     h.now += 8
-    h.turn()
+    h.run_rounds()
     assert [hold["id"] for hold in h.status()["holds"]] == ["x"]
     h.now += 3
-    h.turn()
+    h.run_rounds()
     assert h.status()["holds"] == [] and h.status()["phase"] == "running"
 
 
@@ -239,7 +240,7 @@ def test_a_ttl_that_ends_during_the_drain_answers_the_caller():
     h = busy()
     call = ask_later(h, mode="wait", ttl_s=5.0)
     h.now += 5.1
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure.code == "pause_interrupted" and h.status()["phase"] == "running"
 
 
@@ -270,12 +271,12 @@ def test_wait_after_keep_by_another_controller_keeps_the_freeze():
     h.pause(mode="keep", hold_id="trainer")
     before = h.runner.computed_tokens
     h.pause(mode="wait", hold_id="other")
-    h.turn(3)
+    h.run_rounds(3)
     h.resume("trainer")
-    h.turn(3)
+    h.run_rounds(3)
     assert h.runner.computed_tokens == before and h.status()["is_paused"]
     h.resume("other")
-    h.turn()
+    h.run_rounds()
     assert h.runner.computed_tokens > before
 
 
@@ -286,12 +287,12 @@ def test_when_keep_is_released_in_the_middle_of_a_drain_the_wait_that_stands_dra
     waiting = ask_later(h, mode="wait", hold_id="w", timeout_s=500.0)
     keeping = ask_later(h, mode="keep", hold_id="k")
     before = h.runner.computed_tokens
-    h.turn(3)
+    h.run_rounds(3)
     assert h.runner.computed_tokens == before
     h.resume("k")
     assert h.reply(keeping).failure.code == "pause_interrupted" and h.reply(waiting) is None
     h.transport.mute.clear()
-    h.turn(15)
+    h.run_rounds(15)
     assert h.reply(waiting).failure is None and tokens_of(h) == [12] * 4 + [0] * 2
 
 
@@ -303,7 +304,7 @@ def test_the_native_default_of_admission_and_that_the_reply_names_it(mode, admis
     h = Harness()
     assert h.pause(mode=mode).result["admission"] == admission
     h.add("new", [1, 2])
-    h.turn()
+    h.run_rounds()
     assert (h.rejected("new") is not None) == (admission == "reject")
 
 
@@ -312,12 +313,12 @@ def test_the_door_closes_at_the_first_moment_of_a_drain_and_opens_with_the_last_
     ask_later(h, mode="wait", admission="reject")
     assert h.status()["rejecting_new_requests"] and not h.status()["is_paused"]
     h.add("new", [1, 2])
-    h.turn()
+    h.run_rounds()
     failure = h.rejected("new")
     assert failure.code == "rejecting_new_requests" and failure.detail["retry_after"] >= 1
     h.resume()
     h.add("new", [1, 2])
-    h.turn()
+    h.run_rounds()
     assert h.stream("new").tokens or len(h.engine.scheduler.waiting)
     assert not h.status()["rejecting_new_requests"]
 
@@ -336,7 +337,7 @@ def test_held_requests_are_bounded_by_the_queue_limit_and_run_after_resume():
     h.pause(mode="keep")
     for i in range(5):
         h.add(f"r{i}", [i + 1])
-    h.turn()
+    h.run_rounds()
     assert [h.rejected(f"r{i}") and h.rejected(f"r{i}").code for i in range(5)] == [None] * 3 + ["queue_full"] * 2
     h.resume()
     h.run_out()
@@ -347,7 +348,7 @@ def test_a_request_held_by_an_abort_pause_is_not_aborted_by_it():
     h = busy()
     h.pause(mode="abort", admission="hold")
     h.add("new", [1, 2], max_tokens=3)
-    h.turn(3)
+    h.run_rounds(3)
     assert h.stream("new").reason is None
     h.resume()
     h.run_out()
@@ -361,7 +362,7 @@ def test_a_drain_that_times_out_freezes_what_is_left_by_default():
     h = busy()
     call = ask_later(h, mode="wait", timeout_s=10.0)
     h.now += 10.0
-    h.turn(3)
+    h.run_rounds(3)
     report = h.reply(call).result
     assert report["is_paused"] and report["mode"] == "keep" and report["escalated_by"] == "timeout"
     assert report["counts"]["kept"] == 4 and report["forced_ids"] == []
@@ -374,7 +375,7 @@ def test_on_timeout_abort_tells_whom_it_forced():
     h = busy()
     call = ask_later(h, mode="wait", timeout_s=10.0, on_timeout="abort")
     h.now += 10.0
-    h.turn(3)
+    h.run_rounds(3)
     report = h.reply(call).result
     assert report["mode"] == "abort" and report["escalated_by"] == "timeout" and report["is_paused"]
     assert sorted(report["forced_ids"]) == [f"r{i}" for i in range(6)] and report["counts"]["aborted"] == 6
@@ -386,7 +387,7 @@ def test_on_timeout_cancel_sets_the_engine_running_again():
     h = busy()
     call = ask_later(h, mode="wait", timeout_s=10.0, on_timeout="cancel")
     h.now += 10.0
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure.code == "pause_timeout" and h.status()["phase"] == "running"
     h.run_out()
     assert tokens_of(h) == [LONG] * 6
@@ -398,7 +399,7 @@ def test_two_callers_of_one_hold_that_time_out_together_are_both_answered():
     second = ask_later(h, mode="wait", hold_id="x", timeout_s=10.0, on_timeout="abort")
     third = ask_later(h, mode="wait", hold_id="x", timeout_s=10.0, on_timeout="cancel")
     h.now += 10.0
-    h.turn(2)
+    h.run_rounds(2)
     assert [h.reply(call).failure.code for call in (first, second, third)] == ["pause_timeout"] * 3
     assert h.status()["phase"] == "running" and h.stream("r0").reason is None, "the hold is gone: nobody is aborted"
 
@@ -429,7 +430,7 @@ def test_a_second_pause_joins_and_both_callers_are_answered():
     h = busy(max_tokens=12)
     first = ask_later(h, mode="wait")
     second = ask_later(h, mode="wait")
-    h.turn(20)
+    h.run_rounds(20)
     assert h.reply(first).failure is None and h.reply(second).failure is None
     assert len(h.status()["holds"]) == 2
 
@@ -438,7 +439,7 @@ def test_a_stronger_pause_escalates_and_the_first_caller_is_told():
     h = busy()
     first = ask_later(h, mode="wait", hold_id="w")
     second = ask_later(h, mode="abort", hold_id="z")
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(first).failure is None
     assert (h.reply(first).result["mode"], h.reply(first).result["escalated_by"]) == ("abort", "z")
     assert h.reply(second).result["escalated_by"] is None and h.reply(second).result["counts"]["aborted"] == 6
@@ -448,7 +449,7 @@ def test_a_stronger_pause_under_the_same_name_tells_the_first_caller_too():
     h = busy()
     first = ask_later(h, mode="wait", hold_id="x")
     ask_later(h, mode="keep", hold_id="x")
-    h.turn(2)
+    h.run_rounds(2)
     assert h.reply(first).result["mode"] == "keep" and h.reply(first).result["escalated_by"] == "x"
 
 
@@ -470,7 +471,7 @@ def test_resume_during_a_drain_answers_the_released_callers_with_the_report_so_f
     assert h.reply(anonymous).failure.code == "pause_interrupted"
     assert h.reply(anonymous).result["status"] == "interrupted" and "counts" in h.reply(anonymous).result
     assert h.reply(named) is None
-    h.turn(20)
+    h.run_rounds(20)
     assert h.reply(named).failure is None and h.status()["is_paused"]
 
 
@@ -478,7 +479,7 @@ def test_pause_and_resume_in_one_breath_leave_the_engine_running():
     h = busy(max_tokens=12)
     call = h.call(m.PauseArgs(mode="keep"))
     resumed = h.call(m.ResumeArgs())
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure.code == "pause_interrupted" and h.reply(resumed).result["status"] == "running"
     h.run_out()
     assert tokens_of(h) == [12] * 6
@@ -512,7 +513,7 @@ def test_a_client_may_abort_and_cancel_while_paused():
     assert reply["aborted"] == [{"request_id": "r0", "output_token_count": len(h.stream("r0").tokens)}]
     assert reply["not_found"] == ["nobody"] and h.stream("r0").reason == "abort"
     h.send(m.CancelRequest("r1"))
-    h.turn()
+    h.run_rounds()
     assert h.stream("r1").reason is None and not h.engine.lifecycle.requests.get("r1")
     assert h.status()["is_paused"]
 
@@ -525,14 +526,14 @@ def test_the_reply_waits_until_every_client_has_acknowledged_every_output():
     h.connect("b")
     h.transport.mute.add("b")
     call = ask_later(h, mode="keep")
-    h.turn(5)
+    h.run_rounds(5)
     assert h.reply(call) is None and h.status()["phase"] == "draining"
     fence = [x for x in h.transport.sent["b"] if isinstance(x, m.Fence)][-1]
     h.send(m.FenceAck(fence.fence_id - 1), "b")
-    h.turn()
+    h.run_rounds()
     assert h.reply(call) is None, "an old acknowledgement is none"
     h.send(m.FenceAck(fence.fence_id), "b")
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure is None
 
 
@@ -551,14 +552,14 @@ def test_a_client_that_never_acknowledges_is_given_up_after_the_bound():
     h.transport.mute.add("b")
     call = ask_later(h, mode="keep")
     h.now += p.FENCE_TIMEOUT_S - 0.1
-    h.turn()
+    h.run_rounds()
     assert h.reply(call) is None
     h.now += 0.2
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure is None
     assert isinstance(h.transport.sent["b"][-1], m.Goodbye) and not h.engine.lifecycle.requests.get("of_b")
     h.add("again", [7], client="b")
-    h.turn()
+    h.run_rounds()
     assert isinstance(h.transport.sent["b"][-1], m.Goodbye), "it must say Hello again"
 
 
@@ -570,7 +571,7 @@ def test_repeated_pauses_give_a_mute_client_no_more_time():
     for _ in range(4):
         calls.append(ask_later(h, mode="keep"))
         h.now += 2.0
-    h.turn()
+    h.run_rounds()
     assert all(h.reply(call).failure is None for call in calls)
 
 
@@ -584,11 +585,11 @@ def test_when_a_mute_client_is_given_up_those_that_answer_are_not():
     h.ask(m.AbortArgs(["r0"]))
     h.now += 0.2
     h.transport.mute.add("a")  # its acknowledgement of the next fence is still on its way
-    h.turn(2)
+    h.run_rounds(2)
     assert "a" in h.engine.lifecycle.delivery.clients and h.reply(call) is None
     fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)][-1]
     h.send(m.FenceAck(fence.fence_id))
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure is None and h.status()["is_paused"]
 
 
@@ -603,7 +604,7 @@ def test_a_renewed_hold_outlives_its_ttl_and_one_that_is_not_ends():
         renewed = h.ask(m.RenewArgs("mine", 10.0)).result
         assert renewed["is_paused"] and renewed["hold"]["ttl_left_s"] == 10.0
     h.now += 10.0
-    h.turn()
+    h.run_rounds()
     assert not h.status()["holds"]
     assert h.ask(m.RenewArgs("mine", 10.0)).failure.code == "hold_not_found"
     assert not h.status()["holds"], "a renewal never places a hold"
@@ -612,13 +613,13 @@ def test_a_renewed_hold_outlives_its_ttl_and_one_that_is_not_ends():
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_a_renewal_aborts_nobody_clears_nothing_and_does_not_drain_anew(mode):
     h = busy()
-    h.pause(turns=200, mode=mode, hold_id="mine", admission="hold", ttl_s=10.0, clear_cache=True)
+    h.pause(rounds=200, mode=mode, hold_id="mine", admission="hold", ttl_s=10.0, clear_cache=True)
     h.add("late", [1, 2], max_tokens=3)
-    h.turn()
+    h.run_rounds()
     fences = sum(isinstance(x, m.Fence) for x in h.transport.sent["a"])
     before, computed, status = tokens_of(h), h.runner.computed_tokens, h.status()
     assert h.ask(m.RenewArgs("mine", 20.0)).failure is None
-    h.turn(3)
+    h.run_rounds(3)
     assert sum(isinstance(x, m.Fence) for x in h.transport.sent["a"]) == fences
     after = h.status()
     status["holds"][0].pop("ttl_left_s"), after["holds"][0].pop("ttl_left_s")
@@ -634,7 +635,7 @@ def test_a_renewal_reaches_a_pause_that_still_drains():
     h.now += 8.0
     assert h.ask(m.RenewArgs("mine", 10.0)).result["state"] == "draining"
     h.now += 8.0
-    h.turn()
+    h.run_rounds()
     assert h.status()["holds"] and (h.reply(call) is None or h.reply(call).failure is None)
 
 
@@ -652,7 +653,7 @@ def test_nobody_renews_a_hold_of_the_systems_own():
     assert [hold["id"] for hold in h.status()["holds"]] == ["republish"]
     assert h.ask(m.RenewArgs("republish", 1.0)).failure.code == "hold_not_found"
     h.now += 100.0
-    h.turn()
+    h.run_rounds()
     assert h.status()["holds"]
 
 
@@ -674,11 +675,11 @@ def test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it(slow
     call = ask_later(slow, mode="keep", timeout_s=60.0)
     for _ in range(8):
         slow.now += p.FENCE_TIMEOUT_S
-        slow.turn()
+        slow.run_rounds()
         assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
     fence = [x for x in slow.transport.sent["b"] if isinstance(x, m.Fence)][-1]
     slow.send(m.FenceAck(fence.fence_id), "b")
-    slow.turn()
+    slow.run_rounds()
     report = slow.reply(call).result
     assert report["is_paused"] and report["slow_api_servers"] == [22] and report["dropped_api_servers"] == []
     slow.resume()
@@ -691,10 +692,10 @@ def test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it(slow
 def test_a_slow_client_does_not_hold_a_pause_beyond_its_timeout(slow, mode):
     call = ask_later(slow, mode=mode, timeout_s=12.0)
     slow.now += 11.9
-    slow.turn()
+    slow.run_rounds()
     assert slow.reply(call) is None
     slow.now += 0.2
-    slow.turn(2)
+    slow.run_rounds(2)
     report = slow.reply(call).result
     assert report["is_paused"] and report["slow_api_servers"] == report["dropped_api_servers"] == [22]
     assert isinstance(slow.transport.sent["b"][-1], m.Goodbye)
@@ -704,27 +705,27 @@ def test_a_later_pause_with_more_time_does_not_lengthen_that_of_an_earlier_one(s
     first = ask_later(slow, mode="keep", timeout_s=12.0)
     ask_later(slow, mode="keep", timeout_s=600.0)
     slow.now += 12.1
-    slow.turn(2)
+    slow.run_rounds(2)
     assert slow.reply(first).result["dropped_api_servers"] == [22]
 
 
 def test_a_slow_client_has_the_time_of_a_fence_though_the_timeout_is_shorter(slow):
     call = ask_later(slow, mode="keep", timeout_s=0.5)
     slow.now += p.FENCE_TIMEOUT_S - 0.1
-    slow.turn()
+    slow.run_rounds()
     assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients
     slow.now += 0.2
-    slow.turn(2)
+    slow.run_rounds(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
 
 
 def test_a_slow_client_that_dies_in_the_meantime_is_waited_for_no_longer(slow):
     call = ask_later(slow, mode="keep", timeout_s=600.0)
     slow.now += p.FENCE_TIMEOUT_S
-    slow.turn()
+    slow.run_rounds()
     slow.running_pids.clear()
     slow.now += p.FENCE_TIMEOUT_S
-    slow.turn(2)
+    slow.run_rounds(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
 
 
@@ -762,14 +763,14 @@ def test_a_paused_engine_goes_on_beating(mode):
     for _ in range(3):
         before = sum(isinstance(x, m.Heartbeat) for x in h.transport.sent["a"])
         h.now += 1.1
-        h.turn()
+        h.run_rounds()
         assert sum(isinstance(x, m.Heartbeat) for x in h.transport.sent["a"]) == before + 1
 
 
-@pytest.mark.parametrize("phase", list(p.Phase))
-@pytest.mark.parametrize("event", list(p.Event))
+@pytest.mark.parametrize("phase", list(p.PausePhase))
+@pytest.mark.parametrize("event", list(p.PauseEvent))
 def test_an_event_that_is_not_in_the_table_raises(phase, event):
-    state = p.PauseState(effects=None, weights_label=dict, clock=lambda: 0.0)
+    state = p.PauseState(Scope(WHOLE_ENGINE), Harness().engine.lifecycle, lambda: 0.0)
     state.phase = phase
     if (phase, event) in p.TRANSITIONS:
         state._advance(event)

@@ -30,18 +30,18 @@ def replay(h: Harness, client: str) -> None:
 
 
 @pytest.mark.parametrize("client", ["a", "b"])
-@pytest.mark.parametrize("turns", [1, 4, 40])
-def test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice(client, turns):
+@pytest.mark.parametrize("rounds", [1, 4, 40])
+def test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice(client, rounds):
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(turns)
+    h.run_rounds(rounds)
     hang_up(h)
-    h.turn(3)
+    h.run_rounds(3)
     replay(h, "a")
     ask(h, client)
     h.run_out()
-    h.turn()
+    h.run_rounds()
     stream = h.stream("r", client=client)
     assert stream.tokens == expected_tokens(PROMPT, 20) and stream.reason == "length"
     assert len(stream.logprobs) == 20
@@ -53,10 +53,10 @@ def test_it_survives_the_death_of_its_api_server():
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(4)
+    h.run_rounds(4)
     h.transport.gone.add("a")
     h.now += 2.0  # a heartbeat finds it
-    h.turn(2)
+    h.run_rounds(2)
     ask(h, "b")
     h.run_out()
     assert h.stream("r", client="b").tokens == expected_tokens(PROMPT, 20)
@@ -65,9 +65,9 @@ def test_it_survives_the_death_of_its_api_server():
 def test_without_retain_s_a_hang_up_cancels():
     h = Harness()
     ask(h, retain_s=0.0)
-    h.turn(4)
+    h.run_rounds(4)
     hang_up(h)
-    h.turn()
+    h.run_rounds()
     assert not len(h.engine.lifecycle.requests) and h.runner.computed_tokens < len(PROMPT) + 8
 
 
@@ -75,7 +75,7 @@ def test_a_later_request_takes_over_and_the_earlier_is_told():
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(5)
+    h.run_rounds(5)
     ask(h, "b")
     h.run_out()
     assert h.rejected("r", "a").code == "attached_elsewhere"
@@ -88,7 +88,7 @@ def test_the_id_with_another_body_or_without_retain_s_is_refused(fields):
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(3)
+    h.run_rounds(3)
     ask(h, "b", **fields)
     h.run_out()
     assert h.rejected("r", "b").code == "duplicate_request_id"
@@ -100,17 +100,17 @@ def test_a_result_is_kept_for_retain_s_after_its_end_and_no_longer():
     ask(h)
     h.run_out()
     h.now += 9.0
-    h.turn()
+    h.run_rounds()
     replay(h, "a")
     ask(h)
-    h.turn()
+    h.run_rounds()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 20) and len(h.engine.retention) == 1
     h.now += 2.0
-    h.turn()
+    h.run_rounds()
     assert not len(h.engine.retention)
     replay(h, "a")
     ask(h)
-    h.turn(3)
+    h.run_rounds(3)
     assert 0 < len(h.stream("r").tokens) < 20, "it is a new request"
 
 
@@ -125,7 +125,7 @@ def test_the_oldest_results_go_first_when_there_are_too_many():
     for i in (0, 3):
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         h.send(AddRequest(f"r{i}", PROMPT, params, retain_s=100.0, fingerprint="f"))
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     assert h.stream("r3").finals and not h.stream("r0").finals
 
 
@@ -133,13 +133,13 @@ def test_the_oldest_results_go_first_when_there_are_too_many():
 def test_attaching_is_no_new_request_to_a_paused_engine(mode):
     h = Harness()
     ask(h)
-    h.turn(6)
+    h.run_rounds(6)
     hang_up(h)
-    h.turn()
+    h.run_rounds()
     h.pause(mode=mode)
     replay(h, "a")
     ask(h)
-    h.turn()
+    h.run_rounds()
     seen = len(h.stream("r").tokens)
     assert seen >= 6 and h.rejected("r") is None
     h.resume()
@@ -154,9 +154,9 @@ def test_the_spans_of_a_detached_request_say_which_weights_made_what(tmp_path):
     (tmp_path / "w1").mkdir()
     h = Harness()
     ask(h)
-    h.turn(5)
+    h.run_rounds(5)
     hang_up(h)
-    h.turn()
+    h.run_rounds()
     h.update(tmp_path / "w1", version="v1")
     replay(h, "a")
     ask(h)
@@ -168,11 +168,11 @@ def test_the_spans_of_a_detached_request_say_which_weights_made_what(tmp_path):
 def test_a_stop_string_found_before_the_hang_up_ends_the_replay_too():
     h = Harness()
     ask(h, n=2)
-    h.turn(5)
+    h.run_rounds(5)
     h.send(m.CancelRequest("r", 0, "stop"))
-    h.turn(2)
+    h.run_rounds(2)
     hang_up(h)
-    h.turn()
+    h.run_rounds()
     replay(h, "a")
     ask(h, n=2)
     h.run_out()
@@ -186,11 +186,11 @@ def test_an_end_that_the_api_server_found_is_replayed_apart_from_the_tokens():
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(5)
+    h.run_rounds(5)
     h.send(m.CancelRequest("r", 0, "stop"))
-    h.turn()
+    h.run_rounds()
     ask(h, "b")
-    h.turn()
+    h.run_rounds()
     tokens, end = (o for x in h.transport.sent["b"] if isinstance(x, m.Outputs) for o in x.outputs)
     assert tokens.token_ids == h.stream("r", client="a").tokens and tokens.finish_reason is None
     assert end.finish_reason == "stop" and not end.token_ids
@@ -200,10 +200,10 @@ def test_who_attaches_in_the_moment_of_a_stop_is_told_of_the_end():
     h = Harness()
     h.connect("b")
     ask(h)
-    h.turn(5)
+    h.run_rounds(5)
     h.send(m.CancelRequest("r", 0, "stop"))
     ask(h, "b")
-    h.turn()
+    h.run_rounds()
     assert h.stream("r", client="b").reason == "stop"
 
 
@@ -215,7 +215,7 @@ def test_a_result_may_be_fetched_by_several_at_once_and_nobody_is_turned_away():
     replay(h, "a")
     ask(h, "b")
     ask(h, "a")
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r", "a") is None and h.rejected("r", "b") is None
     for client in "ab":
         assert h.stream("r", client=client).tokens == expected_tokens(PROMPT, 20)
@@ -226,16 +226,16 @@ def test_prompts_sent_together_belong_to_one_body(ended):
     h = Harness()
     ask(h, request_id="r-0", group="r")
     ask(h, request_id="r-1", group="r")
-    h.run_out() if ended else h.turn(3)
+    h.run_out() if ended else h.run_rounds(3)
     ask(h, request_id="r-2", group="r", body="another")
     ask(h, request_id="r", body="another")
-    h.turn()
+    h.run_rounds()
     assert [h.rejected(name).code for name in ("r-2", "r")] == ["duplicate_request_id"] * 2
     replay(h, "a")
     for i in (0, 1):
         ask(h, request_id=f"r-{i}", group="r")
     h.run_out()
-    h.turn()
+    h.run_rounds()
     assert h.stream("r-0").tokens == h.stream("r-1").tokens == expected_tokens(PROMPT, 20)
 
 
@@ -247,7 +247,7 @@ def test_a_trainer_that_starts_over_gets_no_answer_of_its_run_before():
     assert not len(h.engine.retention)
     replay(h, "a")
     ask(h)
-    h.turn(3)
+    h.run_rounds(3)
     assert 0 < len(h.stream("r").tokens) < 20
 
 
@@ -255,34 +255,34 @@ def test_what_was_dropped_before_its_time_is_forgotten_altogether():
     h = Harness(max_retained=1)
     for i in range(2 * MIN_PRUNE + 3):
         ask(h, request_id=f"r{i}", tokens=1, retain_s=80000.0)
-        h.engine.turn(block=False)
+        h.engine.run_once(block=False)
     assert len(h.engine.retention) == 1 and len(h.engine.retention._expiries) <= 3
 
 
 def test_a_retained_request_without_a_fingerprint_is_refused():
     h = Harness()
     ask(h, body="")
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").detail["param"] == "fingerprint"
 
 
 def test_an_abort_ends_a_detached_request_and_its_result_stays():
     h = Harness()
     ask(h)
-    h.turn(5)
+    h.run_rounds(5)
     hang_up(h)
-    h.turn()
+    h.run_rounds()
     count = h.ask(m.AbortArgs(["r"])).result["aborted"][0]["output_token_count"]
     replay(h, "a")
     ask(h)
-    h.turn()
+    h.run_rounds()
     assert h.stream("r").reason == "abort" and len(h.stream("r").tokens) == count > 0
 
 
 def test_retain_s_out_of_range_is_refused():
     h = Harness()
     ask(h, retain_s=1e9)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("r").detail["param"] == "retain_s"
 
 
@@ -304,7 +304,7 @@ def test_the_oldest_results_go_first_when_they_take_too_many_bytes():
     replay(h, "a")
     for i in (3, 0):
         ask(h, request_id=f"r{i}")
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     assert h.stream("r3").finals and not h.stream("r0").finals, "r0 is a new request"
 
 
@@ -318,7 +318,7 @@ def test_results_of_live_requests_count_and_push_ended_ones_out_but_are_never_dr
     assert len(h.engine.retention) == 1
     with_room_for(h, ONE_RESULT // 2)
     ask(h, request_id="large", tokens=40)
-    h.turn(20)
+    h.run_rounds(20)
     assert h.engine.lifecycle.requests.get("large") and len(h.engine.retention) == 1
     replay(h, "a")
     ask(h, request_id="large", tokens=40)
@@ -330,14 +330,14 @@ def test_while_live_results_take_all_memory_further_ones_are_refused_with_the_re
     h = Harness()
     with_room_for(h, ONE_RESULT // 2)
     ask(h, request_id="live", tokens=40)
-    h.turn(20)
+    h.run_rounds(20)
     ask(h, request_id="more")
     ask(h, request_id="plain", retain_s=0.0)
-    h.turn()
+    h.run_rounds()
     failure = h.rejected("more")
     assert failure.code == "queue_full" and "--max-retained-mb" in failure.message and failure.detail["retry_after"]
     assert h.rejected("plain") is None
     h.run_out()
     ask(h, request_id="later", tokens=1)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("later") is None, "there is room again"

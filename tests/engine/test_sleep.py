@@ -16,8 +16,8 @@ PROMPT = list(range(1, 11))
 TAGS = [("weight",), ("kv_cache",), ("weight", "kv_cache"), ()]
 
 
-def sleep(h: Harness, *tags: str, turns: int = 50, **args) -> m.Reply:
-    return h.ask(m.SleepArgs(tags, **args), turns=turns)
+def sleep(h: Harness, *tags: str, rounds: int = 50, **args) -> m.Reply:
+    return h.ask(m.SleepArgs(tags, **args), rounds=rounds)
 
 
 def wake(h: Harness, *tags: str) -> m.Reply:
@@ -40,14 +40,14 @@ def test_a_request_sleeps_and_goes_on_as_if_nothing_had_been(tags):
     """The fake runner refuses a step while anything sleeps, and KV that was lost."""
     h = Harness()
     h.add("r", PROMPT, max_tokens=12)
-    h.turn(4)
+    h.run_rounds(4)
     result = sleep(h, *tags).result
     named = sorted(tags or ("weight", "kv_cache"))
     assert (result["asleep"], result["freed_bytes"]) == (named, 1000 * len(named)) and h.runner.asleep == set(named)
     assert result["pause"]["is_paused"] and result["pause"]["mode"] == "keep"
     assert holds(h)["sleep"]["placed_by"] == "system" and holds(h)["sleep"]["admission"] == "hold"
     h.add("held", [7, 8], max_tokens=4)
-    h.turn(5)
+    h.run_rounds(5)
     assert h.rejected("held") is None and not h.stream("held").tokens
     assert h.ask(m.WeightInfoArgs()).result["asleep"] == named
     computed, done = h.runner.computed_tokens, len(h.stream("r").tokens)
@@ -75,17 +75,17 @@ def test_after_kv_has_slept_nobody_matches_what_was_cached():
 def test_sleep_pauses_in_the_mode_asked_for_and_sleeps_only_once_quiesced(mode):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(4)
+    h.run_rounds(4)
     call = h.call(m.SleepArgs(mode=mode))
-    h.turn(3)
+    h.run_rounds(3)
     assert (h.reply(call) is None) == (mode == "wait") == (not h.runner.asleep)
-    h.turn(30)
+    h.run_rounds(30)
     assert h.reply(call).failure is None and h.reply(call).result["pause"]["mode"] == mode
     stream = h.stream("r")
     assert {"abort": "abort", "wait": "length", "keep": None}[mode] == stream.reason
     assert stream.tokens == expected_tokens(PROMPT, 20)[: len(stream.tokens)]
     h.add("held", [7, 8], max_tokens=2)
-    h.turn(2)
+    h.run_rounds(2)
     assert h.rejected("held") is None, "while it sleeps requests are held, whatever the mode"
     wake(h)
     h.run_out()
@@ -95,11 +95,11 @@ def test_sleep_pauses_in_the_mode_asked_for_and_sleeps_only_once_quiesced(mode):
 def test_a_sleep_whose_drain_ends_too_late_releases_its_hold_and_nothing_sleeps():
     h = Harness()
     h.add("r", PROMPT, max_tokens=60)
-    h.turn(3)
+    h.run_rounds(3)
     calls = [h.call(m.SleepArgs((tag,), mode="wait", timeout_s=5.0)) for tag in ("weight", "kv_cache")]
-    h.turn(2)
+    h.run_rounds(2)
     h.now += 6.0
-    h.turn(2)
+    h.run_rounds(2)
     assert [h.reply(call).failure.code for call in calls] == ["pause_timeout"] * 2
     assert h.reply(calls[0]).result["asleep"] == [] and not h.runner.asleep and not holds(h)
     h.run_out()
@@ -111,7 +111,7 @@ def test_a_sleep_waits_for_the_fence_like_any_pause():
     h = Harness()
     h.transport.mute.add("a")
     call = h.call(m.SleepArgs())
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call) is None and not h.runner.asleep
 
 
@@ -122,20 +122,20 @@ def test_wake_releases_its_own_hold_and_no_other():
     """18"""
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="trainer")
     sleep(h)
     woken = wake(h).result
     assert woken["still_held_by"] == ["anonymous-1", "trainer"] and woken["state"] == "paused"
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["is_paused"] and h.stream("r").reason is None
 
 
 def test_nobodys_resume_runs_an_engine_that_sleeps():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     h.pause(mode="keep")
     sleep(h, "kv_cache")
     result = h.resume().result
@@ -143,7 +143,7 @@ def test_nobodys_resume_runs_an_engine_that_sleeps():
     refused = h.ask(m.ResumeArgs("sleep")).failure
     assert refused.code == "resume_refused" and "wake" in refused.message
     h.ask(m.ResetArgs())
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["is_paused"] and list(holds(h)) == ["sleep"]
     wake(h)
     assert_serves(h, 0)
@@ -160,12 +160,12 @@ def test_an_engine_without_a_pause_wakes_up_running():
 def test_requests_may_be_aborted_and_caches_reset_while_it_sleeps():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(4)
+    h.run_rounds(4)
     sleep(h)
     h.ask(m.ResetCacheArgs(running=True))
     assert h.ask(m.AbortArgs(["r"])).result["aborted"][0]["request_id"] == "r"
     assert h.stream("r").reason == "abort"
-    h.ask(m.PauseArgs(mode="abort", hold_id="x"), turns=5)
+    h.ask(m.PauseArgs(mode="abort", hold_id="x"), rounds=5)
     wake(h)
     h.resume("x")
     assert_serves(h, 0)
@@ -205,7 +205,7 @@ def test_a_wrong_order_is_an_error_and_changes_nothing(asleep, tag):
     wrong += [m.WakeArgs()] if not asleep else []
     wrong += [m.SleepArgs()] if asleep and len(asleep) == 2 else []
     for args in wrong:
-        assert h.ask(args, turns=3).failure.code == "wrong_order", args
+        assert h.ask(args, rounds=3).failure.code == "wrong_order", args
     assert (h.runner.asleep, list(holds(h))) == before
 
 
@@ -223,7 +223,7 @@ def test_a_sleep_that_makes_no_sense_names_the_field_and_holds_nothing(args, fie
 def test_two_sleeps_of_one_tag_at_once_one_is_told_that_it_sleeps():
     h = Harness()
     calls = [h.call(m.SleepArgs(("weight",))) for _ in range(2)]
-    h.turn(4)
+    h.run_rounds(4)
     assert h.reply(calls[0]).failure is None and h.reply(calls[1]).failure.code == "wrong_order"
     assert h.runner.asleep == {"weight"} and list(holds(h)) == ["sleep"]
     wake(h)
@@ -236,7 +236,7 @@ def test_two_sleeps_of_one_tag_at_once_one_is_told_that_it_sleeps():
 def test_weights_that_find_no_room_stay_and_the_engine_runs_on():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     h.runner.no_space = True
     reply = sleep(h, "weight")
     assert reply.failure.code == "out_of_space" and reply.result["asleep"] == []
@@ -248,10 +248,10 @@ def test_weights_that_find_no_room_stay_and_the_engine_runs_on():
 def test_of_two_sleeps_at_once_one_may_fail_and_the_engine_does_not_run_on_what_the_other_took(order):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     h.runner.no_space = True
     calls = {tags: h.call(m.SleepArgs(tags)) for tags in order}
-    h.turn(5)
+    h.run_rounds(5)
     assert h.reply(calls["weight",]).failure.code == "out_of_space" and h.reply(calls["kv_cache",]).failure is None
     assert h.runner.asleep == {"kv_cache"} and h.status()["is_paused"] and list(holds(h)) == ["sleep"]
     h.runner.no_space = False
@@ -289,12 +289,12 @@ def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing(fo
 def test_weights_may_be_updated_while_only_kv_sleeps(folders):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(4)
+    h.run_rounds(4)
     sleep(h)
     wake(h, "weight")
     for i, args in enumerate(({}, {"in_place": True}), 1):
         assert h.update(folders / f"w{i}", **args).failure is None
-    h.turn(3)
+    h.run_rounds(3)
     assert list(holds(h)) == ["sleep"], "an update wakes nobody"
     wake(h, "kv_cache")
     h.run_out()
@@ -310,8 +310,8 @@ def test_weights_do_not_sleep_under_an_open_session_and_kv_may(folders):
     for tags in (("weight",), ()):
         assert h.ask(m.SleepArgs(tags)).failure.code == "wrong_order" and not holds(h)
     assert sleep(h, "kv_cache").failure is None
-    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), turns=2)
-    assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
+    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), rounds=2)
+    assert h.ask(m.CommitUpdateArgs(session), rounds=2).failure is None
     wake(h)
     assert_serves(h, 1)
 
@@ -319,15 +319,15 @@ def test_weights_do_not_sleep_under_an_open_session_and_kv_may(folders):
 def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_runs_on(folders):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     call = h.call(m.SleepArgs(("weight",), mode="wait"))
-    h.turn()
+    h.run_rounds()
     session = h.ask(m.BeginUpdateArgs()).result["session_id"]
     h.run_out()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call).failure.code == "wrong_order" and not holds(h) and not h.runner.asleep
-    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), turns=2)
-    assert h.ask(m.CommitUpdateArgs(session), turns=2).failure is None
+    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), rounds=2)
+    assert h.ask(m.CommitUpdateArgs(session), rounds=2).failure is None
     assert_serves(h, 1)
 
 
@@ -335,10 +335,10 @@ def test_weights_sleep_only_when_no_thread_reads_them_any_more():
     h = Harness()
     h.runner.may_stage.clear()
     checksums, call = h.call(m.WeightInfoArgs(checksums=True)), h.call(m.SleepArgs(("weight",)))
-    h.turn(4)
+    h.run_rounds(4)
     assert h.status()["is_paused"] and not h.runner.asleep and h.reply(call) is None
     h.runner.may_stage.set()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(checksums).failure is None and h.reply(call).failure is None and h.runner.asleep == {"weight"}
 
 
@@ -347,8 +347,8 @@ def test_a_failing_engine_answers_a_sleep_that_waits_for_a_thread():
     h.runner.may_stage.clear()
     h.call(m.WeightInfoArgs(checksums=True))
     call = h.call(m.SleepArgs())
-    h.turn(3)
-    h.engine.beat = None
+    h.run_rounds(3)
+    h.engine.send_heartbeats = None
     with pytest.raises(EngineError):
         h.engine.run()
     h.runner.may_stage.set()
@@ -359,7 +359,7 @@ def test_discarded_weights_hold_the_engine_until_others_are_published(folders):
     """33"""
     h = Harness()
     h.add("r", PROMPT, max_tokens=12)
-    h.turn(4)
+    h.run_rounds(4)
     assert sleep(h, discard=True).failure is None
     woken = wake(h).result
     assert woken["still_held_by"] == ["republish"] and woken["asleep"] == []
@@ -367,7 +367,7 @@ def test_discarded_weights_hold_the_engine_until_others_are_published(folders):
     assert h.ask(m.BeginUpdateArgs(partial=True)).failure.code == "wrong_order"
     assert h.update(folders / "bad").failure.code == "weight_update_refused"
     h.resume()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["is_paused"]
     assert h.update(folders / "w1").failure is None and not holds(h)
     h.run_out()

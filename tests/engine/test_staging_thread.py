@@ -8,7 +8,7 @@ import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, failure, hold_ids, paused
 from fastdeploy.core.errors import UpdateInProgress
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, FakeStaging
@@ -19,7 +19,7 @@ class HangingStaging(FakeStaging):
     """A chunk named "dead" hangs in its first read until ``mended`` is set."""
 
     def add(self, source, checksums, verify_checksum=False):
-        if source.path.endswith("dead"):
+        if isinstance(source, FolderSource) and source.path.endswith("dead"):
             self._runner.hang()
         return super().add(source, checksums, verify_checksum)
 
@@ -48,7 +48,7 @@ class HangingRunner(FakeRunner):
 
 
 class HangingHarness(Harness):
-    """A turn waits for the threads that do not hang."""
+    """A round waits for the threads that do not hang."""
 
     def join_staging(self) -> None:
         runner = self.runner
@@ -72,14 +72,14 @@ def h():
 
 def hang(h: Harness, folders, **args) -> int:
     call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "dead")), **args))
-    h.turn()
+    h.run_rounds()
     return call
 
 
 def hang_in_checksums(h: Harness) -> int:
     h.runner.hanging_checksums = True
     call = h.call(m.WeightInfoArgs(checksums=True))
-    h.turn()
+    h.run_rounds()
     return call
 
 
@@ -87,10 +87,10 @@ def test_an_update_that_hangs_is_given_up_in_time_and_the_next_one_has_a_thread_
     call = hang(h, folders)
     assert h.engine.weights.next_deadline() == h.now + 60.0, "an idle loop wakes up for it"
     h.now += 59.0
-    h.turn()
+    h.run_rounds()
     assert h.reply(call) is None
     h.now += 2.0
-    h.turn()
+    h.run_rounds()
     reply = h.reply(call)
     assert reply.failure.code == "staging_timeout" and "60 s" in reply.failure.message
     assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
@@ -98,7 +98,7 @@ def test_an_update_that_hangs_is_given_up_in_time_and_the_next_one_has_a_thread_
     assert h.update(folders / "w1").failure is None
     assert_serves(h, 1)
     h.mend()
-    h.turn(2)
+    h.run_rounds(2)
     assert h.runner.stagings[0].names == [], "what comes back late adds nothing"
     assert_serves(h, 1)
 
@@ -106,14 +106,14 @@ def test_an_update_that_hangs_is_given_up_in_time_and_the_next_one_has_a_thread_
 def test_the_call_may_say_how_long_and_so_may_begin(h, folders):
     call = hang(h, folders, timeout_s=3.0)
     h.now += 3.5
-    h.turn()
+    h.run_rounds()
     assert h.reply(call).failure.code == "staging_timeout"
     session = begin(h, timeout_s=5.0)
     first = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "dead"))))
     second = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))))
-    h.turn()
+    h.run_rounds()
     h.now += 5.5
-    h.turn(2)
+    h.run_rounds(2)
     assert h.reply(first).failure.code == h.reply(second).failure.code == "staging_timeout"
     assert commit(h, session).failure.code == "staging_timeout", "later calls are told why it ended"
     session = begin(h)
@@ -142,11 +142,11 @@ def test_an_update_in_place_that_is_given_up_takes_no_weights_when_it_comes_back
     call = hang(h, folders, in_place=True)
     assert "in_place" in hold_ids(h)
     h.now += 61.0
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call).failure.code == "staging_timeout" and "in_place" not in hold_ids(h)
     h.resume()
     h.add("r", [1, 2, 3], max_tokens=12)
-    h.turn(3)
+    h.run_rounds(3)
     h.mend()
     h.run_out()
     assert h.runner.has_weights and h.stream("r").reason == "length"
@@ -157,24 +157,31 @@ def test_so_many_may_hang_and_no_more_until_one_comes_back(h, folders):
     for _ in range(MAX_LEFT_BEHIND):
         call = hang(h, folders, timeout_s=1.0)
         h.now += 2.0
-        h.turn(2)
+        h.run_rounds(2)
         assert h.reply(call).failure.code == "staging_timeout"
     update = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")))
-    for args in (m.BeginUpdateArgs(), update, m.WeightInfoArgs(checksums=True)):
-        refused = failure(h, args)
-        assert refused.code == "update_in_progress" and "4 reads" in refused.message
+    refused = failure(h, update)
+    assert refused.code == "update_in_progress" and "4 reads" in refused.message
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
     assert_serves(h, 0)
+    session = begin(h)
+    assert chunk(h, session, folders / "w1").failure.code == "update_in_progress"
+    assert h.ask(m.UpdateChunkArgs(session, SharedMemorySource("w2", 12)), rounds=2).failure is None
+    assert commit(h, session).failure is None, "what is not read from a folder is not in the way"
+    assert h.ask(m.WeightInfoArgs(checksums=True), rounds=2).failure is None
+    assert_serves(h, 2)
     h.mend()
-    h.turn()
+    h.run_rounds()
     assert h.update(folders / "w1").failure is None
     assert_serves(h, 1)
 
 
-def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold():
+def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold(folders):
     h = paused()
     h.engine.weights._thread.check_room = lambda: (_ for _ in ()).throw(UpdateInProgress("no room"))
-    assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "update_in_progress"
+    assert (
+        failure(h, m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), in_place=True)).code == "update_in_progress"
+    )
     assert "in_place" not in hold_ids(h) and not h.runner.stagings
 
 
@@ -185,13 +192,13 @@ def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold():
 def test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back(h, tags):
     checksums = hang_in_checksums(h)
     h.add("r", [1, 2, 3], max_tokens=60)
-    h.turn(3)
+    h.run_rounds(3)
     call = h.call(m.SleepArgs(tags, timeout_s=2.0))
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call) is None and hold_ids(h) == ["sleep"]
     assert h.engine.sleeper.next_deadline() == h.now + 2.0, "an idle loop wakes up for it"
     h.now += 2.5
-    h.turn()
+    h.run_rounds()
     reply = h.reply(call)
     assert reply.failure.code == "pause_timeout" and reply.result["asleep"] == [] and not h.runner.asleep
     assert not hold_ids(h) and not h.status()["rejecting_new_requests"]
@@ -199,9 +206,9 @@ def test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_bac
     assert h.stream("r").reason == "length"
     assert h.ask(m.WakeArgs()).failure.code == "wrong_order", "nothing sleeps"
     h.now += 60.0
-    h.turn(2)
+    h.run_rounds(2)
     assert h.reply(checksums).failure.code == "staging_timeout"
-    assert h.ask(m.SleepArgs(tags), turns=3).failure is None, "what was given up is not waited for"
+    assert h.ask(m.SleepArgs(tags), rounds=3).failure is None, "what was given up is not waited for"
     h.ask(m.WakeArgs())
     assert_serves(h, 0)
 
@@ -209,12 +216,12 @@ def test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_bac
 def test_of_two_sleeps_that_wait_one_may_give_up_and_the_hold_is_the_others(h):
     hang_in_checksums(h)
     short, long = (h.call(m.SleepArgs((tag,), timeout_s=s)) for tag, s in (("weight", 2.0), ("kv_cache", 30.0)))
-    h.turn(3)
+    h.run_rounds(3)
     h.now += 3.0
-    h.turn()
+    h.run_rounds()
     assert h.reply(short).failure.code == "pause_timeout" and h.reply(long) is None and hold_ids(h) == ["sleep"]
     h.mend()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(long).result["asleep"] == ["kv_cache"] and hold_ids(h) == ["sleep"]
     h.ask(m.WakeArgs())
     assert not hold_ids(h)
@@ -224,10 +231,10 @@ def test_of_two_sleeps_that_wait_one_may_give_up_and_the_hold_is_the_others(h):
 def test_a_reset_frees_a_sleep_that_waits_for_a_read_that_hangs(h, folders):
     hanging = hang(h, folders)
     call = h.call(m.SleepArgs(("kv_cache",), timeout_s=30.0))
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call) is None
     h.ask(m.ResetArgs())
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(hanging).failure.code == "session_not_found" and h.reply(call).result["asleep"] == ["kv_cache"]
     h.ask(m.WakeArgs())
     assert not hold_ids(h)

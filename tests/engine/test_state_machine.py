@@ -21,8 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.pause import Mode, Phase
+from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing
 from support.harness import Harness
@@ -45,6 +46,7 @@ SAMPLING = st.builds(
     logprobs=st.sampled_from([None, None, 0]),
 ).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
 HOLDS = st.sampled_from([None, None, "x", "y"])
+SCOPES = st.sampled_from([WHOLE_ENGINE, WHOLE_ENGINE, "tenant"])
 PAUSES = st.builds(
     m.PauseArgs,
     mode=st.sampled_from(["abort", "wait", "wait", "keep"]),
@@ -54,6 +56,7 @@ PAUSES = st.builds(
     on_timeout=st.sampled_from([None, "keep", "abort", "cancel"]),
     ttl_s=st.sampled_from([None, None, 2.0, 20.0]),
     hold_id=HOLDS,
+    scope=SCOPES,
 )
 FOLDERS = ["w1", "w2", "w3-recompute", "bad", "garbage"]
 UPDATES = [("w1", "keep"), ("w2", "keep"), ("w3-recompute", "recompute"), ("bad", "keep"), ("garbage", "recompute")]
@@ -99,11 +102,12 @@ class EngineMachine(RuleBasedStateMachine):
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
         self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20, lost_commit=lost_commit)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
+        self.tenant = self.engine.scopes.pause_of(self.engine.scopes.add("tenant").id)
         self.witness = Witness(self.h)
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
-        self.read_in_step = 0  # calls that the engine has read, and handles in its next turn
+        self.read_in_step = 0  # calls that the engine has read, and handles in its next round
 
     # ---------------------------------------------------------------- clients
 
@@ -111,7 +115,9 @@ class EngineMachine(RuleBasedStateMachine):
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
         if isinstance(args, m.PauseArgs) and args.mode == "abort":
-            self.doomed[call_id] = [stream for stream in self.witness.streams.values() if stream.open]
+            scopes = [args.scope] if args.scope != WHOLE_ENGINE else [WHOLE_ENGINE, "tenant"]
+            streams = self.witness.streams.values()
+            self.doomed[call_id] = [stream for stream in streams if stream.open and stream.add.scope in scopes]
         return call_id
 
     def live_clients(self) -> list[str]:
@@ -157,9 +163,9 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- requests
 
     @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
-          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]))  # fmt: skip
-    def add(self, data, prompt, sampling, n, priority, salt):
-        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt)
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), scope=SCOPES)  # fmt: skip
+    def add(self, data, prompt, sampling, n, priority, salt, scope):
+        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, scope)
 
     @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30))
     def add_more_than_the_pool_holds(self, data, n, max_tokens):
@@ -177,9 +183,11 @@ class EngineMachine(RuleBasedStateMachine):
                 self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
                 self.step()
 
-    def send_add(self, client, request_id, prompt, sampling, n, priority, salt):
+    def send_add(self, client, request_id, prompt, sampling, n, priority, salt, scope=WHOLE_ENGINE):
         group = f"g{len(prompt) % 2}" if priority else ""
-        add = AddRequest(request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group)
+        add = AddRequest(
+            request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group, scope=scope
+        )
         self.h.send(add, client)
         self.witness.added(client, add)
 
@@ -229,11 +237,11 @@ class EngineMachine(RuleBasedStateMachine):
             action()
         self.step()
 
-    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]))
-    def resume(self, data, hold_id):
-        self.call(m.ResumeArgs(hold_id), self.some_client(data))
+    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]), scope=SCOPES)
+    def resume(self, data, hold_id, scope):
+        self.call(m.ResumeArgs(hold_id, scope), self.some_client(data))
 
-    @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained)
+    @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained(self.pause.scope))
     @rule(data=st.data())
     def wait_takes_over_from_keep(self, data):
         self.call(m.PauseArgs("wait", hold_id="z"), self.some_client(data))
@@ -242,7 +250,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
         self.step()
 
-    @precondition(lambda self: self.pause.phase is Phase.RUNNING and not self.engine.scheduler.drained)
+    @precondition(
+        lambda self: self.pause.phase is PausePhase.RUNNING and not self.engine.scheduler.drained(self.pause.scope)
+    )
     @rule(
         data=st.data(),
         on_timeout=st.sampled_from([None, "abort", "cancel"]),
@@ -291,7 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
           expected=st.sampled_from([None, None, "serving", "nope"]), kv=st.sampled_from(["keep", "recompute"]),
           partial=st.booleans(), in_place=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]))  # fmt: skip
     def begin_session(self, data, version, expected, kv, partial, in_place, lease_s):
-        expected = self.engine.version if expected == "serving" else expected
+        expected = self.h.served.version if expected == "serving" else expected
         self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, in_place, lease_s))
 
     def begin_with(self, data, args: m.BeginUpdateArgs) -> None:
@@ -315,7 +325,7 @@ class EngineMachine(RuleBasedStateMachine):
         session_id = self.some_session(data)
         told, session = self.publications[session_id], self.engine.weights.session
         kv = "recompute" if told.names and told.names[-1].endswith("recompute") else None
-        fits = session is not None and session.expected_version in (None, self.engine.version)
+        fits = session is not None and session.expected_version in (None, self.h.served.version)
         self.call(m.CommitUpdateArgs(session_id, version, kv), self.some_client(data))
         if not told.committing and fits:
             told.version, told.committing = version or told.version, True
@@ -357,8 +367,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.label_comes(version)
 
     def label_comes(self, version: str) -> None:
-        """No token of the turn in which it is read has the old label: all are sampled after its messages."""
-        self.witness.versions[self.engine.weight_epoch] = version
+        """No token of the round in which it is read has the old label: all are sampled after its messages."""
+        self.witness.versions[self.h.served.weight_epoch] = version
         self.step()
 
     @rule(data=st.data(), version=st.sampled_from([None, None, "z"]), sure=st.integers(0, 2))
@@ -368,7 +378,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
         live = [stream for stream in self.witness.streams.values() if stream.open]
         self.call(m.ResetArgs(version), self.some_client(data))
-        self.label_comes(version or self.engine.version)
+        self.label_comes(version or self.h.served.version)
         assert not any(stream.open for stream in live), "not aborted"
         assert all(hold.named for hold in self.pause.holds.values()) and self.engine.weights.session is None
 
@@ -414,7 +424,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.finish_all_work()
 
     def finish_all_work(self) -> None:
-        """Turn until the staging thread has nothing left to do, which ends between two turns."""
+        """Run the loop until the staging thread has nothing left to do, which ends between two rounds."""
         self.let_staging_end()
         self.step()
         for _ in range(200):
@@ -434,7 +444,7 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- time
 
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
-    def turn(self, times):
+    def rounds(self, times):
         for _ in range(times):
             self.step()
 
@@ -451,7 +461,7 @@ class EngineMachine(RuleBasedStateMachine):
             requests = self.engine.lifecycle.requests
             assert not any(r.group.client in self.witness.dropped for r in requests), "nobody wants it"
 
-    @precondition(lambda self: self.engine.scheduler.has_work(self.pause.gate))
+    @precondition(lambda self: self.engine.scheduler.has_work)
     @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
     def worker_dies(self, data, sure, draining):
         """Rarely. The loop answers everything that is open, once, and ends; another engine takes over."""
@@ -459,7 +469,7 @@ class EngineMachine(RuleBasedStateMachine):
         if draining and not sure:
             self.call(m.PauseArgs("wait"), self.some_client(data))
         self.step()
-        if sure or not self.engine.scheduler.has_work(self.pause.gate):
+        if sure or not self.engine.scheduler.has_work:
             return
         self.h.runner.fail_next = True
         with pytest.raises(EngineError):
@@ -467,19 +477,22 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert self.pause.unanswered == 0 and not self.engine.weights_in_use()
-        self.start_engine(lost_commit=self.engine.weight_epoch > 0)
+        assert self.pause.unanswered == self.tenant.unanswered == 0 and not self.engine.weights.in_use
+        self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
     def step(self) -> None:
         was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
-        weight_epoch, seen = self.engine.weight_epoch, len(self.witness.replies)
+        frozen = self.tokens_of_the_tenant() if self.tenant.is_paused else None
+        weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
-        self.h.turn()
-        if self.engine.weight_epoch != weight_epoch:
+        self.h.run_rounds()
+        if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
             assert self.h.runner.computed_tokens == computed and tokens == 0, "PAUSED, and yet it computed"
+        if frozen is not None and self.tenant.is_paused:
+            assert self.tokens_of_the_tenant() == frozen, "its scope is PAUSED, and yet it computed"
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
@@ -487,13 +500,16 @@ class EngineMachine(RuleBasedStateMachine):
         idle = session is not None and session.state.value == "open" and not session.pending
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
+    def tokens_of_the_tenant(self) -> int:
+        return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.scope == "tenant")
+
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """``serving``: the weights before."""
         self.witness.weights[weight_epoch] = told.weights(serving)
         self.witness.versions[weight_epoch] = told.version or str(weight_epoch)
         assert told.committing and "bad" not in told.names and "garbage" not in told.names
         assert self.h.runner.weights == told.weights(serving), "what was committed was not asked for"
-        assert self.engine.version == self.witness.versions[weight_epoch]
+        assert self.h.served.version == self.witness.versions[weight_epoch]
         event("commit")
 
     def check_reply(self, args: m.Args, reply: m.Reply) -> None:
@@ -504,11 +520,13 @@ class EngineMachine(RuleBasedStateMachine):
                 event(f"pause {args.mode}: {code}")
                 if code is None:
                     assert reply.result["is_paused"] and reply.result["rejecting_new_requests"]
-                    self.assert_everything_is_delivered()
+                    if args.scope == WHOLE_ENGINE:
+                        self.assert_everything_is_delivered()
                     assert not any(s.open for s in self.doomed.get(reply.call_id, [])), "not aborted"
                 if code == "pause_timeout":
                     assert args.on_timeout == "cancel" or args.hold_id is not None
-                    assert reply.result["hold"]["id"] not in self.pause.holds, "it failed, and yet it holds"
+                    holds = self.engine.scopes.pause_of(args.scope).holds
+                    assert reply.result["hold"]["id"] not in holds, "it failed, and yet it holds"
             case m.ResumeArgs(hold_id) if code is not None:
                 assert code == "resume_refused" and hold_id in SYSTEM_HOLDS, reply
             case m.ResumeArgs(hold_id):
@@ -535,21 +553,21 @@ class EngineMachine(RuleBasedStateMachine):
     def check_calls(self) -> None:
         calls = list(self.witness.calls.values())
         pauses = [args for args in calls if isinstance(args, m.PauseArgs | m.SleepArgs)]
-        unanswered = self.pause.unanswered + self.engine.sleeper.unanswered + self.read_in_step
+        unanswered = sum(p.unanswered for p in (self.pause, self.tenant, self.engine.sleeper)) + self.read_in_step
         assert len(pauses) <= unanswered, "a pause call was forgotten"
         other = [args for args in calls if not isinstance(args, LATER)]
         assert not other, f"not answered at once: {other}"
         if len(calls) > len(pauses):
-            assert self.engine.weights_in_use(), "a call about weights was forgotten"
+            assert self.engine.weights.in_use, "a call about weights was forgotten"
 
     @invariant()
     def flags_are_legal(self):
-        pause = self.pause
-        assert bool(pause.holds) == (pause.phase is not Phase.RUNNING) == pause.rejecting_new_requests
-        assert not pause.is_paused or pause.rejecting_new_requests
-        assert pause.unanswered == 0 or pause.holds
-        may_run = pause.phase is Phase.RUNNING or (pause.phase is Phase.DRAINING and pause.mode is Mode.WAIT)
-        assert may_run or not self.engine.scheduler.has_work(pause.gate)
+        for pause in (self.tenant, self.pause):
+            assert bool(pause.holds) == (pause.phase is not PausePhase.RUNNING) == pause.rejecting_new_requests
+            assert not pause.is_paused or pause.rejecting_new_requests
+            assert pause.unanswered == 0 or pause.holds
+        may_run = pause.phase is PausePhase.RUNNING or (pause.phase is PausePhase.DRAINING and pause.mode is Mode.WAIT)
+        assert may_run or not self.engine.scheduler.has_work
         self.engine.lifecycle.check_integrity()
         self.what_runs_is_whole()
 
@@ -581,12 +599,12 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(3):  # deadlines and fences
             self.h.now += 6.0
             self.step()
-        for _ in range(2):  # a sleep that drained comes to its turn when the requests have ended
+        for _ in range(2):  # a sleep that drained is answered when the requests have ended
             self.let_go(self.live_clients()[0])
         self.h.now += 2.0  # a heartbeat finds who died
         self.step()
         self.step()
-        assert self.pause.phase is Phase.RUNNING
+        assert self.pause.phase is self.tenant.phase is PausePhase.RUNNING
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert not len(self.engine.lifecycle.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
@@ -596,8 +614,9 @@ class EngineMachine(RuleBasedStateMachine):
     def let_go(self, client: str) -> None:
         self.make_whole(client)
         self.call(m.ResumeArgs(), client)
-        for hold_id in list(self.pause.holds):
-            self.call(m.ResumeArgs(hold_id), client)
+        for pause in (self.pause, self.tenant):
+            for hold_id in list(pause.holds):
+                self.call(m.ResumeArgs(hold_id, pause.scope.id), client)
         for _ in range(500):
             self.step()
             if not len(self.engine.lifecycle.requests):

@@ -31,8 +31,8 @@ PROMPTS = [prompt(37, VOCAB), prompt(37, VOCAB)[:33] + prompt(9, VOCAB)]
 
 
 class HeldRunner(ModelRunner):
-    """A real runner whose staging can be held up, which the harness does while a turn runs. ``before_commit`` is called
-    by each commit."""
+    """A real runner whose staging can be held up, as the harness does during a round. ``before_commit`` is called by
+    each commit."""
 
     before_commit: Callable[[], None] = staticmethod(lambda: None)
 
@@ -81,11 +81,11 @@ def target(h: Harness, i: int, **fields) -> None:
 def update(h: Harness, folder: Path, kv: str, paused: bool) -> None:
     if paused:
         assert h.pause(mode="keep").failure is None
-    reply = h.update(str(folder), turns=3, kv=kv)
+    reply = h.update(str(folder), rounds=3, kv=kv)
     assert reply.failure is None and reply.result["kv"] == kv, reply
     if paused:
         assert h.status()["is_paused"], "an update never resumes"
-        h.turn(3)
+        h.run_rounds(3)
         assert h.resume().failure is None
 
 
@@ -95,11 +95,11 @@ def run(folders: tuple[Path, Path], offset: int, kv: str, paused: bool) -> tuple
     old, new = folders
     h = engine_on(old)
     for i in range(TARGETS):
-        h.turn(STAGGER)
+        h.run_rounds(STAGGER)
         target(h, i)
         if i % 6 == 0:  # others, of other lengths, that come and go
             h.add(f"other{i}", prompt(50 + i, VOCAB), max_tokens=7 + i, temperature=1.0, seed=i)
-    h.turn(offset)
+    h.run_rounds(offset)
     update(h, new, kv, paused)
     h.add("after", PROMPTS[0], max_tokens=LENGTH, temperature=0.0, logprobs=0)
     h.run_out()
@@ -161,9 +161,9 @@ def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process,
     long = prompt(90, VOCAB)
     h = engine_on(old, max_num_batched_tokens=16)
     h.add("busy", PROMPTS[0], max_tokens=60)
-    h.turn(5)
+    h.run_rounds(5)
     h.add("half", long, max_tokens=20, temperature=0.0, logprobs=0)
-    h.turn(2)
+    h.run_rounds(2)
     (half,) = h.engine.lifecycle.requests.known_as("half")
     computed = []
     h.runner.before_commit = lambda: computed.append(half.num_computed)
@@ -185,7 +185,7 @@ def test_a_request_that_goes_on_after_keep_and_update_still_ends_at_its_eos(fold
     def generate(folder: Path, ignore_eos: bool) -> Stream:
         h = engine_on(folder)
         target(h, 0, ignore_eos=ignore_eos)
-        h.turn(12)
+        h.run_rounds(12)
         update(h, new, "keep", paused=True)
         h.run_out()
         return h.stream("t0")

@@ -65,9 +65,9 @@ def test_so_does_a_session_of_chunks_an_update_in_place_and_one_that_is_partial(
     one_set = h.runner.alive
     assert h.update(folder, partial=True).failure is None
     assert h.runner.alive == one_set
-    session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), turns=3).failure is None
-    assert h.ask(m.CommitUpdateArgs(session), turns=3).failure is None
+    session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
+    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), rounds=3).failure is None
+    assert h.ask(m.CommitUpdateArgs(session), rounds=3).failure is None
     assert h.runner.alive == one_set
     h.pause(mode="keep")
     assert h.update(folder, in_place=True).failure is None
@@ -80,9 +80,9 @@ def test_what_was_refused_or_aborted_is_gone(h, folder):
     for _ in range(2):
         assert h.update(folder, checksums=wrong, verify_checksum=True).failure.code == "weight_update_refused"
         assert h.runner.alive == one_set
-    session = h.ask(m.BeginUpdateArgs(), turns=2).result["session_id"]
-    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), turns=3).failure is None
-    h.ask(m.AbortUpdateArgs(session), turns=3)
+    session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
+    assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), rounds=3).failure is None
+    h.ask(m.AbortUpdateArgs(session), rounds=3)
     assert h.runner.alive == one_set
 
 
@@ -98,18 +98,18 @@ def test_an_update_that_is_aborted_when_it_is_all_but_staged_is_gone(h, folder, 
 
     monkeypatch.setattr(WeightStaging, "finish", held_up)
     call = h.call(m.UpdateWeightsArgs(FolderSource(str(folder))))
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     h.call(m.AbortUpdateArgs())
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     may_end.set()
     h.join_staging()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(call).failure is not None
     assert h.runner.alive == one_set
 
 
 def test_sleep_frees_the_weights(h, folder):
     assert h.update(folder).failure is None
-    assert h.ask(m.SleepArgs(("weight",)), turns=5).failure is None
+    assert h.ask(m.SleepArgs(("weight",)), rounds=5).failure is None
     assert h.runner.alive == 0
-    assert h.ask(m.WakeArgs(("weight",)), turns=2).failure is None
+    assert h.ask(m.WakeArgs(("weight",)), rounds=2).failure is None

@@ -10,7 +10,7 @@ import pytest
 from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_session import TRANSITIONS, Event, Session, State
+from fastdeploy.engine.weight_session import TRANSITIONS, Session, SessionEvent, SessionState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import Harness, ListTransport
@@ -18,11 +18,11 @@ from support.harness import Harness, ListTransport
 # ---------------------------------------------------------------------- the table
 
 
-def session_in(state: State) -> Session:
+def session_in(state: SessionState) -> Session:
     return Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
 
 
-@pytest.mark.parametrize(("state", "event"), list(product(State, Event)))
+@pytest.mark.parametrize(("state", "event"), list(product(SessionState, SessionEvent)))
 def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(state, event):
     session = session_in(state)
     if (state, event) in TRANSITIONS:
@@ -35,8 +35,10 @@ def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(sta
 
 
 def test_an_ended_session_never_moves_again_and_every_other_can_end():
-    assert not [event for state, event in TRANSITIONS if state is State.ENDED]
-    assert {state for state, event in TRANSITIONS if event is Event.END} == set(State) - {State.ENDED}
+    assert not [event for state, event in TRANSITIONS if state is SessionState.ENDED]
+    assert {state for state, event in TRANSITIONS if event is SessionEvent.END} == set(SessionState) - {
+        SessionState.ENDED
+    }
 
 
 # ---------------------------------------------------------------------- the good way
@@ -45,14 +47,14 @@ def test_an_ended_session_never_moves_again_and_every_other_can_end():
 def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(folders):
     h = Harness()
     h.add("r", PROMPT, max_tokens=30)
-    h.turn(3)
+    h.run_rounds(3)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
     assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
     session = opened["session_id"]
     first = chunk(h, session, folders / "w1").result
     assert (first["session_id"], first["tensors"], first["nbytes"], first["tensors_received"]) == (session, 3, 12, 3)
     assert chunk(h, session, folders / "w2").result["tensors_received"] == 6
-    assert h.engine.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
+    assert h.served.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
     report = commit(h, session).result
     assert (report["status"], report["version"], report["weight_epoch"]) == ("committed", "v1", 1)
     assert (report["previous_version"], report["previous_weight_epoch"], report["requests_in_flight"]) == ("0", 0, 1)
@@ -72,14 +74,14 @@ def test_the_label_named_last_is_the_one(folders, at_begin, at_chunk, at_commit,
     h = Harness()
     session = begin(h, version=at_begin)
     chunk(h, session, folders / "w1", version=at_chunk)
-    assert commit(h, session, version=at_commit).result["version"] == label == h.engine.version
+    assert commit(h, session, version=at_commit).result["version"] == label == h.served.version
 
 
 def test_kv_of_the_commit_goes_over_that_of_begin(folders):
     """The fake runner refuses KV of the old weights after a commit of w1-recompute."""
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
-    h.turn(5)
+    h.run_rounds(5)
     session = begin(h, kv="keep")
     chunk(h, session, folders / "w1-recompute")
     report = commit(h, session, kv="recompute").result
@@ -96,11 +98,11 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     done = h.call(m.CommitUpdateArgs(session))
     late = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w3"))))
     again = h.call(m.CommitUpdateArgs(session))
-    h.turn(3)
+    h.run_rounds(3)
     assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "it is being committed"
     assert h.reply(calls[0]) is h.reply(done) is None
     h.runner.may_stage.set()
-    h.turn(5)
+    h.run_rounds(5)
     assert [h.reply(c).result["tensors_received"] for c in calls] == [3, 6]
     assert h.reply(done).failure is None and h.runner.weights == 2
 
@@ -157,11 +159,11 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     chunk(h, session, folders / "w1")
     h.runner.may_stage.clear()
     call = h.call(m.CommitUpdateArgs(session))
-    h.turn()
+    h.run_rounds()
     h.ask(m.SetVersionArgs("other"))
     h.runner.may_stage.set()
-    h.turn(3)
-    assert h.reply(call).failure.code == "version_conflict" and h.engine.weight_epoch == 0
+    h.run_rounds(3)
+    assert h.reply(call).failure.code == "version_conflict" and h.served.weight_epoch == 0
     assert_serves(h, 0)
     assert h.update(folders / "w1", expected_version="other").failure is None
 
@@ -204,7 +206,7 @@ def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folders, 
     chunk(h, session, folders / "w1")
     reply = chunk(h, session, folders / folder)
     assert reply.failure.code == "weight_update_refused" and reply.result["version"] == "0"
-    h.turn()
+    h.run_rounds()
     assert h.runner.stagings[0].abandoned
     for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
         late = failure(h, args)
@@ -220,9 +222,9 @@ def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
     h.runner.may_stage.clear()
     calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("bad", "w1", "w2")]
     calls.append(h.call(m.CommitUpdateArgs(session)))
-    h.turn(2)
+    h.run_rounds(2)
     h.runner.may_stage.set()
-    h.turn(6)
+    h.run_rounds(6)
     codes = [h.reply(call).failure.code for call in calls]
     assert codes == ["weight_update_refused"] + ["session_not_found"] * 3
     assert not h.runner.stagings[0].names, "and was not even read"
@@ -249,7 +251,7 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
 
 def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other(folders):
     h = Harness()
-    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource(str(folders / "w1")), placed_by=placer), turns=2)  # noqa: E731
+    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource(str(folders / "w1")), placed_by=placer), rounds=2)  # noqa: E731
     check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
     assert add("vllm").result == {"session_id": None} and check("vllm") is None
     session = begin(h, placed_by="vllm", partial=True)
@@ -258,7 +260,7 @@ def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_
     assert failure(h, m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
     assert h.engine.weights.session.tensors == 0, "the session of another placer is left alone"
     assert (add("vllm").result["session_id"], h.engine.weights.session.tensors) == (session, 3)
-    assert h.ask(m.CommitUpdateArgs(None, placed_by="vllm"), turns=2).result["session_id"] == session
+    assert h.ask(m.CommitUpdateArgs(None, placed_by="vllm"), rounds=2).result["session_id"] == session
     assert failure(h, m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
 
 
@@ -275,7 +277,7 @@ def test_a_commit_that_is_repeated_is_told_that_it_was_done(folders):
     chunk(h, session, folders / "w1")
     commit(h, session)
     again = commit(h, session).failure
-    assert again.code == "session_not_found" and "committed" in again.message and h.engine.weight_epoch == 1
+    assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
 
 
 def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders):
@@ -285,10 +287,10 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders
     h.now += 4.0
     chunk(h, session, folders / "w1")
     h.now += 4.9
-    h.turn()
+    h.run_rounds()
     assert h.engine.weights.session is not None, "a chunk renews the lease"
     h.now += 0.2
-    h.turn(2)
+    h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
     for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
         late = failure(h, args)
@@ -302,9 +304,9 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders
 
 def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
     h = Harness(heartbeat_s=100.0)
-    h.turn()
+    h.run_rounds()
     begin(h, lease_s=7.0)
-    assert h.engine._patience() == pytest.approx(7.0)
+    assert h.engine._idle_time() == pytest.approx(7.0)
 
 
 def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked(folders):
@@ -313,16 +315,16 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
     for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), m.CommitUpdateArgs(session)):
         h.runner.may_stage.clear()
         call = h.call(args)
-        h.turn()
+        h.run_rounds()
         h.now += 60.0
-        h.turn(2)
+        h.run_rounds(2)
         assert h.reply(call) is None and h.engine.weights.session is not None
         h.runner.may_stage.set()
-        h.turn(2)
+        h.run_rounds(2)
         assert h.reply(call).failure is None
         h.now += 4.0  # counted from the end of the work
-        h.turn()
-    assert h.engine.weight_epoch == 1
+        h.run_rounds()
+    assert h.served.weight_epoch == 1
 
 
 def test_abort_names_what_it_ended_and_may_be_repeated(folders):
@@ -335,7 +337,7 @@ def test_abort_names_what_it_ended_and_may_be_repeated(folders):
     other = begin(h)
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}, "an old name does not hit the new session"
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": [other]}
-    h.turn()
+    h.run_rounds()
     assert h.runner.stagings[0].abandoned
     assert_serves(h, 0)
 
@@ -350,10 +352,10 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
         session = begin(h)
         calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
         calls.append(h.call(m.CommitUpdateArgs(session)))
-    h.turn(2)
+    h.run_rounds(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
     h.runner.may_stage.set()
-    h.turn(4)
+    h.run_rounds(4)
     assert {h.reply(call).failure.code for call in calls} == {"session_not_found"}
     assert "aborted" in h.reply(calls[-1]).failure.message and h.runner.stagings[0].abandoned
     assert not h.runner.stagings[0].names, "a read that was given up adds nothing when it comes back"
@@ -368,7 +370,7 @@ def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
     h.runner.may_stage.clear()
     calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
     calls += [h.call(m.CommitUpdateArgs(session)), h.call(m.WeightInfoArgs(checksums=True))]
-    h.turn(2)
+    h.run_rounds(2)
     h.runner.fail_next = True
     with pytest.raises(EngineError):
         h.engine.run()
@@ -382,7 +384,7 @@ def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards
     h = Harness()
     h.runner.may_stage.clear()
     call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
-    h.turn()
+    h.run_rounds()
     h.engine.stop()
     woken.clear()
     h.engine.run()

@@ -23,7 +23,7 @@ def test_shared_memory_is_a_plain_name(name):
 @pytest.mark.parametrize(("roots", "allowed"), [(("/",), True), (("/dev/shm",), True), (("/srv",), False), ((), False)])
 def test_shared_memory_is_allowed_where_its_folder_is(roots, allowed):
     h = Harness(model_roots=roots)
-    reply = h.ask(m.UpdateWeightsArgs(SharedMemorySource("/w1")), turns=3)
+    reply = h.ask(m.UpdateWeightsArgs(SharedMemorySource("/w1")), rounds=3)
     assert (reply.failure is None) == allowed and h.runner.weights == int(allowed)
     if not allowed:
         assert reply.failure.detail["param"] == "shared_memory"
@@ -45,7 +45,7 @@ def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_root
         refused = failure(h, m.UpdateWeightsArgs(FileSource(str(path))))
         assert refused.code == "invalid_field", path
     (uploads / "fastdeploy-upload-1").write_text("not a checkpoint of the fake's, but let in")
-    refused = failure(h, m.UpdateWeightsArgs(FileSource(str(uploads / "fastdeploy-upload-1"))), turns=3)
+    refused = failure(h, m.UpdateWeightsArgs(FileSource(str(uploads / "fastdeploy-upload-1"))), rounds=3)
     assert refused.code == "weight_update_refused"
 
 

@@ -30,7 +30,7 @@ def assert_follows_its_spans(h: Harness, request_id: str, prompt: list[int], wei
 def test_a_folder_that_cannot_be_read_leaves_the_old_weights_serving(folders, folder):
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
-    h.turn(3)
+    h.run_rounds(3)
     reply = h.update(folders / folder, version="v1")
     assert reply.failure.code == "weight_update_refused"
     assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
@@ -61,11 +61,11 @@ def test_one_update_at_a_time_and_steps_go_on_while_it_is_staged(folders):
     h.add("r", [1, 2, 3], max_tokens=20)
     h.runner.may_stage.clear()
     first = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
-    h.turn(5)
+    h.run_rounds(5)
     assert h.update(folders / "w2").failure.code == "update_in_progress"
-    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.engine.weight_epoch == 0
+    assert h.reply(first) is None and len(h.stream("r").tokens) >= 5 and h.served.weight_epoch == 0
     h.runner.may_stage.set()
-    h.turn(2)
+    h.run_rounds(2)
     assert h.reply(first).failure is None and h.runner.weights == 1
     h.run_out()
     assert_follows_its_spans(h, "r", [1, 2, 3], {0: 0, 1: 1})
@@ -76,13 +76,13 @@ def test_the_label_is_a_label_and_the_epoch_counts(folders):
     for folder, version, label in (("w1", "same", "same"), ("w2", "same", "same"), ("w1", None, "3")):
         result = h.update(folders / folder, version=version).result
         assert result["version"] == label
-    assert h.engine.weight_epoch == 3 and result["previous_version"] == "same" and result["previous_weight_epoch"] == 2
+    assert h.served.weight_epoch == 3 and result["previous_version"] == "same" and result["previous_weight_epoch"] == 2
 
 
 def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_the_new_weights(folders):
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
-    h.turn(5)
+    h.run_rounds(5)
     h.pause(mode="keep")
     result = h.update(folders / "w1", version="v1").result
     assert result["state"] == "paused" and h.status()["is_paused"] and h.status()["version"] == "v1"
@@ -96,7 +96,7 @@ def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_th
 def test_every_choice_of_a_group_is_labelled(folders):
     h = Harness()
     h.add("g", [1, 2, 3], n=3, max_tokens=15)
-    h.turn(5)
+    h.run_rounds(5)
     h.update(folders / "w1", version="v1")
     h.run_out()
     for choice in range(3):
@@ -109,7 +109,7 @@ def test_kept_kv_is_not_computed_again_and_recompute_drops_it(folders):
     for kv, folder in (("keep", "w1"), ("recompute", "w1-recompute")):
         h = Harness()
         h.add("r", list(range(1, 21)), max_tokens=10)
-        h.turn(4)
+        h.run_rounds(4)
         h.pause(mode="keep")
         result = h.update(folders / folder, kv=kv).result
         assert result["requests_in_flight"] == 1
@@ -141,12 +141,12 @@ def test_blocks_whose_context_spans_epochs_are_never_shared(folders):
     h = Harness()
     prompt = list(range(1, 10))
     h.add("r", prompt, max_tokens=30)
-    h.turn(4)
+    h.run_rounds(4)
     h.update(folders / "w1")
-    h.turn(12)
+    h.run_rounds(12)
     known = prompt + h.stream("r").tokens
     h.add("curious", known, max_tokens=2)
-    h.turn(2)
+    h.run_rounds(2)
     assert h.engine.kv.hit_tokens == 0
     h.run_out()
     assert h.stream("curious").tokens == expected_tokens(known, 2, weights=1)
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_half_computed_at_the_commit_is_not_shared(folders):
     h = Harness(max_num_batched_tokens=8)
     prompt = list(range(1, 30))
     h.add("first", prompt, max_tokens=3)
-    h.turn(2)
+    h.run_rounds(2)
     h.update(folders / "w1")
     h.add("second", prompt, max_tokens=3)
     h.run_out()
@@ -167,7 +167,7 @@ def test_a_prompt_that_is_half_computed_at_the_commit_is_not_shared(folders):
 def test_a_request_whose_kv_spans_epochs_is_preempted_last_and_its_spans_say_so(folders):
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
     h.add("kept", [1, 2, 3], max_tokens=40, priority=5)
-    h.turn(4)
+    h.run_rounds(4)
     h.update(folders / "w1")
     for i in range(3):
         h.add(f"new{i}", [i + 4] * 8, max_tokens=30)
@@ -184,7 +184,7 @@ def test_when_all_kv_spans_epochs_one_is_preempted_and_its_later_spans_say_recom
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
     for i in range(4):
         h.add(f"r{i}", [i + 4] * 8, max_tokens=30)
-    h.turn(3)
+    h.run_rounds(3)
     h.update(folders / "w1")
     h.run_out()
     streams = {i: h.stream(f"r{i}") for i in range(4)}
@@ -200,7 +200,7 @@ def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well
     """Preempted, or cleared by a pause, under the old weights: what was kept is the request, not its KV."""
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=12)
-    h.turn(4)
+    h.run_rounds(4)
     h.pause(mode="keep", clear_cache=True)
     h.update(folders / "w1")
     h.resume()
@@ -211,12 +211,12 @@ def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well
 def test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again(folders):
     commits = []
     h = Harness(lost_commit=True)
-    h.engine._on_commit = commits.append
+    h.engine._switch._on_commit = commits.append
     h.add("r", [1, 2], max_tokens=3)
-    h.turn(3)
+    h.run_rounds(3)
     assert h.status()["is_paused"] and h.status()["holds"][0]["id"] == "republish"
     h.resume()
-    h.turn(3)
+    h.run_rounds(3)
     assert h.stream("r").tokens == [], "no silent return to an old policy"
     h.update(folders / "w1")
     h.run_out()
@@ -241,10 +241,10 @@ def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out(fol
     h = Harness()
     h.connect("b")
     h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))), "b")
-    h.turn()
+    h.run_rounds()
     h.transport.gone.add("b")
-    h.turn(2)
-    assert h.engine.weight_epoch == 1
+    h.run_rounds(2)
+    assert h.served.weight_epoch == 1
     assert h.update(folders / "w2").failure is None
 
 
@@ -252,10 +252,10 @@ def test_a_prompt_computed_over_a_commit_says_so_once_its_kv_is_rebuilt(folders)
     """Its first token is of the new epoch already; the KV below it was not, until it was lost."""
     h = Harness(max_num_batched_tokens=4)
     h.add("r", list(range(1, 11)), max_tokens=12)
-    h.turn()
+    h.run_rounds()
     h.update(folders / "w1")
     while not h.stream("r").tokens:
-        h.turn()
+        h.run_rounds()
     h.pause(mode="keep", clear_cache=True)
     before = len(h.stream("r").tokens)
     h.resume()

@@ -17,15 +17,15 @@ def begin(h: Harness, **args) -> str:
 
 
 def chunk(h: Harness, session: str, folder, **args) -> m.Reply:
-    return h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder)), **args), turns=2)
+    return h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder)), **args), rounds=2)
 
 
 def commit(h: Harness, session: str, **args) -> m.Reply:
-    return h.ask(m.CommitUpdateArgs(session, **args), turns=2)
+    return h.ask(m.CommitUpdateArgs(session, **args), rounds=2)
 
 
-def failure(h: Harness, args: m.Args, turns: int = 2) -> m.Failure:
-    reply = h.ask(args, turns=turns)
+def failure(h: Harness, args: m.Args, rounds: int = 2) -> m.Failure:
+    reply = h.ask(args, rounds=rounds)
     assert reply.failure is not None, reply
     return reply.failure
 

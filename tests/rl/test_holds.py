@@ -123,7 +123,7 @@ def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication(serve
             assert lost.value.reports[0].error.code == "hold_not_found"
             info = await client.replicas[0].call("GET", "/v1/weights")
             assert (info["weight_epoch"], info["session"]) == (
-                server.engine.weight_epoch,
+                server.engine.scopes.whole.served.weight_epoch,
                 None,
             ) and server.runner.weights == 0
             await client.resume()  # raised only once

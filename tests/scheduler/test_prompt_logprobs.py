@@ -67,7 +67,7 @@ def test_they_are_told_once_though_the_request_is_preempted_before_and_after_its
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64), max_num_batched_tokens=8)
     h.add("first", [7] * 8, max_tokens=50)
     h.add("asks", PROMPT, prompt_logprobs=1, max_tokens=30)
-    h.turn(3)
+    h.run_rounds(3)
     request = h.engine.lifecycle.requests.get("asks")[0]
     assert 0 < request.num_computed < len(PROMPT)
     h.engine.scheduler.retract(request)
@@ -80,7 +80,7 @@ def test_they_are_told_once_though_the_request_is_preempted_before_and_after_its
 def test_a_pause_in_the_middle_of_the_prompt_loses_none(clear_cache):
     h = Harness(max_num_batched_tokens=8)
     h.add("r", PROMPT, prompt_logprobs=1, max_tokens=3)
-    h.turn(2)
+    h.run_rounds(2)
     h.pause(mode="keep", clear_cache=clear_cache)
     assert told(h, "r") == []
     h.resume()
@@ -91,18 +91,18 @@ def test_a_pause_in_the_middle_of_the_prompt_loses_none(clear_cache):
 def test_an_abort_in_the_middle_returns_those_that_are_known():
     h = Harness(max_num_batched_tokens=8)
     h.add("r", PROMPT, prompt_logprobs=1, max_tokens=3)
-    h.turn(2)
+    h.run_rounds(2)
     h.ask(m.AbortArgs(request_ids=["r"]))
     assert told(h, "r") == whole(PROMPT)[:16] and h.stream("r").reason == "abort"
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-@pytest.mark.parametrize("turns", [1, 2, 3, 4])
-def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(tmp_path, kv, turns):
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(tmp_path, kv, rounds):
     """The weights of the prompt logprobs are those of the first token."""
     h = Harness(max_num_batched_tokens=8)
     h.add("r", PROMPT, prompt_logprobs=1, max_tokens=20)
-    h.turn(turns)
+    h.run_rounds(rounds)
     first_by_old = h.stream("r").tokens != []
     folder = tmp_path / ("w3" if kv == "keep" else "w3-recompute")
     folder.mkdir()
@@ -115,8 +115,8 @@ def test_an_update_in_the_middle_of_the_prompt_leaves_none_of_the_old_weights(tm
 def test_resumed_tokens_count_as_output_for_penalties_and_first_choice_for_random_numbers():
     h = Harness()
     h.add("r", PROMPT, resumed_tokens=10, first_choice=2, n=2, max_tokens=2)
-    h.turn()
-    h.turn()
+    h.run_rounds()
+    h.run_rounds()
     chunks = {chunk.key: chunk for plan in h.runner.plans for chunk in plan.chunks}
     assert sorted(chunks) == [("r", 2), ("r", 3)]
     assert {chunk.num_prompt_tokens for chunk in chunks.values()} == {20}
@@ -128,7 +128,7 @@ def test_resumed_tokens_count_as_output_for_penalties_and_first_choice_for_rando
 def test_impossible_resubmissions_are_refused_by_name(field, value):
     h = Harness()
     h.add("r", PROMPT, **{field: value})
-    h.turn()
+    h.run_rounds()
     failure = h.rejected("r")
     assert failure.code == InvalidField.code and failure.detail["param"] == field
 
@@ -137,7 +137,7 @@ def test_more_than_a_reply_may_hold_are_refused_at_the_engines_door_too():
     h = Harness(FakeRunner(num_blocks=2048, max_model_len=8192))
     h.add("fits", [1] * 5190, prompt_logprobs=100, max_tokens=1)
     h.add("too many", [1] * 5191, prompt_logprobs=100)
-    h.turn()
+    h.run_rounds()
     assert h.rejected("fits") is None
     failure = h.rejected("too many")
     assert failure.detail["param"] == "prompt_logprobs" and "expected at most 524288" in failure.message
@@ -147,7 +147,7 @@ def test_a_label_changed_between_two_tokens_makes_two_spans_of_one_epoch():
     """known failure 26 and 23: only the label changes, nothing is aborted."""
     h = Harness()
     h.add("r", [1, 2], max_tokens=6)
-    h.turn(3)
+    h.run_rounds(3)
     before = len(h.stream("r").tokens)
     h.ask(m.SetVersionArgs("renamed"))
     h.run_out()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 
-from fastdeploy.core.request import Event, Group, Request
+from fastdeploy.core.request import Group, Request, RequestEvent
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.scheduler.queue import WaitingQueue
+
+SCOPE = Scope(WHOLE_ENGINE)
 
 
 def make(name: str, order: tuple[int, int], started: bool = False) -> Request:
-    group = Group("a", AddRequest(name, [1], SamplingParams()))
+    group = Group("a", AddRequest(name, [1], SamplingParams()), SCOPE)
     group.requests = [Request(group, 0, order, 1)]
     group.started = started
     return group.requests[0]
@@ -59,7 +62,7 @@ def test_removed_entries_do_not_pile_up_while_nobody_looks():
 
 def test_only_a_request_that_waits_may_be_queued():
     queue, request = WaitingQueue(), make("r", (0, 1))
-    request.advance(Event.ADMIT)
+    request.advance(RequestEvent.ADMIT)
     try:
         queue.push(request)
     except AssertionError:

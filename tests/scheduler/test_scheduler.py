@@ -16,12 +16,12 @@ from support.harness import Harness
 def test_first_come_first_served_within_a_priority_and_smaller_priorities_first():
     h = Harness(max_num_seqs=1)
     h.add("now", [1], max_tokens=3)
-    h.turn()
+    h.run_rounds()
     for name, priority in (("late", 5), ("second", 0), ("third", 0), ("urgent", -1)):
         h.add(name, [2], priority=priority, max_tokens=2)
     finished = []
     for _ in range(20):
-        h.turn()
+        h.run_rounds()
         finished += [
             n for n in ("now", "late", "second", "third", "urgent") if h.stream(n).finals and n not in finished
         ]
@@ -32,7 +32,7 @@ def test_the_last_in_order_gives_way_and_comes_back_first():
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
     for name, priority in (("a", 0), ("b", 0), ("low", 3), ("c", 0)):
         h.add(name, [priority + 1] * 8, priority=priority, max_tokens=30)
-    h.turn(3)
+    h.run_rounds(3)
     h.add("newcomer", [9], priority=3, max_tokens=2)
     h.run_out()
     preempted = {name: h.stream(name).finals[0].num_preempted for name in ("a", "b", "low", "c")}
@@ -43,10 +43,10 @@ def test_the_last_in_order_gives_way_and_comes_back_first():
 def test_a_long_prompt_is_computed_in_chunks_beside_the_decodes():
     h = Harness(FakeRunner(num_blocks=64, max_model_len=200), max_num_batched_tokens=8)
     h.add("decoding", [1, 2], max_tokens=30)
-    h.turn(2)
+    h.run_rounds(2)
     h.add("long", [3] * 40, max_tokens=3)
     before = len(h.stream("decoding").tokens)
-    h.turn(4)
+    h.run_rounds(4)
     assert len(h.stream("decoding").tokens) == before + 4 and h.stream("long").tokens == []
     assert all(plan.num_tokens <= 8 for plan in h.runner.plans)
     h.run_out()
@@ -65,7 +65,7 @@ def test_a_preempted_request_finds_its_own_blocks_again():
 def test_without_prefix_caching_nothing_is_shared_and_a_group_does_not_wait_for_itself():
     h = Harness(enable_prefix_caching=False)
     h.add("g", list(range(1, 10)), n=3, max_tokens=3)
-    h.turn()
+    h.run_rounds()
     assert len(h.engine.scheduler.running) == 3
     h.run_out()
     assert h.engine.kv.hit_tokens == 0 and h.stream("g", 2).tokens == expected_tokens(list(range(1, 10)), 3)
@@ -75,7 +75,7 @@ def test_the_others_of_a_prompt_go_on_when_the_one_that_computes_it_is_cancelled
     h = Harness(max_num_batched_tokens=8)
     h.add("first", [7] * 20, max_tokens=3)
     h.add("second", [7] * 20, max_tokens=3)
-    h.turn()
+    h.run_rounds()
     h.send(m.CancelRequest("first"))
     h.run_out()
     assert h.stream("second").tokens == expected_tokens([7] * 20, 3)
@@ -108,13 +108,13 @@ def looks_of_six_steps(waiting: int, lacking: str) -> int:
     for i in range(4):
         h.add(f"r{i}", [i + 1] * 20, max_tokens=14)
     for _ in range(4):
-        h.engine.turn(block=False)
+        h.engine.run_once(block=False)
     for i in range(waiting):
         h.add(f"w{i}", [5] * 100, n=1 + i % 2)
-    h.engine.turn(block=False)
+    h.engine.run_once(block=False)
     CountingRequest.looks.clear()
     for _ in range(6):
-        h.engine.turn(block=False)
+        h.engine.run_once(block=False)
     looks = CountingRequest.looks.total()
     assert len(h.engine.scheduler.waiting) == waiting + waiting // 2 and len(h.engine.scheduler.running) == 4
     return looks
@@ -134,12 +134,12 @@ def test_ending_thousands_that_wait_costs_each_the_same(monkeypatch):
         h = Harness(FakeRunner(num_blocks=128))
         for i in range(waiting + 4):
             h.add(f"r{i}", [i % 900 + 1], max_tokens=60)
-        h.engine.turn(block=False)
+        h.engine.run_once(block=False)
         CountingRequest.looks.clear()
         computed = h.runner.computed_tokens
         h.send(m.Call(1, m.PauseArgs(mode="abort")))
-        h.engine.turn(block=False)
-        h.engine.turn(block=False)
+        h.engine.run_once(block=False)
+        h.engine.run_once(block=False)
         assert h.status()["is_paused"] and h.runner.computed_tokens == computed
         costs.append(CountingRequest.looks.total() / waiting)
     assert costs[1] < costs[0] * 1.5

@@ -1,6 +1,6 @@
-"""An engine on a fake runner, a transport made of lists and a clock that stands: tests turn the loop by hand, advance
-``now`` (seconds), and see every message. ``running_pids``: the processes of clients that live and are not stopped, as
-the engine is told when a client is mute."""
+"""An engine on a fake runner, with a transport made of lists and a clock that stands. Tests run the loop by rounds,
+advance ``now`` (seconds), and see every message. ``running_pids``: the processes of clients that live and are not
+stopped, as the engine is told when a client is mute."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
@@ -88,14 +89,14 @@ class Harness:
 
     def connect(self, client: str, pid: int = 1) -> None:
         self.send(m.Hello(pid), client)
-        self.engine.turn(block=False)
+        self.engine.run_once(block=False)
 
     def send(self, message: m.ToEngine, client: str = "a") -> None:
         self.transport.inbox.append((client, message))
 
     def add(self, request_id: str, prompt: list[int], client: str = "a", **fields) -> None:
         """Fields of AddRequest and of SamplingParams alike."""
-        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice"}
+        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice", "scope"}
         of_request = {k: fields.pop(k) for k in own & fields.keys()}
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})
         self.send(AddRequest(request_id, prompt, params, **of_request), client)
@@ -105,21 +106,21 @@ class Harness:
         self.send(m.Call(call_id, args), client)
         return call_id
 
-    def ask(self, args: m.Args, client: str = "a", turns: int = 1) -> m.Reply:
-        """Call and turn the loop until the answer is there (it must be, within ``turns``)."""
+    def ask(self, args: m.Args, client: str = "a", rounds: int = 1) -> m.Reply:
+        """Call and run the loop until the answer is there (it must be, within ``rounds``)."""
         call_id = self.call(args, client)
-        for _ in range(turns):
-            self.turn()
+        for _ in range(rounds):
+            self.run_rounds()
             reply = self.reply(call_id, client)
             if reply is not None:
                 return reply
-        raise AssertionError(f"no reply to {args} within {turns} turns")
+        raise AssertionError(f"no reply to {args} within {rounds} rounds")
 
-    def update(self, folder: str, turns: int = 3, **args) -> m.Reply:
-        return self.ask(m.UpdateWeightsArgs(FolderSource(str(folder)), **args), turns=turns)
+    def update(self, folder: str, rounds: int = 3, **args) -> m.Reply:
+        return self.ask(m.UpdateWeightsArgs(FolderSource(str(folder)), **args), rounds=rounds)
 
-    def pause(self, turns: int = 50, **args) -> m.Reply:
-        return self.ask(m.PauseArgs(**args), turns=turns)
+    def pause(self, rounds: int = 50, **args) -> m.Reply:
+        return self.ask(m.PauseArgs(**args), rounds=rounds)
 
     def resume(self, hold_id: str | None = None) -> m.Reply:
         return self.ask(m.ResumeArgs(hold_id=hold_id))
@@ -127,18 +128,23 @@ class Harness:
     def status(self) -> dict:
         return self.engine.pause.status()
 
+    @property
+    def served(self) -> ServedWeights:
+        """The weights that serve the whole engine."""
+        return self.engine.scopes.whole.served
+
     # ---------------------------------------------------------------- the loop
 
-    def turn(self, times: int = 1) -> None:
+    def run_rounds(self, times: int = 1) -> None:
         for _ in range(times):
             with self._staging_held_up():
-                self.engine.turn(block=False)
+                self.engine.run_once(block=False)
             self.join_staging()
             self.engine.lifecycle.check_integrity()
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:
-        """Staging runs on a thread: it ends between two turns, never within one, so that each run is the same."""
+        """Staging runs on a thread: it ends between two rounds, never within one, so that each run is the same."""
         free = self.runner.may_stage.is_set()
         self.runner.may_stage.clear()
         yield
@@ -153,9 +159,9 @@ class Harness:
                     thread.join()
 
     def run_out(self, limit: int = 2000) -> None:
-        """Turn until nothing is left in the engine."""
+        """Run the loop until nothing is left in the engine."""
         for _ in range(limit):
-            self.turn()
+            self.run_rounds()
             if not len(self.engine.lifecycle.requests):
                 return
         raise AssertionError("the engine does not run dry")

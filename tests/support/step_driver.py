@@ -57,7 +57,7 @@ class Driver:
 
     def step(self, sequences: list[Sequence], chunk: int | None = None, copies: list[BlockCopy] | None = None) -> None:
         chunks = [self.chunk(s, chunk) for s in sequences]
-        plan = StepPlan(self.steps, 0, "v", chunks, copies or [])
+        plan = StepPlan(self.steps, chunks, copies or [])
         result = self.runner.execute(plan)
         assert result.step_id == self.steps and len(result.sampled) == len(chunks)
         self.steps += 1

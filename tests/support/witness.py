@@ -51,7 +51,7 @@ class Witness:
     # ---------------------------------------------------------------- what the clients did
 
     def added(self, client: str, add: AddRequest) -> None:
-        self.undecided.append((client, add, self.h.engine.weight_epoch))
+        self.undecided.append((client, add, self.h.served.weight_epoch))
 
     def called(self, client: str, call_id: int, args: m.Args) -> None:
         self.calls[client, call_id] = args
@@ -132,7 +132,7 @@ class Witness:
         sampling = stream.add.sampling
         at = len(stream.tokens)
         assert (span.start, span.end) == (at, at + 1), f"{where}: {span}"
-        assert span.weight_epoch == self.h.engine.weight_epoch and span.version == self.versions[span.weight_epoch], (
+        assert span.weight_epoch == self.h.served.weight_epoch and span.version == self.versions[span.weight_epoch], (
             f"{where}: {span}"
         )
         assert not stream.weight_epochs or stream.weight_epochs[-1] <= span.weight_epoch, where

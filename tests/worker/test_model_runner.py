@@ -137,7 +137,7 @@ def test_a_step_may_be_given_up_after_any_layer_and_done_again(make_runner):
 
             with pytest.raises(InterruptedError):
                 chunks = [driver.chunk(one, None), driver.chunk(other, 24)]
-                driver.runner.execute(StepPlan(0, 0, "v", chunks, []), between_layers)
+                driver.runner.execute(StepPlan(0, chunks, []), between_layers)
         driver.step([one] if step % 2 else [other, one])
     driver.generate([one, other], 6)
     assert [one.trace, other.trace] == undisturbed
@@ -151,8 +151,8 @@ def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
     for missing in (1, 2):
         cut = structs.replace(chunks[1], block_table=chunks[1].block_table[:-missing])
         with pytest.raises(AssertionError, match="block table"):
-            driver.runner.execute(StepPlan(0, 0, "v", [chunks[0], cut], []))
-    driver.runner.execute(StepPlan(0, 0, "v", chunks, []))
+            driver.runner.execute(StepPlan(0, [chunks[0], cut], []))
+    driver.runner.execute(StepPlan(0, chunks, []))
 
 
 def test_the_scratch_of_the_ops_sleeps_too(make_runner, monkeypatch):
@@ -164,7 +164,7 @@ def test_the_scratch_of_the_ops_sleeps_too(make_runner, monkeypatch):
 
 def test_a_plan_of_copies_only_is_executed(make_runner):
     runner = make_runner("qwen2")
-    result = runner.execute(StepPlan(3, 0, "v", [], [BlockCopy(0, 1)]))
+    result = runner.execute(StepPlan(3, [], [BlockCopy(0, 1)]))
     assert result.sampled == [] and result.step_id == 3 and result.elapsed_s >= 0
 
 

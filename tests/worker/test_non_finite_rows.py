@@ -97,7 +97,7 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
 def _prompt_logprobs(runner, chunk: ScheduledChunk):
     count = min(len(chunk.token_ids), len(chunk.all_token_ids) - 1 - chunk.start)
     fields = {name: getattr(chunk, name) for name in chunk.__struct_fields__} | {"prompt_logprobs": count}
-    return runner.execute(StepPlan(0, 0, "v", [ScheduledChunk(**fields)], [])).prompt_logprobs[0]
+    return runner.execute(StepPlan(0, [ScheduledChunk(**fields)], [])).prompt_logprobs[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -1,0 +1,48 @@
+"""A scope: the requests that are paused together, and the weights that serve them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy.core.served_weights import ServedWeights
+
+WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no scope belong to it
+
+
+@dataclass
+class Totals:
+    """Choices that have ended since the engine started, and the tokens that aborts handed over."""
+
+    aborted: int = 0
+    finished: int = 0
+    aborted_tokens: int = 0
+
+
+class Scope:
+    """``served`` is replaced by ``serve`` and nowhere else. boot_id: of the engine's start, in which its weight epochs
+    are counted. above: the whole-engine scope, for any other scope. totals: of the requests that the scope covers."""
+
+    __slots__ = ("above", "boot_id", "id", "served", "totals")
+
+    def __init__(self, scope_id: str, boot_id: str = "", above: Scope | None = None):
+        self.id = scope_id
+        self.boot_id = boot_id
+        self.above = above
+        self.totals = Totals()
+        self.serve("0" if above is None else above.served.version, 0 if above is None else above.served.weight_epoch)
+
+    def serve(self, version: str, weight_epoch: int) -> None:
+        self.served = ServedWeights(version, weight_epoch, (self.id, weight_epoch))
+
+    def covers(self, other: Scope) -> bool:
+        """Whether a pause of this scope concerns the requests of ``other``."""
+        return other is self or other.above is self
+
+    def __str__(self) -> str:
+        return "the engine" if self.above is None else f"scope {self.id!r}"
+
+    def weights_label(self) -> dict[str, Any]:
+        """The weights that serve, as reports name them."""
+        served = self.served
+        return {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}

@@ -1,0 +1,53 @@
+"""The change from one state of the weights to the next, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastdeploy.core.runner import Runner
+from fastdeploy.engine.lifecycle import RequestLifecycle
+from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.weight_session import check_label
+
+
+class WeightSwitch:
+    """Swaps staged weights in, and relabels those that serve. on_commit(weight_epoch) is called after each commit."""
+
+    def __init__(
+        self, runner: Runner, scopes: Scopes, lifecycle: RequestLifecycle, on_commit: Callable[[int], None] | None
+    ):
+        self._runner = runner
+        self._scopes = scopes
+        self._lifecycle = lifecycle
+        self._on_commit = on_commit
+
+    def commit(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
+        """Change weights, weight epoch, label and KV namespace at once. Returns the report."""
+        whole = self._scopes.whole
+        before = whole.served
+        in_flight = [r for r in self._lifecycle.requests if r.num_computed]
+        recompute = kv == "recompute"
+        to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
+        self._runner.commit(staged)
+        weight_epoch = before.weight_epoch + 1
+        self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
+        self._lifecycle.scheduler.weights_changed(whole, recompute)
+        if self._on_commit is not None:
+            self._on_commit(weight_epoch)
+        return {
+            "status": "committed",
+            **whole.weights_label(),
+            "previous_version": before.version,
+            "previous_weight_epoch": before.weight_epoch,
+            "kv": kv,
+            "requests_in_flight": len(in_flight),
+            "tokens_to_recompute": to_recompute,
+        }
+
+    def relabel(self, version: str | None) -> dict[str, Any]:
+        """Change the label of tokens to come, or with None keep it. No past span, no KV and no request changes."""
+        check_label("version", version)
+        if version is not None:
+            self._scopes.serve(version, self._scopes.whole.served.weight_epoch)
+        return self._scopes.whole.weights_label()

@@ -1,0 +1,209 @@
+"""Two scopes in one engine: what a pause of one does to its own requests, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy.inter_communicator import messages as m
+from support.fake_runner import FakeRunner, expected_tokens
+from support.harness import Harness
+
+LONG = 60
+
+
+def two_scopes(num_blocks: int = 128, rounds: int = 3, **config) -> Harness:
+    """Requests a0, a1, ... of scope "a" and b0, b1, ... of scope "b": two of each run, one of each waits."""
+    h = Harness(FakeRunner(num_blocks=num_blocks), **config)
+    for scope in ("a", "b"):
+        h.engine.scopes.add(scope)
+    for i in range(3):
+        for scope in ("a", "b"):
+            h.add(f"{scope}{i}", [i + 1, 7], max_tokens=LONG, scope=scope)
+    h.run_rounds(rounds)
+    return h
+
+
+def counts(h: Harness, scope: str) -> list[int]:
+    return [len(h.stream(f"{scope}{i}").tokens) for i in range(3)]
+
+
+def assert_all_exact(h: Harness) -> None:
+    h.run_out()
+    for name in ("a0", "a1", "a2", "b0", "b1", "b2"):
+        assert h.stream(name).tokens == expected_tokens([int(name[1]) + 1, 7], LONG), name
+
+
+def test_one_scope_is_kept_while_the_other_runs():
+    h = two_scopes()
+    report = h.pause(mode="keep", scope="a").result
+    frozen, running = counts(h, "a"), counts(h, "b")
+    assert (report["scope"], report["hold"]["scope"], report["is_paused"]) == ("a", "a", True)
+    assert report["counts"] == {"aborted": 0, "drained": 0, "kept": 2, "queued": 1}, "of the scope alone"
+    h.run_rounds(10)
+    assert counts(h, "a") == frozen and frozen[0] > 0
+    assert all(now > before for now, before in zip(counts(h, "b"), running, strict=True)), "b2 took a free place"
+    assert not h.status()["is_paused"] and not h.status()["rejecting_new_requests"], "the engine runs"
+    assert h.ask(m.PauseStatusArgs(scope="a")).result["counts"] == {"running": 0, "frozen": 2, "queued": 1}
+    assert h.ask(m.ResumeArgs(scope="b")).result["released"] == [], "the hold is not b's"
+    assert len(h.ask(m.ResumeArgs(scope="a")).result["released"]) == 1
+    assert_all_exact(h)
+
+
+def test_an_abort_of_one_scope_ends_its_requests_alone():
+    h = two_scopes()
+    report = h.pause(mode="abort", scope="a").result
+    assert sorted(report["aborted_ids"]) == ["a0", "a1", "a2"] and report["counts"]["aborted"] == 3
+    assert report["tokens_returned"] == sum(counts(h, "a"))
+    h.add("late", [1], scope="a")
+    h.add("other", [1], scope="b")
+    h.run_rounds()
+    assert h.rejected("late").code == "rejecting_new_requests" and "scope 'a'" in h.rejected("late").message
+    h.run_out()
+    assert h.stream("b2").reason == h.stream("other").reason == "length" and h.stream("a0").reason == "abort"
+    assert h.pause(mode="abort").result["counts"]["aborted"] == 0
+
+
+def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
+    """Its fence passes though outputs of the other scope follow it, in every step."""
+    h = two_scopes(max_num_seqs=8)
+    h.add("endless", [9], max_tokens=120, scope="b")
+    report = h.pause(rounds=80, mode="wait", scope="a").result
+    assert counts(h, "a") == [LONG] * 3 and report["counts"]["drained"] == 3, "of the scope alone"
+    assert h.stream("endless").tokens and not h.stream("endless").finals
+    h.ask(m.ResumeArgs(scope="a"))
+    assert_all_exact(h)
+
+
+def test_a_fence_of_a_scope_waits_for_a_client_that_is_silent():
+    h = two_scopes()
+    h.transport.mute.add("a")
+    call = h.call(m.PauseArgs(mode="keep", scope="a"))
+    h.run_rounds(5)
+    assert h.reply(call) is None
+    fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)]
+    assert len(fence) == 1, "outputs of b do not overtake it"
+    h.send(m.FenceAck(fence[0].fence_id))
+    h.run_rounds()
+    assert h.reply(call).result["is_paused"]
+
+
+@pytest.mark.parametrize("first", ["a", "engine"])
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_pause_of_the_engine_on_top_of_one_scope_is_released_in_any_order(mode, first):
+    h = two_scopes()
+    h.pause(mode="keep", scope="a")
+    frozen = counts(h, "a")
+    report = h.pause(rounds=80, mode=mode).result
+    assert report["is_paused"] and report["counts"]["kept"] == (5 if mode == "keep" else 2), "frozen ones stay frozen"
+    assert report["counts"]["drained"] == (0 if mode == "keep" else 3), "the engine counts those of every scope"
+    computed = h.runner.computed_tokens
+    h.ask(m.ResumeArgs(scope=first))
+    h.run_rounds(5)
+    if first == "a":
+        assert h.runner.computed_tokens == computed, "the engine is held"
+    assert counts(h, "a") == frozen
+    h.ask(m.ResumeArgs(scope="engine" if first == "a" else "a"))
+    assert_all_exact(h)
+
+
+def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
+    h = two_scopes()
+    h.pause(mode="keep", scope="a")
+    h.call(m.PauseArgs(mode="wait"))
+    h.run_rounds()
+    h.ask(m.ResumeArgs(scope="a"))
+    h.run_rounds(150)
+    assert h.status()["is_paused"] and counts(h, "a") == [LONG, LONG, 0]
+    h.resume()
+    assert_all_exact(h)
+
+
+@pytest.mark.parametrize("scope", ["a", "engine"])
+def test_a_half_computed_prompt_goes_back_to_the_queue_when_its_scope_or_the_engine_drains(scope):
+    h = Harness(max_num_batched_tokens=8)
+    h.engine.scopes.add("a")
+    h.add("old", [2], max_tokens=30, scope="a")
+    h.run_rounds(2)
+    h.add("r", [1] * 40, max_tokens=3, scope="a")
+    h.run_rounds(2)
+    report = h.pause(mode="wait", scope=scope).result
+    assert report["counts"]["queued"] == 1 and not h.stream("r").tokens, "a drain waits for no new answer"
+    h.ask(m.ResumeArgs(scope=scope))
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens([1] * 40, 3)
+
+
+def test_frozen_requests_give_way_with_their_places_and_their_kv():
+    """Nobody waits for ever on what a closed scope holds; what was lost is recomputed."""
+    h = two_scopes(num_blocks=32, max_num_seqs=2, rounds=8)
+    assert len(h.engine.scheduler.running) == 2
+    h.pause(mode="keep", scope="a")
+    h.run_rounds(150)
+    assert all(h.stream(f"b{i}").tokens == expected_tokens([i + 1, 7], LONG) for i in range(3))
+    h.ask(m.ResumeArgs(scope="a"))
+    assert_all_exact(h)
+    assert [h.stream(name).finals[0].num_preempted for name in ("a0", "b0", "b1", "b2")] == [1, 0, 0, 0]
+
+
+def test_a_prompt_that_a_frozen_request_had_begun_keeps_nobody_waiting():
+    h = Harness(max_num_batched_tokens=8)
+    h.engine.scopes.add("a")
+    for name in ("first", "second"):
+        h.add(name, [7] * 20, max_tokens=3, scope="a")
+    h.add("other", [7] * 20, max_tokens=3)
+    h.run_rounds()
+    h.pause(mode="keep", scope="a", rounds=3)
+    h.run_rounds(10)
+    assert h.stream("other").reason == "length" and not h.stream("first").tokens
+    h.ask(m.ResumeArgs(scope="a"))
+    h.run_out()
+    assert h.stream("first").tokens == h.stream("second").tokens == expected_tokens([7] * 20, 3)
+
+
+def test_a_pause_of_one_scope_does_not_end_the_step_that_others_are_in():
+    h = two_scopes()
+    computed_to_the_end = len(h.runner.plans)
+    h.runner.in_step = lambda: h.call(m.PauseArgs(mode="keep", scope="a"))
+    h.run_rounds()
+    assert len(h.runner.plans) == computed_to_the_end + 1
+
+
+def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
+    h = Harness()
+    h.engine.scopes.add("a")
+    for name, scope in (("a0", "a"), ("e0", "engine")):
+        h.add(name, list(range(1, 13)), max_tokens=2, scope=scope)
+    h.run_out()
+    h.pause(mode="keep", clear_cache=True, scope="a")
+    h.ask(m.ResumeArgs(scope="a"))
+    hits = []
+    for name, scope in (("e1", "engine"), ("a1", "a")):
+        before = h.engine.kv.hit_tokens
+        h.add(name, list(range(1, 13)), max_tokens=2, scope=scope)
+        h.run_out()
+        hits.append(h.engine.kv.hit_tokens - before)
+    assert hits == [11, 0]
+
+
+def test_a_commit_and_a_label_show_in_the_spans_of_every_scope(folders):
+    h = two_scopes()
+    h.pause(mode="keep", scope="a")
+    h.update(folders / "w1", version="new")
+    h.ask(m.SetVersionArgs("label"))
+    assert h.ask(m.ResumeArgs(scope="a")).result["version"] == "label"
+    h.run_out()
+    for name in ("a0", "b0"):
+        spans = h.stream(name).spans
+        assert [spans[0].weight_epoch, spans[-1].weight_epoch] == [0, 1] and spans[-1].version == "label"
+        assert not spans[-1].recomputed, "frozen or running: its KV was kept"
+
+
+@pytest.mark.parametrize(
+    "args", [m.PauseArgs(scope="c"), m.ResumeArgs(scope="c"), m.RenewArgs("x", scope="c"), m.PauseStatusArgs("c")]
+)
+def test_a_scope_that_is_not_there_is_named(args):
+    h = two_scopes()
+    assert h.ask(args).failure.detail["param"] == "scope"
+    h.add("r", [1], scope="c")
+    h.run_rounds()
+    assert h.rejected("r").detail["param"] == "scope"
