@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Unpack
 
+from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
-from fastdeploy.rl.loop_thread import LoopThread
 from fastdeploy.rl.pause import beside, new_hold_id
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout

@@ -12,19 +12,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import Body, BodyType, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import CONTROL_UNSUPPORTED, AbortBody, PauseBody, RenewBody, ResumeBody
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import (
-    CONTROL_UNSUPPORTED,
-    AbortBody,
-    Body,
-    BodyType,
-    PauseBody,
-    RenewBody,
-    ResumeBody,
-    parse_body,
-    parse_json,
-)
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload
 from fastdeploy.inter_communicator import messages as m

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
+from fastdeploy.http.body import Body, parse_body, parse_json
+from fastdeploy.http.body import LaxBody as LaxBody  # for all dialects
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
@@ -16,12 +17,6 @@ PAUSE_TIMEOUT_S = 60.0
 CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
 # Query parameters that may be repeated, or hold a comma list.
 LISTS = frozenset({"tags", "request_ids"})
-
-
-class LaxBody(BaseModel):
-    """A body whose unknown fields are dropped, as the engines of these dialects do."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 Kind = TypeVar("Kind", bound=BaseModel)

@@ -6,12 +6,12 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdeploy.client.pace import take_turn
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import RequestTooLarge
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection import has_large_body
-from fastdeploy.http.guards.pace import take_turn
 
 # Weights come by these: as the body itself, or (SGLang's) as base64 in JSON.
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})

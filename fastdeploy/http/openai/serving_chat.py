@@ -10,12 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.context import ServingContext, lifetime, request_id
-from fastdeploy.http.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json, read_json
+from fastdeploy.http.body import parse_body, parse_json, read_json
+from fastdeploy.http.context import ServingContext, generation_request
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.generation import Generation, GenerationRequest
 from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, work_of
 
 
@@ -24,7 +25,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(await read_json(request), ChatBody)
+        body = parse_body(await read_json(request), ChatBody, UNSUPPORTED)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 
@@ -37,7 +38,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     context.check_model(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
-    context.check_choices(1, body.n or 1)
+    context.check_choices(1, body.request_fields().n)
     _check_template(context, body)
     continue_final = bool(body.continue_final_message)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
@@ -57,19 +58,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
     sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
-    context.check_reply([sampling], [ids], body.n or 1)
-    return GenerationRequest(
-        request_id=request_id(body, "chatcmpl"),
-        prompts=[ids],
-        sampling=[sampling],
-        text=context.text_options(body),
-        n=body.n or 1,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        first_choice=body.first_choice or 0,
-        resumed_tokens=context.check_resumed(body, [ids]),
-        **lifetime(body, arrived),
-    )
+    context.check_reply([sampling], [ids], body.request_fields().n)
+    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived)
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:

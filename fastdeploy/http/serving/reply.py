@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
 from fastdeploy.http.openai.protocol import GenerationBody
-from fastdeploy.http.serving.generation import Generation
 from fastdeploy.http.serving.streaming import EventStream, GenerationResponse, JsonResponse
 
 
@@ -103,7 +103,7 @@ class ReplyView:
 
     def usage(self) -> dict[str, Any]:
         generation = self.generation
-        prompt = sum(map(len, generation.request.prompts))
+        prompt = sum(map(len, generation.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generation.completion_tokens,
@@ -115,7 +115,7 @@ class ReplyView:
         """system_fingerprint: the boot id of the engine that made the tokens, since epochs count anew with each."""
         welcome = self._context.client.welcome
         return {
-            "id": self.generation.request.request_id,
+            "id": self.generation.request_id,
             "object": kind,
             "created": self.generation.created,
             "model": self._context.config.served_model_name,
@@ -163,11 +163,11 @@ class ReplyView:
         return chunk
 
     def _prompt(self, index: int) -> list[int]:
-        return self.generation.request.prompts[index // self.generation.request.n]
+        return self.generation.prompts[index // self.generation.n]
 
     def _tells_prompt(self, index: int) -> bool:
         """Prompt logprobs are told once per prompt, with its first choice."""
-        return self._body.prompt_logprobs is not None and index % self.generation.request.n == 0
+        return self._body.prompt_logprobs is not None and index % self.generation.n == 0
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
         """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy.client.choice import Delta
+from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.serving.generation import Generation
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import Version
 from fastdeploy.http.dialects.common import LaxBody, place_pause, read_control, resume
 from fastdeploy.http.dialects.sglang.weights import sglang_shape, success
-from fastdeploy.http.openai.protocol import Version
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from fastdeploy import __version__
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, place_pause, resume
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import parse_body, parse_json
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 

@@ -13,15 +13,16 @@ from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.generation import Generation, GenerationRequest
+from fastdeploy.client.pace import GrowingArray, Pace
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.context import ServingContext
+from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.http.body import read_json
+from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.protocol import GenerateBody, Prompts, parse_generate, read_prompts
-from fastdeploy.http.guards.pace import GrowingArray, Pace
-from fastdeploy.http.openai.protocol import read_json
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.generation import Generation, GenerationRequest
 from fastdeploy.http.serving.reply import weight_versions
 from fastdeploy.http.serving.streaming import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
@@ -52,17 +53,12 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
 
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
     every = prompts.prompts
-    return GenerationRequest(
-        request_id=prompts.group if prompts.batch else every[0].rid,
-        prompts=[p.ids for p in every],
-        sampling=[p.sampling for p in every],
-        text=every[0].text,
-        n=prompts.n,
-        priority=body.priority,
-        cache_salt=body.cache_salt or body.extra_key or "",
-        texts=[p.text for p in every],
-        ids=[p.rid for p in every] if prompts.batch else [],
+    salt = body.cache_salt or body.extra_key or ""
+    fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
+    requests = engine_requests(
+        [p.rid for p in every], [p.ids for p in every], [p.sampling for p in every], fields, prompts.group
     )
+    return GenerationRequest(requests, [p.text for p in every])
 
 
 class LabelledGeneration(Generation):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.openai.protocol import MAX_VERSION_CHARS
+from fastdeploy.core.weight_source import version_label
 
 # How SGLang's loaders read an upload; all of these mean whole tensors under their own names.
 TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")
@@ -22,13 +20,6 @@ class TensorBody(msgspec.Struct):
     abort_all_requests: bool | None = False
     weight_version: str | int | None = None
     selector: str | None = None
-
-
-def version_label(value: Any) -> str:
-    label = str(value) if type(value) is int else value
-    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
-        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
-    return label
 
 
 def require_format(given: str | None, known: tuple[str | None, ...]) -> None:

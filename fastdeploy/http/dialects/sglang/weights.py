@@ -15,6 +15,7 @@ from starlette.responses import Response
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField, WrongOrder
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import Label
 from fastdeploy.http.dialects.common import LaxBody
 from fastdeploy.http.dialects.sglang.control import read_lax
 from fastdeploy.http.dialects.sglang.pull import Pulls
@@ -28,7 +29,6 @@ from fastdeploy.http.dialects.sglang.tensors import (
 )
 from fastdeploy.http.dialects.sglang.updates import PLACED_BY, SGLangWeights, Update
 from fastdeploy.http.errors import error_body, json_response
-from fastdeploy.http.openai.protocol import Label
 from fastdeploy.http.openapi import described, takes
 from fastdeploy.http.upload import admitted_upload, spooled_bytes
 from fastdeploy.inter_communicator import messages as m

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import Version
 from fastdeploy.http.dialects.common import LaxBody, adapters_off, read_control
 from fastdeploy.http.dialects.sglang.control import server_arguments
 from fastdeploy.http.dialects.sglang.weights import sglang_shape
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Version
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.inter_communicator import messages as m
 

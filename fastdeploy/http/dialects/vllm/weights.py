@@ -16,10 +16,11 @@ from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField, WrongOrder
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
+from fastdeploy.http.body import Body, parse_body
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import Checksums, Kv, Version
 from fastdeploy.http.dialects.common import LaxBody, read_control, read_fields
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Body, Checksums, Kv, Version, parse_body
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
