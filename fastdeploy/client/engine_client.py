@@ -95,7 +95,7 @@ class EngineClient:
                 return connection
 
     async def _until_lost(self, connection: Connection) -> errors.EngineError:
-        """Keep ``connection`` up; return why it ended."""
+        """Use ``connection`` until it is lost; return why it was lost."""
         self._connection = connection
         connection.send(m.Hello(pid=os.getpid()))
         tasks = [asyncio.ensure_future(self._read(connection))]
@@ -171,8 +171,8 @@ class EngineClient:
                 raise _Goodbye
 
     def _wake(self) -> None:
-        """Let readers go on, a slice at a time: when thousands end at once, the reply to the call that ended them is
-        not kept behind all of their answers."""
+        """Wake readers, a few in each round of the event loop. When one call ends thousands of requests, its reply does
+        not wait until all of these have been answered."""
         if self._waking is not None:
             return
         for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
@@ -261,7 +261,7 @@ class EngineClient:
         return stream
 
     def _take_over(self, stream: RequestStream, fingerprint: str) -> None:
-        """A later request with the same id and body attaches to what ``stream`` reads: that one gets no more."""
+        """End ``stream`` for a later request with the same id and body, which gets its outputs from now on."""
         name = stream.request_id
         if not fingerprint or stream.fingerprint != fingerprint:
             raise errors.DuplicateRequest(
@@ -280,8 +280,8 @@ class EngineClient:
         self._streams.pop(request_id, None)
 
     async def abort_open(self, bound_s: float) -> None:
-        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``. One with
-        retain_s is answered so at once, and runs on: another API server will have it."""
+        """End every open request with the tokens that it has, reason "abort"; with EngineDead if that takes longer than
+        ``bound_s``. A request with retain_s ends here with EngineDead, and runs on: another API server takes over."""
         to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
         if to_abort and self.connected.is_set():
             try:

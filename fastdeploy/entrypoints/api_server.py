@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 import uvicorn
 
@@ -48,7 +49,7 @@ def make_server(
     uvicorn_config = uvicorn.Config(
         create_app(client, tokenizer, config, keys),
         loop="uvloop",
-        http=functools.partial(HttpProtocol, config),
+        http=cast(Any, functools.partial(HttpProtocol, config)),  # typed as a class, and only called
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,

@@ -33,7 +33,7 @@ from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.http.middleware import LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
-from fastdeploy.http.openapi import describe
+from fastdeploy.http.openapi import DescribedApp
 from fastdeploy.http.upload import remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         yield
         await client.close()
 
-    app = FastAPI(
+    app = DescribedApp(
         title="FastDeploy",
         version=__version__,
         lifespan=lifespan,
@@ -73,7 +73,6 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])
-    describe(app)
     add_docs_page(app)
     add_error_handlers(app)
     # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
@@ -83,7 +82,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.Policy.of(config))
     app.add_middleware(LastResort)
-    app.add_middleware(BodyLimit, config=config, turn=context.turn)
+    app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
     app.add_middleware(Routing)
     app.add_middleware(TraceId)
     return app

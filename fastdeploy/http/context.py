@@ -1,4 +1,4 @@
-"""What the routes of one app share, and the checks that completions and chat have in common."""
+"""The objects and checks that the routes of one app share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
 # No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be
 # refused.
 CHARS_PER_TOKEN = 64
-# SamplingParams takes these as they are; None means "absent", so that its default holds.
+# Fields that SamplingParams takes as they are. None means "absent": the default of SamplingParams applies.
 PASSED_ON = (
     "temperature",
     "top_p",
@@ -39,24 +39,24 @@ PASSED_ON = (
 )
 
 
-# A name that clients send who were told none (SkyRL's RemoteInferenceClient). One model serves: it means that one.
+# The name that SkyRL's RemoteInferenceClient sends if it was given none. It means the model that is served.
 ANY_MODEL = "default"
 
 
 @dataclass(frozen=True)
 class ServingContext:
     """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
-    uploads there may be at once. turn: see Pace."""
+    uploads there may be at once. slice_lock: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
         """A new Pace, for one reply."""
-        return Pace(self.turn)
+        return Pace(self.slice_lock)
 
     @property
     def max_model_len(self) -> int:

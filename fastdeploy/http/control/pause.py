@@ -60,7 +60,7 @@ def control_router(context: ServingContext) -> APIRouter:
 
 
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
-    """The JSON body over the query parameters. An adapter named here is refused rather than overlooked."""
+    """The fields of the query, with those of the JSON body over them. A call that names an adapter is refused."""
     body = {} if is_upload(request) else parse_json(await request.body())
     query: dict[str, Any] = dict(request.query_params)
     query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastdeploy.client.pace import take_turn
+from fastdeploy.client.pace import wait_for_slice
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import RequestTooLarge
 from fastdeploy.http.errors import error_response
@@ -25,13 +25,13 @@ class BodyLimit:
 
     A body of more than 64 KiB, other than weights, is received when --max-bodies-mb has room for all of it. Weights
     have limits of their own (see upload.py). A response that begins before the whole of such a body was received closes
-    the connection, and the rest of the body is not read. turn: see Pace.
+    the connection, and the rest of the body is not read. slice_lock: see Pace.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):
+    def __init__(self, app: ASGIApp, config: ServeConfig, slice_lock: asyncio.Lock):
         self._app = app
         self._config = config
-        self._turn = turn
+        self._slice_lock = slice_lock
         what = "the request bodies that are being received (--max-bodies-mb)"
         self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, what)
 
@@ -61,7 +61,7 @@ class BodyLimit:
                 self._memory.give(taken)
                 taken = 0
                 if size > LARGE_JSON and not upload:
-                    await take_turn(self._turn)
+                    await wait_for_slice(self._slice_lock)
             return message
 
         async def closing_send(message: Message) -> None:

@@ -17,7 +17,7 @@ from fastdeploy.http.body import parse_body, parse_json, read_json
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, work_of
+from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 
 
 def chat_router(context: ServingContext) -> APIRouter:
@@ -107,8 +107,9 @@ def _with_objects(calls: Any) -> Any:
     return calls
 
 
-class ChatView(ReplyView):
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+class ChatView(OpenAIReply):
+    _body: ChatBody
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
 
     async def body(self) -> dict[str, Any]:
         """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
@@ -127,12 +128,12 @@ class ChatView(ReplyView):
             "logprobs": await self._logprobs(choice.token_ids, choice.logprobs),
         }
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         shown = {"content": delta.text}
         if index not in self._seen:
             shown = {"role": "assistant", "content": delta.text}
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        return [await self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+        return [await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """OpenAI's list with one entry per token (empty for no tokens)."""
@@ -144,6 +145,6 @@ class ChatView(ReplyView):
 
     def _token(self, pair: tuple[int, Logprob]) -> ChosenToken:
         token_id, entry = pair
-        text, spelled = self.token_text, self._context.tokenizer.token_bytes
+        text, spelled = self.token_text, self._context.require_tokenizer("messages").token_bytes
         top = [TokenLogprob(text(token), logprob, spelled(token)) for token, logprob in entry.top]
         return ChosenToken(text(token_id), entry.logprob, spelled(token_id), top)

@@ -17,7 +17,7 @@ from fastdeploy.http.body import parse_body, read_json
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.reply import ReplyView, work_of
+from fastdeploy.http.serving.openai_reply import OpenAIReply, work_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
 IDS_PER_WORK = 16  # token ids are checked in one unit of Pace
@@ -71,8 +71,9 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     return result
 
 
-class CompletionView(ReplyView):
-    kind = chunk_kind = "text_completion"
+class CompletionView(OpenAIReply):
+    _body: CompletionBody
+    kind = event_kind = "text_completion"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -85,9 +86,9 @@ class CompletionView(ReplyView):
             "logprobs": (await self._logprobs(choice.token_ids, choice.logprobs, 0))[0],
         }
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs, self._offsets[index] = await self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
-        return [await self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
+        return [await self._event(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
 
     async def _logprobs(
         self, ids: list[int], logprobs: list[Logprob], offset: int

@@ -139,7 +139,7 @@ def test_the_chunk_of_a_late_reader_is_made_in_slices(context, make):
         view = make(context)
         deltas = await run(view)
         assert [index for index, _ in deltas] == list(range(CHOICES)), "one chunk per choice"
-        told = [(await rounds(view.chunks(*delta)))[1] for delta in deltas]
+        told = [(await rounds(view.events(*delta)))[1] for delta in deltas]
         assert sum(told) >= SLICES
 
     asyncio.run(main())

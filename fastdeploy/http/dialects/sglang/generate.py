@@ -23,8 +23,8 @@ from fastdeploy.http.body import read_json
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.protocol import GenerateBody, Prompts, parse_generate, read_prompts
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.reply import weight_versions
-from fastdeploy.http.serving.streaming import EventStream, JsonResponse
+from fastdeploy.http.serving.openai_reply import weight_versions
+from fastdeploy.http.serving.responses import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
 # Of the ids that the tokens of one request were drawn from, held until they are told. 64 MiB is 400 tokens of a
@@ -47,7 +47,7 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
         generation = LabelledGeneration(context.client, context.tokenizer, checked, context.pace())
         view = GenerateView(context, generation, body, prompts)
         if body.stream:
-            return EventStream(generation, view.chunks, list, context.config.keepalive_s)
+            return EventStream(generation, view.events, list, context.config.keepalive_s)
         return JsonResponse(generation, view.body, view.outputs)
 
 
@@ -118,7 +118,7 @@ class GenerateView:
     async def outputs(self) -> list[dict[str, Any]]:
         return [await self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         told = self._told[index]
         told.text += delta.text
         chunk = await self._output(index, told.text)

@@ -19,7 +19,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openai.serving_completion import prepare
 from fastdeploy.http.openapi import described, schema_of, streams, takes
-from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
+from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 
 # Beside token_ids and sampling_params: they are named alike in a completion.
 PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}
@@ -83,10 +83,12 @@ def parse_generate(data: dict[str, Any]) -> CompletionBody:
     return parse_body(asked, CompletionBody, UNSUPPORTED | NEUTRAL_SAMPLING)
 
 
-class GenerateView(ReplyView):
+class GenerateView(OpenAIReply):
     """vLLM's shape. It has no text, and the prompt is not sent back."""
 
-    kind = chunk_kind = "generate"
+    _body: CompletionBody
+
+    kind = event_kind = "generate"
 
     async def body(self) -> dict[str, Any]:
         choices = await self.choices()
@@ -105,9 +107,9 @@ class GenerateView(ReplyView):
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {"index": index, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        chunk = await self._chunk(index, delta, {"index": index, "logprobs": logprobs})
+        chunk = await self._event(index, delta, {"index": index, "logprobs": logprobs})
         chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
         return [chunk | {"request_id": self.generation.request_id}]
 
