@@ -61,8 +61,8 @@ class Choice:
             self._search.push(self.text)
 
     def feed(self, output: Output) -> Delta:
-        """Add an output of the engine. A stop string that is found here ends the choice, even if the engine ended it for
-        another reason."""
+        """Add an output of the engine. A stop string that is found here ends the choice, also where the engine ended it
+        for another reason."""
         first = len(self.token_ids)
         self.prompt_logprobs += output.prompt_logprobs
         self.num_preempted += output.num_preempted
