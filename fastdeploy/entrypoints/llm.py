@@ -54,7 +54,7 @@ class LLM:
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
         self._loop = LoopThread("engine-client")  # runs the client of the engine, and all that waits for answers
-        self._client = EngineClient(self._transport, stall_s=None)
+        self._client = EngineClient(self._transport, stall_s=None, first_connection_s=60.0)
         self._closed = False
         self._lock = threading.Lock()  # of _closed: no work is given to a loop that is being stopped
         self._run(self._connect())

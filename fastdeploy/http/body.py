@@ -13,29 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fastdeploy.core.errors import InvalidField
 
 # Bookkeeping of hosted services and hints: no effect on what is sampled.
-IGNORED = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-        "verbosity",
-        "spaces_between_special_tokens",
-        "stream_interval",
-        "log_metrics",
-        # which replica computes it: there is one behind this address
-        "data_parallel_rank",
-        "routed_dp_rank",
-        # no reasoning parser runs here: the text is never split
-        "include_reasoning",
-        "separate_reasoning",
-        "stream_reasoning",
-    }
-)
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "verbosity", "spaces_between_special_tokens", "stream_interval", "log_metrics",
+    # Which replica computes the request: there is one behind this address.
+    "data_parallel_rank", "routed_dp_rank",
+    # No reasoning parser runs here: the text is never split.
+    "include_reasoning", "separate_reasoning", "stream_reasoning",
+})  # fmt: skip
 # In one body, those in strings included: an empty list costs 50 times what a number does.
 MAX_BRACKETS = 1 << 19
 # Of one field, unless its type is Any. Each wrong entry costs some microseconds, and all of them are looked at before

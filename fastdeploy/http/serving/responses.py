@@ -42,8 +42,8 @@ class GenerationResponse(Response):
 
 
 class JsonResponse(GenerationResponse):
-    """The whole answer at once. ``body`` makes it. ``partial`` makes the unfinished choices for an error reply: no token
-    is lost when the engine dies."""
+    """The whole answer at once. ``body`` makes it. ``partial`` makes the unfinished choices for an error reply, so that
+    no token is lost when the engine dies."""
 
     def __init__(
         self,
