@@ -9,9 +9,11 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class Reader:
-    """The one task that reads some streams. It sleeps until one of them has something for it."""
+    """The one task that reads some streams. It sleeps until one of them has something for it. for_tokens: false if it
+    is to be woken by the end of a choice only, and not by tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, for_tokens: bool = True) -> None:
+        self.for_tokens = for_tokens
         self._event = asyncio.Event()
         self._streams: dict[RequestStream, None] = {}  # a set in order of arrival
 

@@ -169,7 +169,9 @@ class LLM:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _generate(self, request: GenerationRequest) -> list[Choice]:
-        async with Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock())) as generation:
+        stops = any(text.stops for text in request.texts)  # only to find one are tokens looked at as they come
+        running = Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock()), for_tokens=stops)
+        async with running as generation:
             while not generation.finished:
                 await generation.step()
         return generation.choices
