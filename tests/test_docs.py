@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy.core.errors import STATUS
 from fastdeploy.entrypoints.cli import make_parser
-from fastdeploy.http.guards.access import ROUTES
+from fastdeploy.http.guards.route_access import ROUTES
 from support.markdown import PAGES, ROOT, anchors, blocks, code_spans, names, tables, text_without_blocks
 from test_layers import LAYERS
 

@@ -1,4 +1,4 @@
-"""One choice as it grows: ids, logprobs, spans and text, all cut at the same token."""
+"""One choice while it is generated: its ids, logprobs, spans and text all end at the same token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from fastdeploy.client.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.client.tokenizer import Tokenizer
-from fastdeploy.core.outputs import Logprob, Span, merge_spans
+from fastdeploy.core.outputs import Logprob, Span, clip_spans, merge_spans
 from fastdeploy.inter_communicator.messages import Output
 
 
 class TextOptions(NamedTuple):
-    """How text is made of tokens. stops: stop strings. min_tokens: no stop string counts before so many tokens."""
+    """How text is made of tokens. stops: stop strings. min_tokens: stop strings are ignored before so many tokens."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -21,7 +21,7 @@ class TextOptions(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one engine output adds to a choice; ``first`` is the index of its first token among the output tokens."""
+    """The part of a choice that one engine output adds. first: index of its first token among the output tokens."""
 
     first: int
     text: str
@@ -34,9 +34,9 @@ class Delta(NamedTuple):
 class Choice:
     """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty.
 
-    resumed: the last so many of ``prompt`` are output of an earlier attempt. The text covers them too, since a stop
-    string or a character may lie over the seam; ids, logprobs and spans do not.
-    prompt_logprobs: of the prompt from its second token on; complete with the first output token, if ever.
+    resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text begins with theirs,
+    since a stop string or a character may begin in them; ids, logprobs and spans do not.
+    prompt_logprobs: of the prompt from its second token on; complete when the first output token is there.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], options: TextOptions, resumed: int = 0):
@@ -61,7 +61,8 @@ class Choice:
             self._search.push(self.text)
 
     def feed(self, output: Output) -> Delta:
-        """Add what the engine sent. A stop string found here ends the choice, whatever else the output says."""
+        """Add an output of the engine. A stop string that is found here ends the choice, also where the engine ended it
+        for another reason."""
         first = len(self.token_ids)
         self.prompt_logprobs += output.prompt_logprobs
         self.num_preempted += output.num_preempted
@@ -78,7 +79,7 @@ class Choice:
             self._show(),
             output.token_ids[:taken],
             output.logprobs[:taken],
-            cut_spans(output.spans, first + taken),
+            clip_spans(output.spans, first, first + taken),
             self.finish_reason,
         )
         self.token_ids += delta.token_ids
@@ -87,7 +88,7 @@ class Choice:
         return delta
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
-        """Decode until a stop string completes: how many tokens were taken, and the stop that was found."""
+        """Decode until a stop string is complete. Return how many tokens were taken, and the stop that was found."""
         if self._decoder is None:
             return len(output.token_ids), None
         # A stop or EOS id that ended the choice is a token of it, but no text.
@@ -110,7 +111,7 @@ class Choice:
 
 
 def pieces(output: Output, size: int) -> Iterator[Output]:
-    """``output`` as one output, or as several of at most ``size`` tokens each."""
+    """Split ``output`` into outputs of at most ``size`` tokens each."""
     total = len(output.token_ids)
     if total <= size:
         yield output
@@ -118,12 +119,6 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
     base = output.spans[0].start if output.spans else 0
     for start in range(0, total, size):
         end = min(start + size, total)
-        low, high = base + start, base + end
-        spans = [
-            Span(s.version, s.weight_epoch, max(s.start, low), min(s.end, high), s.recomputed)
-            for s in output.spans
-            if s.start < high and s.end > low
-        ]
         nothing = Output(output.request_id, output.choice)
         first, last = (nothing if start else output), (output if end == total else nothing)
         yield Output(
@@ -131,7 +126,7 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
             choice=output.choice,
             token_ids=output.token_ids[start:end],
             logprobs=output.logprobs[start:end],
-            spans=spans,
+            spans=clip_spans(output.spans, base + start, base + end),
             prompt_logprobs=first.prompt_logprobs,
             cached_tokens=first.cached_tokens,
             num_preempted=first.num_preempted,
@@ -142,7 +137,7 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
 
 
 def joined(deltas: list[Delta]) -> Delta | None:
-    """``deltas`` of one choice, which follow each other, as one; None for none."""
+    """Join consecutive deltas of one choice to one delta; None for no deltas."""
     if len(deltas) < 2:
         return deltas[0] if deltas else None
     spans: list[Span] = []
@@ -156,12 +151,3 @@ def joined(deltas: list[Delta]) -> Delta | None:
         spans,
         deltas[-1].finish_reason,
     )
-
-
-def cut_spans(spans: Sequence[Span], end: int) -> list[Span]:
-    """The spans below output token ``end``."""
-    return [
-        s if s.end <= end else Span(s.version, s.weight_epoch, s.start, end, s.recomputed)
-        for s in spans
-        if s.start < end
-    ]

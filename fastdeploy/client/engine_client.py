@@ -1,5 +1,5 @@
-"""The engine as an asyncio process sees it: requests in, outputs and typed errors out. An engine that dies, or that is
-silent for too long and is killed, answers everything that is open at once.
+"""The engine as an event loop sees it: requests in, outputs and typed errors out. Whatever is open is answered at once
+when the engine dies, or is silent for too long and is killed.
 
 The connection lives in one task: connect, Hello, Welcome, read until the engine is lost, answer everything that is
 open with EngineDead or EngineStalled, connect again under a new identity.
@@ -15,14 +15,11 @@ import signal
 from collections import deque
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
-from fastdeploy.client.request_stream import RequestStream
+from fastdeploy.client.connection import Connection, Connector
+from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
-from fastdeploy.inter_communicator.zmq_transport import ZmqConnection
 
 logger = logging.getLogger(__name__)
 MAX_REMEMBERED_CANCELS = 4096
@@ -34,17 +31,16 @@ WAKE_AT_ONCE = 8  # readers, some 0.1 ms each (benchmarks/api_cost.py); then the
 class EngineClient:
     """All requests and control calls of one process. Use from one event loop only.
 
-    stall_s: an engine that nothing at all came from for so long is stuck, and is killed (see ``_watch``).
-    first_connection_s: how long what arrives before the very first connection waits for it.
+    stall_s: an engine that sends nothing for so many seconds is stuck, and is killed (see ``_watch``); None = never.
+    first_connection_s: how long a request or call waits for the very first connection.
     """
 
-    def __init__(self, endpoint: str, stall_s: float = 10.0, first_connection_s: float = 2.0):
-        self._endpoint = endpoint
+    def __init__(self, connector: Connector, stall_s: float | None = 10.0, first_connection_s: float = 2.0):
+        self._connector = connector
         self._stall_s = stall_s
         self._first_connection_s = first_connection_s
         self._first_connection = True
-        self._context = zmq.asyncio.Context()
-        self._connection: ZmqConnection | None = None
+        self._connection: Connection | None = None
         self._streams: dict[str, RequestStream] = {}
         self._with_tokens: deque[RequestStream] = deque()  # to be woken, and before those of the other queue,
         self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once beside a few that run on
@@ -62,46 +58,49 @@ class EngineClient:
 
     # ------------------------------------------------------------------ life
 
-    def start(self) -> None:
-        """Begin to connect, and keep doing so; :attr:`connected` tells when the engine is there."""
+    def start(self) -> asyncio.Task[None]:
+        """Begin to connect; :attr:`connected` is set when the engine is there. Returns the task that keeps up the
+        connection until :meth:`close`. If that task ends by itself, this client is of no more use."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-client")
-        self._task.add_done_callback(self._on_end)
-
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Without its connection this process can only say 503: better that it ends, and the supervisor replaces it."""
-        if not task.cancelled():
-            logger.error("the connection to the engine cannot be kept up", exc_info=task.exception())
-            os.kill(os.getpid(), signal.SIGTERM)
+        return self._task
 
     async def close(self) -> None:
-        """Drop the connection; what is open is answered with EngineDead."""
+        """Drop the connection. Open requests and calls are answered with EngineDead."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._context.destroy(linger=0)
+        self._connector.close()
 
     async def _run(self) -> None:
-        while True:
-            try:
-                connection = ZmqConnection(self._context, self._endpoint)
-            except (OSError, zmq.ZMQError) as error:  # such as too many open files
-                logger.error("cannot connect to the engine: %s; trying again in %g s", error, RETRY_S)
-                await asyncio.sleep(RETRY_S)
-                continue
-            lost: errors.EngineError = errors.EngineDead("this API server is closing")
+        while (connection := await self._connect()) is not None:
+            lost: errors.EngineError = errors.EngineDead("the client of the engine is closing")
             try:
                 lost = await self._until_lost(connection)
             finally:
                 self._connection = None
                 connection.close()
                 self._disconnect(lost)
-            logger.warning("%s; reconnecting", lost.message)
 
-    async def _until_lost(self, connection: ZmqConnection) -> errors.EngineError:
-        """Keep ``connection`` up; return why it ended."""
+    async def _connect(self) -> Connection | None:
+        """A new connection, however often that must be tried; None if there will never be an engine again."""
+        while True:
+            try:
+                connection = self._connector.connect()
+            except OSError as error:
+                logger.error("cannot connect to the engine: %s; trying again in %g s", error, RETRY_S)
+                await asyncio.sleep(RETRY_S)
+            else:
+                if connection is not None and not self._first_connection:
+                    logger.warning("%s; reconnecting", self.missing_because)
+                return connection
+
+    async def _until_lost(self, connection: Connection) -> errors.EngineError:
+        """Use ``connection`` until it is lost; return why it was lost."""
         self._connection = connection
         connection.send(m.Hello(pid=os.getpid()))
-        tasks = [asyncio.ensure_future(self._read(connection)), asyncio.ensure_future(self._watch())]
+        tasks = [asyncio.ensure_future(self._read(connection))]
+        if self._stall_s is not None:
+            tasks.append(asyncio.ensure_future(self._watch(self._stall_s)))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
@@ -110,19 +109,21 @@ class EngineClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, connection: ZmqConnection) -> errors.EngineError:
-        """Take in what the engine sends, until it is gone."""
+    async def _read(self, connection: Connection) -> errors.EngineError:
+        """Handle the messages of the engine until it is gone; return why it is."""
         try:
             async for message in connection.messages():
                 self._receive(message)
         except _Goodbye:
             return errors.EngineDead("the engine dropped this API server")
+        except errors.EngineError as error:
+            return error
         except Exception as error:  # one bad message must not end this process, and with it every request
             logger.exception("a message of the engine could not be handled")
             return errors.EngineDead(f"a message of the engine could not be handled: {type(error).__name__}: {error}")
         return errors.EngineDead("the engine process died")
 
-    async def _watch(self) -> errors.EngineError:
+    async def _watch(self, stall_s: float) -> errors.EngineError:
         """Kill the engine, and return, once it has been silent for stall_s. The engine sends a heartbeat about once a
         second, also in the middle of a step. So silence means that its loop hangs or that its process was stopped.
 
@@ -130,7 +131,7 @@ class EngineClient:
         counted: this process itself was stopped, or its event loop was blocked, and heartbeats may wait unread. Before
         the Welcome the engine is loading, and is not watched."""
         now = asyncio.get_running_loop().time
-        slice_s, silent_slices = self._stall_s / STALL_SLICES, 0
+        slice_s, silent_slices = stall_s / STALL_SLICES, 0
         while silent_slices < STALL_SLICES:
             heard, began = self._num_heard, now()
             await asyncio.sleep(slice_s)
@@ -138,7 +139,7 @@ class EngineClient:
                 silent_slices = 0
             elif now() - began < 2 * slice_s:
                 silent_slices += 1
-        message = f"the engine was silent for {self._stall_s:g} s"
+        message = f"the engine was silent for {stall_s:g} s"
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):  # another API server was first
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -152,8 +153,9 @@ class EngineClient:
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):  # else: cancelled while it was in flight
                         stream.put(output)
-                        if not stream.in_line:
-                            stream.in_line = True
+                        wakes = stream.reader.for_tokens or output.finish_reason is not None
+                        if wakes and not stream.in_wake_queue:
+                            stream.in_wake_queue = True
                             (self._with_tokens if output.finish_reason is None else self._with_ends).append(stream)
                 self._wake()
             case m.Fence(fence_id=fence_id):
@@ -170,14 +172,14 @@ class EngineClient:
                 raise _Goodbye
 
     def _wake(self) -> None:
-        """Let readers go on, a slice at a time: when thousands end at once, the reply to the call that ended them is
-        not kept behind all of their answers."""
+        """Wake readers, a few in each round of the event loop. When one call ends thousands of requests, its reply does
+        not wait until all of these have been answered."""
         if self._waking is not None:
             return
         for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
             stream = (self._with_tokens or self._with_ends).popleft()
-            stream.in_line = False
-            stream.event.set()
+            stream.in_wake_queue = False
+            stream.reader.wake(stream)
         if self._with_tokens or self._with_ends:
             self._waking = asyncio.get_running_loop().call_soon(self._wake_more)
 
@@ -193,11 +195,12 @@ class EngineClient:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.welcome = welcome
-        try:  # an engine in this very process cannot be killed alone
-            self._pidfd = None if welcome.pid == os.getpid() else os.pidfd_open(welcome.pid)
-        except OSError as error:  # it has just died, or this process has no file descriptor left
-            logger.warning("the engine's process %d cannot be watched: %s", welcome.pid, error)
-            self._pidfd = None
+        if welcome.pid != os.getpid():  # an engine in this very process cannot be killed alone
+            logger.info("connected to engine %s (pid %d)", welcome.boot_id, welcome.pid)
+            try:
+                self._pidfd = os.pidfd_open(welcome.pid)
+            except OSError as error:  # it has just died, or this process has no file descriptor left
+                logger.warning("the engine's process %d cannot be watched: %s", welcome.pid, error)
         self._post(m.ModelInfoArgs())[1].add_done_callback(self._ready)
 
     def _ready(self, future: asyncio.Future[m.Reply]) -> None:
@@ -205,7 +208,6 @@ class EngineClient:
             self.model_info = future.result().result
             self._first_connection = False
             self.connected.set()
-            logger.info("connected to engine %s (pid %d)", self.welcome.boot_id, self.welcome.pid)
 
     def _disconnect(self, error: errors.EngineError) -> None:
         self.missing_because = error.message
@@ -226,21 +228,22 @@ class EngineClient:
         if self._connection is not None:
             self._connection.send(message)
 
-    async def require_engine(self) -> None:
-        """Raises EngineDead if no engine is there. Only the first connection is waited for, a little: when an engine is
-        ready its API servers do not learn of it in the same millisecond."""
+    async def require_engine(self) -> m.Welcome:
+        """The greeting of the engine; raises EngineDead if no engine is there. Waits, for a moment, for the first
+        connection only: the API servers of an engine that is ready do not learn of it in the same millisecond."""
         if self._first_connection and not self.connected.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._first_connection_s):
                     await self.connected.wait()
-        if not self.connected.is_set():
+        if self.welcome is None or not self.connected.is_set():
             raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
+        return self.welcome
 
     # ------------------------------------------------------------------ requests
 
-    async def submit(self, request: AddRequest, event: asyncio.Event | None = None) -> RequestStream:
-        """Send a request; ``event`` (see RequestStream) may be shared with others. Close the returned stream in every
-        case. Raises EngineDead or DuplicateRequest at once; what the engine refuses is raised by the stream."""
+    async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
+        """Send a request; other streams may have the same ``reader``. Close the returned stream in every case. Raises
+        EngineDead or DuplicateRequest at once; a refusal by the engine is raised by the stream."""
         await self.require_engine()
         name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
         while True:  # others of this name may come and go while this one waits
@@ -253,13 +256,13 @@ class EngineClient:
             await self.call(m.PauseStatusArgs())
             if self._cancelled.get(name) == cancelled:  # else it was cancelled once more after the question
                 del self._cancelled[name]
-        stream = RequestStream(name, request.n, self._cancel, self._forget, event, fingerprint)
+        stream = RequestStream(name, request.n, self._cancel, self._forget, reader, fingerprint)
         self._send(request)  # raises for what the wire cannot carry: then nothing is alive
         self._streams[name] = stream
         return stream
 
     def _take_over(self, stream: RequestStream, fingerprint: str) -> None:
-        """A later request with the same id and body attaches to what ``stream`` reads: that one gets no more."""
+        """End ``stream`` for a later request with the same id and body, which gets its outputs from now on."""
         name = stream.request_id
         if not fingerprint or stream.fingerprint != fingerprint:
             raise errors.DuplicateRequest(
@@ -278,8 +281,8 @@ class EngineClient:
         self._streams.pop(request_id, None)
 
     async def abort_open(self, bound_s: float) -> None:
-        """End every open request with what it has, reason "abort"; answered with EngineDead after ``bound_s``. One with
-        retain_s is answered so at once, and runs on: another API server will have it."""
+        """End every open request with the tokens that it has, reason "abort"; with EngineDead if that takes longer than
+        ``bound_s``. A request with retain_s ends here with EngineDead, and runs on: another API server takes over."""
         to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
         if to_abort and self.connected.is_set():
             try:

@@ -1,4 +1,4 @@
-"""The outputs of one request, as they come."""
+"""The outputs of one request as they arrive, and the task that reads them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,35 @@ from collections.abc import Callable
 from fastdeploy.inter_communicator.messages import Output
 
 
-class RequestStream:
-    """Filled by the engine client, read by one handler, which closes it in every case (``with stream:``).
+class Reader:
+    """The one task that reads some streams. It sleeps until one of them has something for it. for_tokens: false if it
+    is to be woken by the end of a choice only, and not by tokens."""
 
-    A stream that is closed before all n choices have ended cancels them at the engine. ``event`` is set by whoever put
-    something in, once it is the reader's turn; several streams may share one. fingerprint: of the body, where the
-    request has retain_s and outlives this stream; else "".
+    def __init__(self, for_tokens: bool = True) -> None:
+        self.for_tokens = for_tokens
+        self._event = asyncio.Event()
+        self._streams: dict[RequestStream, None] = {}  # a set in order of arrival
+
+    def wake(self, stream: RequestStream | None = None) -> None:
+        """Make :meth:`wait` return, with ``stream`` among the streams that it returns."""
+        if stream is not None:
+            self._streams[stream] = None
+        self._event.set()
+
+    async def wait(self) -> list[RequestStream]:
+        """The streams that have something to take since the last call. May be empty."""
+        await self._event.wait()
+        self._event.clear()
+        streams, self._streams = list(self._streams), {}
+        return streams
+
+
+class RequestStream:
+    """Filled by the engine client, read by one task, which closes it in every case (``with stream:``).
+
+    A stream that is closed before all n choices have ended cancels them at the engine. ``reader`` is woken by whoever
+    put something in, in the order that EngineClient keeps. fingerprint: of the body, where the request has retain_s and
+    outlives this stream; else "".
     """
 
     def __init__(
@@ -22,19 +45,19 @@ class RequestStream:
         n: int,
         cancel: Callable[[str, int | None, str], None],
         forget: Callable[[str], None],
-        event: asyncio.Event | None = None,
+        reader: Reader | None = None,
         fingerprint: str = "",
     ):
         self.request_id = request_id
         self.fingerprint = fingerprint
         self._open = set(range(n))
-        self._whole = n
+        self._n = n
         self._cancel = cancel
         self._forget = forget
         self._outputs: dict[int, list[Output]] = {}  # by choice; joined when they are taken, since joining copies
         self._error: Exception | None = None
-        self.event = event or asyncio.Event()
-        self.in_line = False  # to be woken, by whoever put something in
+        self.reader = reader or Reader()
+        self.in_wake_queue = False
 
     @property
     def ended(self) -> bool:
@@ -53,7 +76,7 @@ class RequestStream:
         """No more outputs: the reader gets what is there, and then ``error``."""
         self._error = error
         self._forget(self.request_id)
-        self.event.set()
+        self.reader.wake(self)
 
     def take(self) -> list[Output]:
         """All outputs that are there, one of each choice; once they are taken, raises what :meth:`fail` was given."""
@@ -61,7 +84,7 @@ class RequestStream:
         if self._error is not None:
             if not outputs:
                 raise self._error
-            self.event.set()
+            self.reader.wake(self)
         return outputs
 
     def stop(self, choice: int) -> None:
@@ -77,8 +100,8 @@ class RequestStream:
 
     def close(self) -> None:
         if not self.ended:
-            whole = len(self._open) == self._whole
-            for choice in [None] if whole else sorted(self._open):
+            none_ended = len(self._open) == self._n
+            for choice in [None] if none_ended else sorted(self._open):
                 self._cancel(self.request_id, choice, "abort")
             self._open.clear()
             self._forget(self.request_id)
@@ -91,7 +114,7 @@ class RequestStream:
 
 
 def joined(outputs: list[Output]) -> Output:
-    """All that ``outputs`` of one choice say, as one output. Time is linear in their length."""
+    """Join consecutive outputs of one choice to one output. Takes time linear in their length."""
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]

@@ -1,4 +1,4 @@
-"""What the engine says of a token besides its id: the weights that sampled it, and its log probability."""
+"""The labels of a token beside its id: the weights that sampled it, and its log probability."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled by weights (version, weight_epoch).
 
-    recomputed: the request began under an earlier epoch, whose KV was lost since (to a preemption, a cleared cache or
-    an update with kv=recompute) and rebuilt under the weights of a later one.
+    recomputed: the request began under an earlier weight_epoch. Its KV was lost since (to a preemption, a cleared cache
+    or an update with kv=recompute), and was computed again by later weights.
     """
 
     version: str
@@ -33,6 +33,17 @@ def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
             spans[-1] = Span(last.version, last.weight_epoch, last.start, span.end, last.recomputed)
         else:
             spans.append(span)
+
+
+def clip_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """The parts of ``spans`` that label output tokens [start, end)."""
+    return [
+        s
+        if start <= s.start and s.end <= end
+        else msgspec.structs.replace(s, start=max(s.start, start), end=min(s.end, end))
+        for s in spans
+        if s.start < end and s.end > start
+    ]
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

@@ -1,43 +1,81 @@
-"""What a client asks of the engine for one prompt."""
+"""The fields of a request. A new one is declared here, with its limits, and acted on somewhere: nothing else names it.
+
+HTTP bodies, the offline LLM and the message to the engine all take their fields and limits from RequestFields.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
 
-from fastdeploy.core.sampling_params import SamplingParams
+import msgspec
+from msgspec import Meta
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE
 
+MAX_N = 1024
+DAY_S = 86400.0
 
-class AddRequest(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """All n choices of one request: they share the prompt and are admitted, paused and aborted together.
 
-    request_id: the id that the client knows; the engine never renames it. arrival: time.time() at the HTTP door.
-    seed_base: position of the first output token is len(prompt_token_ids), absolute in the sequence.
-    group: the id that the client knows, where one HTTP request with several prompts became several of these ("" = the
-    request_id itself); aborting a group aborts all of its members.
-    first_choice: number of the first choice, for the random numbers. Choices are numbered over all prompts of an HTTP
-    request, so that equal prompts draw apart; a choice that is resubmitted alone keeps its number.
-    resumed_tokens: so many tokens at the end of the prompt are output of an earlier attempt: penalties count them so.
-    deadline: time.time() at which it ends with what it has; max_queue_s: longest wait for its first step. Either ends
-    it with reason "abort" and the stop_reason "deadline" or "queue_timeout".
-    retain_s: if its client goes it runs on, and is kept for so long after its end; a request with the same id and
-    ``fingerprint`` (of the body) attaches to it and gets every output from the first.
-    scope: id of the scope that the request belongs to: it is paused with that scope, and computed by its weights.
+class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a client may set for a request, beside its prompt and the parameters of sampling.
+
+    n: choices. They share the prompt, and are admitted, paused and aborted together.
+    priority: smaller goes first.
+    cache_salt: KV is shared only between requests with the same salt.
+    first_choice: number of the first choice, which keys random numbers. Choices are numbered over all prompts of an
+        HTTP request, so that equal prompts get different tokens. A choice that is resubmitted alone keeps its number.
+    resumed_tokens: this many tokens at the end of the prompt are output of an earlier attempt. Penalties and stop
+        strings count them as output, and the text of the answer begins with theirs. max_tokens and min_tokens do not
+        count them.
+    deadline_s: seconds after its arrival at which the request ends with the tokens that it has: reason "abort",
+        stop_reason "deadline".
+    max_queue_s: seconds that it may wait for its first step: reason "abort", stop_reason "queue_timeout".
+    retain_s: the request runs on when its client goes, and its result is kept for so many seconds after its end. A
+        request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.
+    """
+
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
+    priority: Annotated[int, Meta(ge=-MAX_INT32 - 1, le=MAX_INT32)] = 0
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    first_choice: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    resumed_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    deadline_s: Annotated[float, Meta(gt=0, le=31 * DAY_S)] | None = None
+    max_queue_s: Annotated[float, Meta(gt=0, le=31 * DAY_S)] | None = None
+    retain_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 0.0
+
+    def check_fields(self) -> None:
+        """Raise InvalidField naming the first field that is out of its limits."""
+        given = {name: getattr(self, name) for name in NAMES}
+        try:
+            msgspec.convert(given, RequestFields)
+        except msgspec.ValidationError as error:
+            expected, _, field = str(error).rpartition(" - at `$.")
+            field = field.rstrip("`")
+            raise InvalidField(field, f"{expected.lower()}, got {given[field]!r}") from error
+
+
+NAMES = RequestFields.__struct_fields__
+# They say when an answer is wanted, and change nothing in it.
+TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s"})
+
+
+class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
+    """One prompt with its n choices, on its way to the engine.
+
+    request_id: the id that the client knows; the engine never renames it. arrival: time.time() at the HTTP door; 0 = at
+    the engine's. group: the id that the client knows, where one HTTP request with several prompts became several of
+    these ("" = the request_id itself); aborting a group aborts all of its members. fingerprint: of the body, where
+    there is a retain_s. scope: id of the scope that the request belongs to: it is paused with that scope, and computed
+    by its weights.
     Answered by one Output per choice that has ``finish_reason``, or by one Rejected for all.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    n: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    arrival: float = 0.0
+    arrival: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     group: str = ""
-    first_choice: int = 0
-    resumed_tokens: int = 0
-    deadline: float | None = None
-    max_queue_s: float | None = None
-    retain_s: float = 0.0
     fingerprint: str = ""
     scope: str = WHOLE_ENGINE

@@ -1,12 +1,16 @@
-"""Where new weights are read from."""
+"""Where new weights are read from, and how they are labelled."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+
+MAX_VERSION_CHARS = 256
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """A Hugging Face folder of safetensors. Read fully before the reply: the trainer may delete it at once."""
+    """A Hugging Face folder of safetensors. It is read fully before the reply: the trainer may delete it at once."""
 
     path: str
 
@@ -26,3 +30,12 @@ class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
 
 
 Source = FolderSource | FileSource | SharedMemorySource
+
+
+def version_label(value: Any) -> str:
+    """The label that ``value`` means: a string of 1 to MAX_VERSION_CHARS characters, or an integer as a string. Raises
+    ValueError for anything else."""
+    label = str(value) if type(value) is int else value
+    if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
+        raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")
+    return label

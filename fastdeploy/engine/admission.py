@@ -6,14 +6,12 @@ from fastdeploy.core.errors import DuplicateRequest, FastDeployError, InvalidFie
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
-from fastdeploy.core.sampling_params import MAX_INT32, check_prompt_logprobs
-from fastdeploy.engine.deadlines import check_deadlines
+from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.retention import Retention, check_retainable
 from fastdeploy.engine.scopes import Scopes
 
-MAX_N = 1024
 RETRY_AFTER_S = 1
 
 
@@ -68,8 +66,7 @@ class AdmissionControl:
                 raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
         if self._lifecycle.requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
-        if not 1 <= add.n <= MAX_N:
-            raise InvalidField("n", f"expected an integer from 1 to {MAX_N}, got {add.n}")
+        add.check_fields()
         if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
             message = f"the queue holds its maximum of {self._max_waiting} requests"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
@@ -78,7 +75,6 @@ class AdmissionControl:
         add.sampling.check()  # a row that a step cannot compute would fail the step of every request
         check_retainable(add)
         self._retention.check_room(add)
-        check_deadlines(add)
 
     def _check_prompt(self, add: AddRequest) -> None:
         prompt, limit, vocab_size = add.prompt_token_ids, self._info.max_model_len, self._info.vocab_size
@@ -91,8 +87,6 @@ class AdmissionControl:
             raise InvalidField("prompt", f"expected token ids from 0 to {vocab_size - 1}")
         if max(add.sampling.stop_token_ids, default=0) >= vocab_size:
             raise InvalidField("stop_token_ids", f"expected token ids from 0 to {vocab_size - 1}")
-        if not 0 <= add.resumed_tokens < len(prompt):
+        if add.resumed_tokens >= len(prompt):
             expected = f"an integer from 0 to {len(prompt) - 1} (one less than the prompt has)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")
-        if not 0 <= add.first_choice <= MAX_INT32:
-            raise InvalidField("first_choice", f"expected an integer from 0 to 2**31 - 1, got {add.first_choice}")

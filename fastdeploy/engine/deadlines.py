@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from itertools import count
 
-from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request import Group, Request
-from fastdeploy.core.request_fields import AddRequest
 
 DEADLINE, QUEUE_TIMEOUT = "deadline", "queue_timeout"
 MIN_PRUNE = 1024
@@ -27,8 +24,8 @@ class Deadlines:
     def add(self, group: Group, now: float, wall: float) -> None:
         """now: on the loop's clock; wall: time.time() at the same moment."""
         add = group.add
-        if add.deadline is not None:
-            self._push(now + add.deadline - wall, DEADLINE, group)
+        if add.deadline_s is not None:
+            self._push(now + (add.arrival or wall) + add.deadline_s - wall, DEADLINE, group)
         if add.max_queue_s is not None:
             self._push(now + add.max_queue_s, QUEUE_TIMEOUT, group)
 
@@ -50,11 +47,3 @@ class Deadlines:
             heapq.heapify(self._heap)
             self._prune_at = max(MIN_PRUNE, 2 * len(self._heap))
         heapq.heappush(self._heap, (at, next(self._numbers), kind, group))
-
-
-def check_deadlines(add: AddRequest) -> None:
-    """Raises InvalidField naming the field that is out of range."""
-    if add.deadline is not None and not math.isfinite(add.deadline):
-        raise InvalidField("deadline_s", f"expected a finite time, got {add.deadline!r}")
-    if add.max_queue_s is not None and not (math.isfinite(add.max_queue_s) and add.max_queue_s > 0.0):
-        raise InvalidField("max_queue_s", f"expected seconds above 0, got {add.max_queue_s!r}")

@@ -21,7 +21,6 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
 DETACHED = ""  # the client of a request that nobody is attached to
-MAX_RETAIN_S = 86400.0
 RETRY_AFTER_S = 1
 MIN_PRUNE = 256
 # Bytes that CPython allocates (tracemalloc, Python 3.11): a token id and its place in a list, a Logprob with its place,
@@ -209,8 +208,6 @@ def _nbytes(output: Output) -> int:
 
 
 def check_retainable(add: AddRequest) -> None:
-    """Raises InvalidField naming the field that is out of range."""
-    if not 0.0 <= add.retain_s <= MAX_RETAIN_S:
-        raise InvalidField("retain_s", f"expected seconds from 0 to {MAX_RETAIN_S:g}, got {add.retain_s!r}")
+    """Raise InvalidField for a request with retain_s that has no fingerprint."""
     if add.retain_s > 0 and not add.fingerprint:
         raise InvalidField("fingerprint", "expected one with retain_s: any body would attach to its result")

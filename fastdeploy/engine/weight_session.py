@@ -9,8 +9,8 @@ from typing import Any
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.runner import Staging
+from fastdeploy.core.weight_source import MAX_VERSION_CHARS
 
-MAX_VERSION_CHARS = 256
 MAX_SECONDS = 86400.0
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]

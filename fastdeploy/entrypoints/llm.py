@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
+import asyncio
 import threading
 import uuid
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from fastdeploy.client.choice import Choice, TextOptions
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.generation import Generation, GenerationRequest
+from fastdeploy.client.pace import Pace
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core import errors
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.inproc_transport import InprocTransport
+
+T = TypeVar("T")
 
 
 class RequestOutput(NamedTuple):
@@ -45,15 +50,14 @@ class LLM:
         self.tokenizer = load_tokenizer(config.model)
         self._runner = runner if runner is not None else load_runner(config)
         self._transport = InprocTransport()
-        self._inboxes: dict[str, queue.SimpleQueue[m.Output | Exception]] = {}
-        self._calls: dict[int, queue.SimpleQueue[m.Reply | Exception]] = {}
-        self._call_ids = itertools.count(1)
-        self._dead: Exception | None = None
-        self._client = self._transport.connect("offline", self._receive)
         self._engine = CommonEngine(config, self._runner, self._transport, uuid.uuid4().hex)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-        self._client.send(m.Hello(pid=0))
+        self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        self._engine_thread.start()
+        self._loop = LoopThread("engine-client")  # runs the client of the engine, and all that waits for answers
+        self._client = EngineClient(self._transport, stall_s=None, first_connection_s=60.0)
+        self._closed = False
+        self._lock = threading.Lock()  # of _closed: no work is given to a loop that is being stopped
+        self._run(self._connect())
 
     def generate(
         self,
@@ -61,25 +65,24 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
         stop: str | Sequence[str] = (),
-        resumed_tokens: int | Sequence[int] = 0,
-        first_choice: int | Sequence[int] = 0,
+        **fields: Any,
     ) -> list[RequestOutput]:
-        """Generate for all prompts (texts, or token ids) and return in their order. ``sampling``: one for all, or one
-        per prompt; without a seed every prompt gets a new one. resumed_tokens: one for all, or one per prompt.
-        first_choice: number of the first choice of all, from which the others count on, or that of each prompt's own.
-        See messages.AddRequest for both. A choice whose logits were not finite has the tokens until then, finish_reason
-        "error" and a ``message``; the others are whole. Raises RequestError for a prompt that is refused, and
-        EngineError if the engine fails."""
-        requests = self._requests(prompts, sampling, n, resumed_tokens, first_choice)
-        for request in requests:
-            self._inboxes[request.request_id] = queue.SimpleQueue()
-            self._client.send(request)
-        try:
-            return [self._collect(request, (stop,) if isinstance(stop, str) else tuple(stop)) for request in requests]
-        finally:
-            for request in requests:
-                if self._inboxes.pop(request.request_id, None) is not None:
-                    self._client.send(m.CancelRequest(request_id=request.request_id))
+        """Generate for all prompts (texts, or token ids) and return in their order.
+
+        sampling: one for all, or one per prompt; without a seed every prompt gets a new one.
+        fields: further fields of core.request_fields.RequestFields, one value for all prompts or a list with one per
+            prompt. A single first_choice is that of the first prompt; the choices of the others count on from it.
+
+        A choice whose logits were not finite has the tokens until then, finish_reason "error" and a ``message``; the
+        others are whole. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
+        requests = self._requests(prompts, sampling, n, fields)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        texts = [TextOptions(stops=stops, min_tokens=request.sampling.min_tokens) for request in requests]
+        choices = self._run(self._generate(GenerationRequest(requests, texts))) if requests else []
+        return [
+            RequestOutput(request.request_id, request.prompt_token_ids, choices[i * n : (i + 1) * n])
+            for i, request in enumerate(requests)
+        ]
 
     def pause(self, mode: str = "abort", **args: Any) -> dict[str, Any]:
         """See messages.PauseArgs; returns the report once the engine is quiesced."""
@@ -119,26 +122,19 @@ class LLM:
         return self.call(m.ResetArgs(version=version))
 
     def call(self, args: m.Args) -> dict[str, Any]:
-        """Any control call; raises what the engine answered."""
-        call_id = next(self._call_ids)
-        inbox = self._calls[call_id] = queue.SimpleQueue()
-        self._client.send(m.Call(call_id=call_id, args=args))
-        if self._dead is not None:
-            inbox.put(self._dead)
-        answer = inbox.get()
-        self._calls.pop(call_id, None)
-        if isinstance(answer, Exception):
-            raise answer
-        if answer.failure is not None:
-            failure = answer.failure
-            raise errors.from_wire(failure.code, failure.message, {**failure.detail, "report": answer.result})
-        return answer.result
+        """Make any control call. Raises the error that the engine answered."""
+        return self._run(self._client.call(args))
 
     def close(self) -> None:
-        """Stop the engine; what is open ends with reason "abort"."""
+        """Stop the engine. Open requests end with reason "abort". Closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         self._engine.stop()
-        self._thread.join()
-        self._transport.close()
+        self._engine_thread.join()
+        self._loop.run(self._disconnect())
+        self._loop.stop()
         self._runner.close()
 
     def __enter__(self) -> LLM:
@@ -149,36 +145,74 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which runs in the loop of the client. Raises EngineDead after :meth:`close`."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise errors.EngineDead("the engine was closed")
+            future = self._loop.submit(work)
+        try:
+            return future.result()
+        except BaseException:  # such as Ctrl-C: the work is cancelled, and with it its requests
+            future.cancel()
+            raise
+
+    async def _connect(self) -> None:
+        self._client.start()
+        await self._client.require_engine()
+
+    async def _disconnect(self) -> None:
+        """Close the client, and wait until everybody who waits for an answer has it."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await self._client.close()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _generate(self, request: GenerationRequest) -> list[Choice]:
+        stops = any(text.stops for text in request.texts)  # only to find one are tokens looked at as they come
+        running = Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock()), for_tokens=stops)
+        async with running as generation:
+            while not generation.finished:
+                await generation.step()
+        return generation.choices
+
+    def _run_engine(self) -> None:
+        """The engine's thread: run the engine, then end every wait for it."""
+        error: errors.EngineError | None = None
+        try:
+            self._engine.run()
+        except Exception as failure:
+            error = errors.EngineDead(str(failure))
+        self._transport.close(error)
+
     def _requests(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         n: int,
-        resumed_tokens: int | Sequence[int],
-        first_choice: int | Sequence[int],
+        fields: dict[str, Any],
     ) -> list[AddRequest]:
         """One checked request per prompt; see :meth:`generate`."""
         if not isinstance(prompts, Sequence):
             raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
         if type(n) is not int or n < 1:
             raise errors.InvalidField("n", f"expected an integer >= 1, got {n!r}")
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
-        resumed = [resumed_tokens] * len(prompts) if isinstance(resumed_tokens, int) else resumed_tokens
-        numbers = first_choice
-        if isinstance(numbers, int):
-            numbers = range(numbers, numbers + n * len(prompts), n)
-        for field, values in (("sampling", each), ("resumed_tokens", resumed), ("first_choice", numbers)):
-            if len(values) != len(prompts):
-                raise errors.InvalidField(field, f"{len(values)} of them for {len(prompts)} prompts")
-        return [
-            self._request(prompt, params.check(), n, done, number)
-            for prompt, params, done, number in zip(prompts, each, resumed, numbers, strict=True)
+        ids = [self._token_ids(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        first = fields.get("first_choice", 0)
+        if isinstance(first, int):
+            fields = fields | {"first_choice": range(first, first + n * len(ids), n)}
+        own = {field: _per_prompt(field, values, len(ids)) for field, values in fields.items()}
+        requests = [
+            AddRequest(uuid.uuid4().hex, prompt, params.check(), n=n, **{field: own[field][i] for field in own})
+            for i, (prompt, params) in enumerate(
+                zip(ids, _per_prompt("sampling", sampling or SamplingParams(), len(ids)), strict=True)
+            )
         ]
+        for request in requests:
+            request.check_fields()
+        return requests
 
-    def _request(
-        self, prompt: str | Sequence[int], sampling: SamplingParams, n: int, resumed_tokens: int, first_choice: int
-    ) -> AddRequest:
+    def _token_ids(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise errors.InvalidField("prompts", "this model has no tokenizer: pass token ids")
@@ -186,58 +220,13 @@ class LLM:
         ids = list(prompt) if isinstance(prompt, Sequence) else []
         if not ids or not all(type(token) is int and 0 <= token <= MAX_INT32 for token in ids):
             raise errors.InvalidField("prompts", "expected texts or sequences of token ids, not empty")
-        if not 0 <= resumed_tokens < len(ids):
-            raise errors.InvalidField("resumed_tokens", f"expected 0 to {len(ids) - 1}, got {resumed_tokens}")
-        return AddRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=ids,
-            sampling=sampling,
-            n=n,
-            resumed_tokens=resumed_tokens,
-            first_choice=first_choice,
-        )
+        return ids
 
-    def _collect(self, request: AddRequest, stop: tuple[str, ...]) -> RequestOutput:
-        options = TextOptions(stops=stop, min_tokens=request.sampling.min_tokens)
-        prompt, resumed = request.prompt_token_ids, request.resumed_tokens
-        choices = [Choice(self.tokenizer, prompt, options, resumed) for _ in range(request.n)]
-        inbox = self._inboxes[request.request_id]
-        if self._dead is not None:
-            inbox.put(self._dead)
-        while any(choice.finish_reason is None for choice in choices):
-            output = inbox.get()
-            if isinstance(output, Exception):
-                raise output
-            choice = choices[output.choice]
-            if choice.finish_reason is None:
-                choice.feed(output)
-                if choice.finish_reason == "error" and choice.stop_reason != errors.NonFiniteLogits.code:
-                    raise errors.EngineError(choice.message)
-                if choice.finish_reason is not None and output.finish_reason is None:
-                    self._client.send(m.CancelRequest(request.request_id, output.choice, "stop"))
-        self._inboxes.pop(request.request_id)
-        return RequestOutput(request.request_id, request.prompt_token_ids, choices)
 
-    def _run(self) -> None:
-        dead: Exception = errors.EngineDead("the engine was closed")
-        try:
-            self._engine.run()
-        except Exception as error:
-            dead = error
-        self._dead = dead
-        for inbox in [*self._inboxes.values(), *self._calls.values()]:
-            inbox.put(dead)
-
-    def _receive(self, message: m.ToClient) -> None:
-        """On the engine's thread: hand over and return."""
-        match message:
-            case m.Outputs(outputs=outputs):
-                for output in outputs:
-                    if inbox := self._inboxes.get(output.request_id):
-                        inbox.put(output)
-            case m.Rejected(request_id=request_id, failure=failure):
-                if inbox := self._inboxes.get(request_id):
-                    inbox.put(errors.from_wire(failure.code, failure.message, failure.detail))
-            case m.Reply(call_id=call_id):
-                if inbox := self._calls.get(call_id):
-                    inbox.put(message)
+def _per_prompt(field: str, value: Any, num_prompts: int) -> Sequence[Any]:
+    """``value`` if it is a list with one value for each prompt; a single value is taken for all prompts."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise errors.InvalidField(field, f"{len(value)} of them for {num_prompts} prompts")
+    return value

@@ -1,30 +1,32 @@
-"""What the routes of one app share, and the checks that completions and chat have in common."""
+"""The objects and checks that the routes of one app share."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.generation import GenerationRequest
+from fastdeploy.client.pace import Pace
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
-from fastdeploy.core.sampling_params import SamplingParams, check_prompt_logprobs
+from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
+from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.pace import Pace
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
 
 # No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be
 # refused.
 CHARS_PER_TOKEN = 64
-# SamplingParams takes these as they are; None means "absent", so that its default holds.
+# Fields that SamplingParams takes as they are. None means "absent": the default of SamplingParams applies.
 PASSED_ON = (
     "temperature",
     "top_p",
@@ -37,29 +39,28 @@ PASSED_ON = (
 )
 
 
-# A name that clients send who were told none (SkyRL's RemoteInferenceClient). One model serves: it means that one.
+# The name that SkyRL's RemoteInferenceClient sends if it was given none. It means the model that is served.
 ANY_MODEL = "default"
-NOT_OF_THE_ANSWER = {"stream", "stream_options", "request_id", "deadline_s", "max_queue_s", "retain_s", "priority"}
 
 
 @dataclass(frozen=True)
 class ServingContext:
     """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
-    uploads there may be at once. turn: see Pace."""
+    uploads there may be at once. slice_lock: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
         """A new Pace, for one reply."""
-        return Pace(self.turn)
+        return Pace(self.slice_lock)
 
     @property
     def max_model_len(self) -> int:
-        """Raises EngineDead where no engine is there to say."""
+        """The tokens of a context. Raises EngineDead if no engine is connected."""
         if self.client.welcome is None:
             raise EngineDead("no engine is connected: it is starting, or it died and is being restarted")
         return self.client.welcome.max_model_len
@@ -124,16 +125,6 @@ class ServingContext:
             bad = next(t for t in ids if not 0 <= t < vocab_size)
             raise InvalidField(field, f"token id {bad} is outside of the vocabulary (0 to {vocab_size - 1})")
 
-    def check_resumed(self, body: GenerationBody, prompts: list[list[int]]) -> int:
-        """How many tokens at the end of the prompt are output; raises InvalidField if there are no so many."""
-        resumed = body.resumed_tokens or 0
-        if resumed and len(prompts) > 1:
-            raise InvalidField("resumed_tokens", "expected a single prompt")
-        if resumed >= len(prompts[0]):
-            limit = len(prompts[0]) - 1
-            raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
-        return resumed
-
     def require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidField(field, "this model has no tokenizer: send token ids")
@@ -176,27 +167,62 @@ class ServingContext:
         )
 
 
-def request_id(body: GenerationBody, prefix: str) -> str:
-    """The id that the body names, as it is; otherwise a new one. An X-Request-Id is no such id: it names a trace, and
-    many requests may carry the same."""
-    return body.request_id or f"{prefix}-{uuid.uuid4().hex}"
+def generation_request(
+    body: GenerationBody,
+    id_prefix: str,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    text: TextOptions,
+    arrival: float,
+) -> GenerationRequest:
+    """The engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
 
-
-def lifetime(body: GenerationBody, arrived: float) -> dict[str, Any]:
-    """The fields of GenerationRequest that say how long a request may live. arrived: time.time() at the door, before it
-    was tokenised. Raises InvalidField for one that is to be retained under no name."""
-    if body.retain_s and not body.request_id:
+    The request_id is that of the body; without one a new id is made, which begins with ``id_prefix``. X-Request-Id is
+    not used: it names a trace, and many requests may carry the same. Raises InvalidField."""
+    fields = body.request_fields()
+    if fields.resumed_tokens and len(prompts) > 1:
+        raise InvalidField("resumed_tokens", "expected a single prompt")
+    if fields.resumed_tokens >= len(prompts[0]):
+        limit = len(prompts[0]) - 1
+        raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
+    if fields.retain_s and not body.request_id:
         raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
-    return {
-        "arrival": arrived,
-        "deadline_s": body.deadline_s,
-        "max_queue_s": body.max_queue_s,
-        "retain_s": body.retain_s or 0.0,
-        "fingerprint": fingerprint(body) if body.retain_s else "",
-    }
+    request_id = body.request_id or f"{id_prefix}-{uuid.uuid4().hex}"
+    several = len(prompts) > 1
+    ids = [f"{request_id}-{i}" for i in range(len(prompts))] if several else [request_id]
+    requests = engine_requests(
+        ids,
+        prompts,
+        sampling,
+        fields,
+        group=request_id if several else "",
+        arrival=arrival,
+        fingerprint=fingerprint(body) if fields.retain_s else "",
+    )
+    return GenerationRequest(requests, [text] * len(prompts))
+
+
+def engine_requests(
+    ids: Sequence[str],
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    fields: RequestFields,
+    group: str = "",
+    arrival: float = 0.0,
+    fingerprint: str = "",
+) -> list[AddRequest]:
+    """One engine request for each prompt; choices are numbered on from ``fields.first_choice``. arrival 0 means now."""
+    if fields.first_choice + fields.n * len(prompts) > MAX_INT32:
+        raise InvalidField("first_choice", "expected numbers of choices below 2**31 - 1")
+    shared = msgspec.structs.asdict(fields)
+    shared |= {"group": group, "arrival": arrival or time.time(), "fingerprint": fingerprint}
+    return [
+        AddRequest(*own, **shared | {"first_choice": fields.first_choice + fields.n * i})
+        for i, own in enumerate(zip(ids, prompts, sampling, strict=True))
+    ]
 
 
 def fingerprint(body: GenerationBody) -> str:
-    """What two bodies share exactly if they ask for the same answer, however it is to be delivered."""
-    fields = body.model_dump(exclude=NOT_OF_THE_ANSWER, exclude_none=True)
+    """A hash that two bodies share if, and only if, they ask for the same answer, however it is to be delivered."""
+    fields = body.model_dump(exclude={"stream", "stream_options", "request_id", *TIMING}, exclude_none=True)
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()

@@ -50,12 +50,13 @@ def error_response(error: Exception, **extra: Any) -> Response:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answers for the exceptions that are part of the contract; middleware.LastResort has one for all others."""
+    """Answer the exceptions that are part of the contract. middleware.LastResort answers all others."""
 
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
         body = {"message": str(error.detail), "type": "invalid_request_error", "code": "not_found", "param": None}
         if error.status_code == 405:
             body["code"] = "method_not_allowed"

@@ -1,4 +1,4 @@
-"""What happens to every HTTP request before and around its route."""
+"""Middleware around all routes."""
 
 from __future__ import annotations
 

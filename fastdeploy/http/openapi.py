@@ -64,7 +64,7 @@ def asks(kind: Any) -> Schema:
     return {"parameters": _parameters(schema_of(kind))}
 
 
-def streams() -> Schema:
+def streams() -> dict[int | str, Schema]:
     """``responses`` of a route that answers by JSON or, if asked for, by server-sent events."""
     return {200: {"content": {JSON: {"schema": {}}, EVENTS: {"schema": {"type": "string"}}}}}
 
@@ -111,7 +111,7 @@ def _is_title(key: str, value: Any) -> bool:
 def _or_null(schema: Schema) -> Schema:
     if not schema.keys() - {"default", "description"} or {"type": "null"} in schema.get("anyOf", ()):
         return schema
-    outer = {key: schema.pop(key) for key in ("default", "description") if key in schema}
+    outer: Schema = {key: schema.pop(key) for key in ("default", "description") if key in schema}
     choices = schema.pop("anyOf", None) or [schema]
     return {"anyOf": [*choices, {"type": "null"}], **outer}
 
@@ -127,17 +127,14 @@ def _parameters(schema: Schema) -> list[Schema]:
     return parameters
 
 
-def describe(app: FastAPI) -> None:
-    """Make ``app.openapi()`` the whole description: with the error answers of every operation."""
+class DescribedApp(FastAPI):
+    """An application whose description has the error answers of every operation too."""
 
-    def openapi() -> Schema:
-        if app.openapi_schema is None:
-            app.openapi_schema = _with_errors(
-                get_openapi(title=app.title, version=app.version, description=ABOUT, routes=app.routes)
-            )
-        return app.openapi_schema
-
-    app.openapi = openapi
+    def openapi(self) -> Schema:
+        if self.openapi_schema is None:
+            document = get_openapi(title=self.title, version=self.version, description=ABOUT, routes=self.routes)
+            self.openapi_schema = _with_errors(document)
+        return self.openapi_schema
 
 
 def _with_errors(document: Schema) -> Schema:

@@ -1,7 +1,7 @@
-"""Weight uploads on their way to the engine: bytes become a file, which is gone when the call is over, however it ends.
+"""Weight uploads on their way to the engine. The bytes are written to a file, which is removed at the end of the call.
 
-The file is written plainly and never mapped, so a full disk is an error and no signal. It is locked for as long as its
-API server lives: what a killed one left is found unlocked, and removed when the next one starts.
+The file is written and never mapped, so that a full disk raises an error and sends no signal. It is locked while its
+API server lives. A file that a killed API server left is not locked, and is removed when the next one starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_upload(request: Request) -> bool:
-    """Whether the body is tensors, and not JSON."""
+    """Whether the body is the bytes of tensors; otherwise it is JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/octet-stream"
 
 
@@ -43,8 +43,8 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 @contextlib.asynccontextmanager
 async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
-    """Enter before the body of an upload is received. Raises what the engine already knows against it, and ServerBusy
-    where --max-uploads others have not ended in time."""
+    """Enter before the body of an upload is received. Raises the error with which the engine would refuse it already,
+    and ServerBusy if --max-uploads others did not end in time."""
     await context.client.call(check)
     async with context.uploads.hold():
         yield
@@ -54,9 +54,8 @@ async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> 
 async def spooled_upload(
     request: Request, context: ServingContext, check: m.CheckUpdateArgs
 ) -> AsyncIterator[FileSource]:
-    """The body of ``request`` in a file, for as long as the block lasts. Raises what :func:`admitted_upload` raises,
-    InvalidField for an empty body, OutOfSpace where it does not fit, and RequestTooLarge where it passes
-    --max-upload-mb."""
+    """Keep the body of ``request`` in a file while the block runs. Raises as :func:`admitted_upload` does; InvalidField
+    for an empty body, OutOfSpace if it does not fit, and RequestTooLarge if it is larger than --max-upload-mb."""
     limit = context.config.max_upload_mb << 20
     expected = int(request.headers.get("content-length", limit))
     async with admitted_upload(context, check):

@@ -101,6 +101,23 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
     return None
 
 
+class ZmqConnector:
+    """Makes the connections of one API server to ``endpoint``, as client.connection.Connector has it."""
+
+    def __init__(self, endpoint: str):
+        self._context = zmq.asyncio.Context()
+        self._endpoint = endpoint
+
+    def connect(self) -> ZmqConnection:
+        try:
+            return ZmqConnection(self._context, self._endpoint)
+        except zmq.ZMQError as error:  # such as too many open files
+            raise OSError(error.errno, str(error)) from error
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
 class ZmqConnection:
     """One connection of a client, with an identity of its own. Closed once lost: make a new one to reconnect.
 

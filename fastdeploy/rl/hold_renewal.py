@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.fan_out import fan_out
-from fastdeploy.rl.loop_thread import LoopThread
 from fastdeploy.rl.replica import Replica
 
 log = logging.getLogger("fastdeploy.rl")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Unpack
 
+from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
 from fastdeploy.rl.holds import new_hold_id, note_cleanup_failure
-from fastdeploy.rl.loop_thread import LoopThread
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.state_transfer import NamedTensors

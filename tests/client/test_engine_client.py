@@ -18,6 +18,7 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine, reply_with
 
 
@@ -34,7 +35,7 @@ def request(request_id: str = "r", n: int = 1) -> AddRequest:
 
 @asynccontextmanager
 async def connected(endpoint: str, engine: FakeEngine | None, **settings):
-    client = EngineClient(endpoint, **settings)
+    client = EngineClient(ZmqConnector(endpoint), **settings)
     client.start()
     try:
         if engine is not None:
@@ -56,10 +57,9 @@ def run(coroutine) -> None:
 async def next_outputs(stream) -> list[m.Output]:
     """Wait for outputs or the failure, and take them, as a handler does."""
     while True:
-        stream.event.clear()
         if outputs := stream.take():
             return outputs
-        await stream.event.wait()
+        await stream.reader.wait()
 
 
 async def collect(stream) -> list[m.Output]:

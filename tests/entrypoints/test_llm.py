@@ -131,3 +131,29 @@ def test_a_choice_whose_logits_are_not_finite_leaves_the_other_prompts_whole(llm
     assert (choice.finish_reason, choice.stop_reason) == ("error", errors.NonFiniteLogits.code)
     assert choice.token_ids == path[:5] and "not finite" in choice.message
     assert good.choices[0].token_ids == expected_tokens([3, 4], 12, vocab=264)
+
+
+def test_fields_are_one_for_all_prompts_or_one_for_each(llm):
+    prompts = [[1, 2], [3, 4]]
+    drawn = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    both = [o.choices[0].token_ids for o in llm.generate(prompts, drawn, first_choice=7, cache_salt="ab")]
+    assert both == [o.choices[0].token_ids for o in llm.generate(prompts, drawn, first_choice=[7, 8], priority=[1, 0])]
+    for wrong in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
+        with pytest.raises(errors.InvalidField) as info:
+            llm.generate(prompts, drawn, **wrong)
+        assert info.value.field == next(iter(wrong))
+
+
+def test_close_ends_a_generate_that_waits_and_later_calls_are_told(model_dir):
+    llm, results = LLM(model_dir, runner=FakeRunner(vocab=264)), []
+    llm.pause("keep")
+    thread = threading.Thread(target=lambda: results.append(llm.generate([[3, 4]], GREEDY)))
+    thread.start()
+    while not llm.is_paused()["counts"]["queued"]:
+        pass
+    llm.close()
+    thread.join(20)
+    assert [o.choices[0].finish_reason for o in results[0]] == ["abort"]
+    llm.close()
+    with pytest.raises(errors.EngineDead):
+        llm.is_paused()

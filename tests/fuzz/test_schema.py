@@ -8,7 +8,7 @@ import schemathesis
 from hypothesis import given
 
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.entrypoints.api_server import create_app
+from fastdeploy.http.app import create_app
 from fuzz.effort import effort
 from fuzz.victim import PATIENCE_S, Victim
 

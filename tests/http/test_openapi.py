@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import STATUS
-from fastdeploy.entrypoints.api_server import create_app
+from fastdeploy.http.app import create_app
 from fastdeploy.http.dialects.areal import routes as areal
 from fastdeploy.http.dialects.sglang import routes as sglang
 from fastdeploy.http.docs_page import type_name

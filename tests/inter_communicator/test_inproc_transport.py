@@ -2,38 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
+import pytest
+
+from fastdeploy.core.errors import EngineDead
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.inproc_transport import InprocTransport
 
 
 def test_messages_arrive_in_order_in_one_batch():
-    transport = InprocTransport()
-    client = transport.connect("a", lambda message: None)
-    for pid in range(5):
-        client.send(m.Hello(pid=pid))
-    assert transport.recv(None) == [("a", m.Hello(pid=pid)) for pid in range(5)]
-    assert transport.recv(0) == []
-    assert transport.recv(0.01) == []
+    async def go():
+        transport = InprocTransport()
+        client = transport.connect()
+        for pid in range(5):
+            client.send(m.Hello(pid=pid))
+        assert transport.recv(None) == [(client.identity, m.Hello(pid=pid)) for pid in range(5)]
+        assert transport.recv(0) == []
+        assert transport.recv(0.01) == []
+
+    asyncio.run(go())
 
 
-def test_a_fence_is_acknowledged_after_what_was_sent_before_it():
-    transport, got = InprocTransport(), []
-    transport.connect("a", got.append)
-    transport.send("a", m.Outputs([]))
-    assert transport.recv(0) == []
-    transport.send("a", m.Fence(fence_id=3))
-    assert got == [m.Outputs([])]
-    assert transport.recv(0) == [("a", m.FenceAck(fence_id=3))]
+def test_a_client_gets_all_that_another_thread_sent_in_order_and_then_the_end():
+    count = 2000
+
+    async def go():
+        transport, got = InprocTransport(), []
+        client = transport.connect()
+
+        def engine() -> None:
+            for fence_id in range(count):
+                transport.send(client.identity, m.Fence(fence_id))
+            transport.close(EngineDead("over"))
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        with pytest.raises(EngineDead, match="over"):
+            async with asyncio.timeout(20):
+                async for message in client.messages():
+                    got.append(message)
+        thread.join()
+        assert got == [m.Fence(fence_id) for fence_id in range(count)]
+        assert transport.connect() is None, "an engine that has ended never comes back"
+
+    asyncio.run(go())
 
 
 def test_a_closed_client_is_gone():
-    transport = InprocTransport()
-    client = transport.connect("a", lambda message: None)
-    assert transport.send("a", m.Goodbye())
-    client.close()
-    assert not transport.send("a", m.Goodbye())
+    async def go():
+        transport = InprocTransport()
+        client = transport.connect()
+        assert transport.send(client.identity, m.Goodbye())
+        client.close()
+        assert not transport.send(client.identity, m.Goodbye())
+
+    asyncio.run(go())
 
 
 def test_wake_ends_a_blocked_recv():

@@ -22,7 +22,7 @@ from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.inter_communicator import ipc_dir
-from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
 from support.fake_runner import FakeRunner
 
 
@@ -86,7 +86,7 @@ class RealServer:
 
     def _serve(self) -> None:
         async def serve() -> None:
-            self.client = EngineClient(self._endpoint)
+            self.client = EngineClient(ZmqConnector(self._endpoint))
             config = ServeConfig(model="fake", served_model_name="tiny", keepalive_s=0.2, model_roots=("/",))
             self._uvicorn = make_server(self.client, self._tokenizer, config)
             self._made.set()

@@ -19,6 +19,7 @@ from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine
 from support.tiny_tokenizer import save_tokenizer
 
@@ -59,7 +60,7 @@ class Server:
 
     def _run(self) -> None:
         async def serve() -> None:
-            self.client = EngineClient(self._endpoint, self._config.stall_s)
+            self.client = EngineClient(ZmqConnector(self._endpoint), self._config.stall_s)
             self._server = make_server(self.client, self._tokenizer, self._config, self._keys)
             self._made.set()
             await self._server.serve(sockets=self._listeners)

@@ -23,7 +23,7 @@ def health_router(context: ServingContext) -> APIRouter:
     async def health() -> Response:
         """200 while the engine process lives, paused or not; 503 with a reason while it loads, or died or was stuck and
         is being replaced."""
-        if client.connected.is_set():
+        if client.welcome is not None and client.connected.is_set():
             return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
         return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
 

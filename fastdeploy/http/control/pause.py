@@ -12,19 +12,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import Body, BodyType, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import CONTROL_UNSUPPORTED, AbortBody, PauseBody, RenewBody, ResumeBody
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import (
-    CONTROL_UNSUPPORTED,
-    AbortBody,
-    Body,
-    BodyType,
-    PauseBody,
-    RenewBody,
-    ResumeBody,
-    parse_body,
-    parse_json,
-)
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload
 from fastdeploy.inter_communicator import messages as m
@@ -69,7 +60,7 @@ def control_router(context: ServingContext) -> APIRouter:
 
 
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
-    """The JSON body over the query parameters. An adapter named here is refused rather than overlooked."""
+    """The fields of the query, with those of the JSON body over them. A call that names an adapter is refused."""
     body = {} if is_upload(request) else parse_json(await request.body())
     query: dict[str, Any] = dict(request.query_params)
     query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}

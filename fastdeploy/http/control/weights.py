@@ -17,7 +17,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import envelope, read
-from fastdeploy.http.openai.protocol import (
+from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
     ChunkBody,

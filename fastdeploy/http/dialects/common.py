@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, HTTPException, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy import __version__
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
+from fastdeploy.http.body import Body, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
-from fastdeploy.http.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
@@ -26,12 +26,6 @@ CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
 LISTS = frozenset({"tags", "request_ids"})
 
 Route = Callable[[Request], Awaitable[Response]]
-
-
-class LaxBody(BaseModel):
-    """A body whose unknown fields are dropped, as the engines of these dialects do."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 Kind = TypeVar("Kind", bound=BaseModel)

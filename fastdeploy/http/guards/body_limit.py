@@ -6,12 +6,12 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdeploy.client.pace import wait_for_slice
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import RequestTooLarge
 from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection_limits import has_large_body
-from fastdeploy.http.guards.pace import take_turn
 
 # Routes that take weights: as the body itself, or (SGLang) as base64 in JSON.
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
@@ -25,13 +25,13 @@ class BodyLimit:
 
     A body of more than 64 KiB that is no weights is received when --max-bodies-mb has room for all of it. Weights have
     further limits (see upload.py). If a response begins before the whole body was received, the connection is closed
-    and the rest of the body is not read. turn: see Pace.
+    and the rest of the body is not read. slice_lock: see Pace.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, turn: asyncio.Lock):
+    def __init__(self, app: ASGIApp, config: ServeConfig, slice_lock: asyncio.Lock):
         self._app = app
         self._config = config
-        self._turn = turn
+        self._slice_lock = slice_lock
         what = "the request bodies that are being received (--max-bodies-mb)"
         self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, what)
 
@@ -61,7 +61,7 @@ class BodyLimit:
                 self._memory.give(taken)
                 taken = 0
                 if size > LARGE_JSON and not upload:
-                    await take_turn(self._turn)
+                    await wait_for_slice(self._slice_lock)
             return message
 
         async def closing_send(message: Message) -> None:

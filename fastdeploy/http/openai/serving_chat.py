@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.context import ServingContext, lifetime, request_id
-from fastdeploy.http.openai.protocol import ChatBody, ChatMessage, parse_body, parse_json, read_json
+from fastdeploy.http.body import parse_body, parse_json, read_json
+from fastdeploy.http.context import ServingContext, generation_request
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.generation import Generation, GenerationRequest
-from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, work_of
+from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, work_of
 
 
 def chat_router(context: ServingContext) -> APIRouter:
@@ -24,7 +25,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(await read_json(request), ChatBody)
+        body = parse_body(await read_json(request), ChatBody, UNSUPPORTED)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 
@@ -37,7 +38,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     context.check_model(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
-    context.check_choices(1, body.n or 1)
+    context.check_choices(1, body.request_fields().n)
     _check_template(context, body)
     continue_final = bool(body.continue_final_message)
     messages = [_message(i, message) for i, message in enumerate(body.messages)]
@@ -57,19 +58,8 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     if body.max_completion_tokens is None:
         limit = ("max_tokens", body.max_tokens)
     sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
-    context.check_reply([sampling], [ids], body.n or 1)
-    return GenerationRequest(
-        request_id=request_id(body, "chatcmpl"),
-        prompts=[ids],
-        sampling=[sampling],
-        text=context.text_options(body),
-        n=body.n or 1,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        first_choice=body.first_choice or 0,
-        resumed_tokens=context.check_resumed(body, [ids]),
-        **lifetime(body, arrived),
-    )
+    context.check_reply([sampling], [ids], body.request_fields().n)
+    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived)
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:
@@ -117,8 +107,9 @@ def _with_objects(calls: Any) -> Any:
     return calls
 
 
-class ChatView(ReplyView):
-    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+class ChatView(OpenAIReply):
+    _body: ChatBody
+    kind, event_kind = "chat.completion", "chat.completion.chunk"
 
     async def body(self) -> dict[str, Any]:
         """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
@@ -137,12 +128,12 @@ class ChatView(ReplyView):
             "logprobs": await self._logprobs(choice.token_ids, choice.logprobs),
         }
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         shown = {"content": delta.text}
         if index not in self._seen:
             shown = {"role": "assistant", "content": delta.text}
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        return [await self._chunk(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
+        return [await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """OpenAI's list with one entry per token (empty for no tokens)."""
@@ -154,6 +145,6 @@ class ChatView(ReplyView):
 
     def _token(self, pair: tuple[int, Logprob]) -> ChosenToken:
         token_id, entry = pair
-        text, spelled = self.token_text, self._context.tokenizer.token_bytes
+        text, spelled = self.token_text, self._context.require_tokenizer("messages").token_bytes
         top = [TokenLogprob(text(token), logprob, spelled(token)) for token, logprob in entry.top]
         return ChosenToken(text(token_id), entry.logprob, spelled(token_id), top)

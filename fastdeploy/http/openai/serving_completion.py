@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.context import ServingContext, lifetime, request_id
-from fastdeploy.http.openai.protocol import CompletionBody, parse_body, read_json
+from fastdeploy.http.body import parse_body, read_json
+from fastdeploy.http.context import ServingContext, generation_request
+from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.generation import Generation, GenerationRequest
-from fastdeploy.http.serving.reply import ReplyView, work_of
+from fastdeploy.http.serving.openai_reply import OpenAIReply, work_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
 IDS_PER_WORK = 16  # token ids are checked in one unit of Pace
@@ -27,7 +28,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
-        body = parse_body(await read_json(request), CompletionBody)
+        body = parse_body(await read_json(request), CompletionBody, UNSUPPORTED)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()
@@ -44,19 +45,8 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     prompts = await tokenise(context, body)
     max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
     sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
-    context.check_reply(sampling, prompts, body.n or 1)
-    return GenerationRequest(
-        request_id=request_id(body, "cmpl"),
-        prompts=prompts,
-        sampling=sampling,
-        text=context.text_options(body),
-        n=body.n or 1,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        first_choice=body.first_choice or 0,
-        resumed_tokens=context.check_resumed(body, prompts),
-        **lifetime(body, arrived),
-    )
+    context.check_reply(sampling, prompts, body.request_fields().n)
+    return generation_request(body, "cmpl", prompts, sampling, context.text_options(body), arrived)
 
 
 async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:
@@ -64,7 +54,7 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     prompt = body.prompt
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     prompts = prompt if several else [prompt]
-    context.check_choices(len(prompts), body.n or 1)
+    context.check_choices(len(prompts), body.request_fields().n)
     result, pace = [], context.pace()
     for i, item in enumerate(prompts):
         field = f"prompt[{i}]" if several else "prompt"
@@ -81,8 +71,9 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
     return result
 
 
-class CompletionView(ReplyView):
-    kind = chunk_kind = "text_completion"
+class CompletionView(OpenAIReply):
+    _body: CompletionBody
+    kind = event_kind = "text_completion"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -95,9 +86,9 @@ class CompletionView(ReplyView):
             "logprobs": (await self._logprobs(choice.token_ids, choice.logprobs, 0))[0],
         }
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs, self._offsets[index] = await self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
-        return [await self._chunk(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
+        return [await self._event(index, delta, {"index": index, "text": delta.text, "logprobs": logprobs})]
 
     async def _logprobs(
         self, ids: list[int], logprobs: list[Logprob], offset: int

@@ -10,7 +10,7 @@ import pytest
 from fastapi.routing import iter_route_contexts
 
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.entrypoints.api_server import create_app
+from fastdeploy.http.app import create_app
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.http.guards.route_access import ROUTES, AccessPolicy, Attempt, bearer_key, refusal
 from fastdeploy.inter_communicator import messages as m

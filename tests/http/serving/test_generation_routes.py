@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.http.openai.protocol import MAX_BRACKETS, MAX_ENTRIES
+from fastdeploy.http.body import MAX_BRACKETS, MAX_ENTRIES
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import one_output, replace, reply_with
 from support.http_calls import events

@@ -9,7 +9,8 @@ import pytest
 
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.http.openai.protocol import IGNORED, UNSUPPORTED
+from fastdeploy.http.body import IGNORED
+from fastdeploy.http.openai.protocol import UNSUPPORTED
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import replace, reply_with
 

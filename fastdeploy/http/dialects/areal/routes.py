@@ -9,9 +9,10 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.protocol import Version
 from fastdeploy.http.dialects.common import (
-    LaxBody,
     add_absent_routes,
     place_pause,
     read_control,
@@ -19,7 +20,6 @@ from fastdeploy.http.dialects.common import (
     sglang_errors,
     success,
 )
-from fastdeploy.http.openai.protocol import Version
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, place_pause, read_lax, resume
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, place_pause, read_lax, resume
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m

@@ -13,17 +13,18 @@ from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.generation import Generation, GenerationRequest
+from fastdeploy.client.pace import GrowingArray, Pace
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.context import ServingContext
+from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.http.body import read_json
+from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompts, parse_generate, read_prompts
-from fastdeploy.http.guards.pace import GrowingArray, Pace
-from fastdeploy.http.openai.protocol import read_json
 from fastdeploy.http.openapi import streams, takes
-from fastdeploy.http.serving.generation import Generation, GenerationRequest
-from fastdeploy.http.serving.reply import weight_versions
-from fastdeploy.http.serving.streaming import EventStream, JsonResponse
+from fastdeploy.http.serving.openai_reply import weight_versions
+from fastdeploy.http.serving.responses import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
 # Bytes of the ids that the tokens of one request were drawn from. They are held until the request has ended. 64 MiB is
@@ -46,23 +47,18 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
         generation = LabelledGeneration(context.client, context.tokenizer, checked, context.pace())
         view = GenerateView(context, generation, body, prompts)
         if body.stream:
-            return EventStream(generation, view.chunks, list, context.config.keepalive_s)
+            return EventStream(generation, view.events, list, context.config.keepalive_s)
         return JsonResponse(generation, view.body, view.outputs)
 
 
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
     every = prompts.prompts
-    return GenerationRequest(
-        request_id=prompts.group if prompts.batch else every[0].rid,
-        prompts=[p.ids for p in every],
-        sampling=[p.sampling for p in every],
-        text=every[0].text,
-        n=prompts.n,
-        priority=body.priority,
-        cache_salt=body.cache_salt or body.extra_key or "",
-        texts=[p.text for p in every],
-        ids=[p.rid for p in every] if prompts.batch else [],
+    salt = body.cache_salt or body.extra_key or ""
+    fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
+    requests = engine_requests(
+        [p.rid for p in every], [p.ids for p in every], [p.sampling for p in every], fields, prompts.group
     )
+    return GenerationRequest(requests, [p.text for p in every])
 
 
 class LabelledGeneration(Generation):
@@ -122,7 +118,7 @@ class GenerateView:
     async def outputs(self) -> list[dict[str, Any]]:
         return [await self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         sent = self._sent[index]
         sent.text += delta.text
         chunk = await self._output(index, sent.text)

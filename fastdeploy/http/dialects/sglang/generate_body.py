@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.request_fields import MAX_N, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
+from fastdeploy.http.body import Body, Int64, parse_body
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.protocol import MAX_N, Body, Int64, parse_body, stop_strings
+from fastdeploy.http.openai.protocol import stop_strings
 from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
@@ -38,11 +40,7 @@ UNSUPPORTED = (
     "require_reasoning",
     "max_thinking_tokens",
     "watermark",
-    "retain_s",
-    "deadline_s",
-    "max_queue_s",
-    "resumed_tokens",
-    "first_choice",
+    *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt"}),
 )
 UNSUPPORTED_SAMPLING = (
     "stop_regex",
@@ -144,7 +142,7 @@ class Prompts(NamedTuple):
 def parse_generate(data: dict[str, Any]) -> GenerateBody:
     """Raises InvalidField for a field that this server cannot honour."""
     refuse(data, UNSUPPORTED)
-    return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody)
+    return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody, {})
 
 
 def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.http.dialects.common import LaxBody
-from fastdeploy.http.openai.protocol import Version, parse_body
+from fastdeploy.http.body import LaxBody, parse_body
+from fastdeploy.http.control.protocol import Version
 
 # SGLang's loaders of an upload. All of these mean whole tensors under their own names.
 TENSOR_FORMATS = (None, "auto", "direct", "flattened_bucket", "safetensors")

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, read_lax, sglang_errors, success
+from fastdeploy.http.dialects.common import read_lax, sglang_errors, success
 from fastdeploy.http.dialects.sglang.pull_weights import Pulls
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,

@@ -11,8 +11,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, adapters_off, read_control
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, adapters_off, read_control
 from fastdeploy.http.dialects.vllm.memory import TAGS
 from fastdeploy.http.dialects.vllm.weights import (
     DELTA_REFUSED,
@@ -23,7 +24,6 @@ from fastdeploy.http.dialects.vllm.weights import (
     parse_update_info,
 )
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Body, parse_body, parse_json
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 

@@ -7,10 +7,10 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from fastdeploy.http.body import Body, LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, place_pause, read_control, resume
+from fastdeploy.http.dialects.common import place_pause, read_control, resume
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Body
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 

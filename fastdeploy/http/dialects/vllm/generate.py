@@ -10,18 +10,19 @@ from pydantic import PlainValidator
 from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
+from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.http.body import Body, parse_body, read_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.openai.protocol import UNSUPPORTED, Body, CompletionBody, parse_body, read_json
+from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openai.serving_completion import prepare
 from fastdeploy.http.openapi import described, schema_of, streams, takes
-from fastdeploy.http.serving.generation import Generation
-from fastdeploy.http.serving.reply import ChosenToken, ReplyView, TokenLogprob, token_name, work_of
+from fastdeploy.http.serving.openai_reply import ChosenToken, OpenAIReply, TokenLogprob, token_name, work_of
 
 # Fields outside of sampling_params that have the same name in a completion.
-PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", "priority", "cache_salt", "retain_s",
-                       "deadline_s", "max_queue_s", "resumed_tokens", "first_choice"})  # fmt: skip
+PASSED_ON = frozenset({"model", "request_id", "stream", "stream_options", *RequestFields.__struct_fields__}) - {"n"}
 NOT_SAMPLING = frozenset({"prompt", "token_ids"}) | PASSED_ON
 # Fields of vLLM's SamplingParams that change no token: how vLLM delivers outputs, and where it looks for prefixes.
 HARMLESS_SAMPLING = frozenset({"output_kind", "detokenize", "flat_logprobs", "skip_reading_prefix_cache"})
@@ -82,10 +83,12 @@ def parse_generate(data: dict[str, Any]) -> CompletionBody:
     return parse_body(asked, CompletionBody, UNSUPPORTED | NEUTRAL_SAMPLING)
 
 
-class GenerateView(ReplyView):
+class GenerateView(OpenAIReply):
     """A reply in vLLM's shape, without text and without the prompt."""
 
-    kind = chunk_kind = "generate"
+    _body: CompletionBody
+
+    kind = event_kind = "generate"
 
     def __init__(self, context: ServingContext, generation: Generation, body: CompletionBody):
         super().__init__(context, generation, body)
@@ -95,7 +98,7 @@ class GenerateView(ReplyView):
         choices = await self.choices()
         prompt_logprobs = [choice.pop("prompt_logprobs", None) for choice in choices][0]
         return {
-            "request_id": self.generation.request.request_id,
+            "request_id": self.generation.request_id,
             "choices": choices,
             "prompt_logprobs": prompt_logprobs,
             "kv_transfer_params": None,
@@ -108,11 +111,11 @@ class GenerateView(ReplyView):
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {"index": index, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        chunk = await self._chunk(index, delta, {"index": index, "logprobs": logprobs})
+        chunk = await self._event(index, delta, {"index": index, "logprobs": logprobs})
         chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
-        return [chunk | {"request_id": self.generation.request.request_id}]
+        return [chunk | {"request_id": self.generation.request_id}]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """Return one entry per token, or null if no log probabilities were asked for."""

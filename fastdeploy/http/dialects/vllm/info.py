@@ -9,10 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, adapters_off, read_control, server_arguments, sglang_errors
+from fastdeploy.http.control.protocol import Version
+from fastdeploy.http.dialects.common import adapters_off, read_control, server_arguments, sglang_errors
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Version
 from fastdeploy.http.openapi import asks, takes
 from fastdeploy.inter_communicator import messages as m
 

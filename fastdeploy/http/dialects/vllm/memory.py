@@ -9,8 +9,9 @@ from pydantic import BeforeValidator
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, LaxBody, read_control
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, read_control
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m

@@ -9,10 +9,11 @@ from pydantic import PlainValidator
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.http.body import LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, read_control
+from fastdeploy.http.dialects.common import read_control
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import ChatBody, parse_body, parse_json
+from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody
 from fastdeploy.http.openai.serving_chat import prepare
 from fastdeploy.http.openapi import described, takes
 
@@ -102,4 +103,5 @@ def add_token_routes(router: APIRouter, context: ServingContext) -> None:
 async def rendered(context: ServingContext, data: dict[str, Any]) -> list[int]:
     """Return the token ids of a conversation. Tools are rendered whatever tool_choice is, since no tool call is
     generated."""
-    return (await prepare(context, parse_body({**data, "tool_choice": "none"}, ChatBody))).prompts[0]
+    body = parse_body({**data, "tool_choice": "none"}, ChatBody, UNSUPPORTED)
+    return (await prepare(context, body)).requests[0].prompt_token_ids

@@ -17,10 +17,11 @@ from starlette.responses import Response
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
+from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import LaxBody, read_control, read_fields
+from fastdeploy.http.control.protocol import Kv, SourceBody, Version
+from fastdeploy.http.dialects.common import read_control, read_fields
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openai.protocol import Body, Kv, SourceBody, Version, parse_body
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m

@@ -17,12 +17,12 @@ _encoder = msgspec.json.Encoder()
 class Pace:
     """Counts the work for one reply, and lets the event loop run after each slice.
 
-    turn: a lock that all replies of one event loop share. A reply that has used up its slice waits for the lock. So in
-    each round of the event loop, at most one reply begins a further slice.
+    slice_lock: shared by all replies of one event loop. A reply that has used up its slice waits for the lock. So at
+    most one reply begins a further slice in each round of the event loop.
     """
 
-    def __init__(self, turn: asyncio.Lock):
-        self._turn = turn
+    def __init__(self, slice_lock: asyncio.Lock):
+        self._slice_lock = slice_lock
         self._left = SLICE
 
     async def spend(self, work: int) -> None:
@@ -30,7 +30,7 @@ class Pace:
         self._left -= work
         if self._left <= 0:
             self._left = SLICE
-            await take_turn(self._turn)
+            await wait_for_slice(self._slice_lock)
 
     async def array(self, items: Iterable[Any], work: int = 1) -> msgspec.Raw:
         """Return the JSON array of ``items``, which are made and encoded slice by slice. work: units per item."""
@@ -56,10 +56,10 @@ class GrowingArray:
         self._items += new
 
     def raw(self) -> msgspec.Raw:
-        return msgspec.Raw(b"".join((b"[", self._items, b"]")))
+        return msgspec.Raw(b"[" + self._items + b"]")
 
 
-async def take_turn(turn: asyncio.Lock) -> None:
-    """Let the event loop run once. At most one caller with the same lock continues in each round of the event loop."""
-    async with turn:
+async def wait_for_slice(slice_lock: asyncio.Lock) -> None:
+    """Let the event loop run once, and return alone: no two return in the same round of the event loop."""
+    async with slice_lock:
         await asyncio.sleep(0)

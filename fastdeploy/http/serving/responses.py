@@ -1,4 +1,4 @@
-"""Sending a generation: as server-sent events or as one JSON body. Either way a client that goes away cancels it."""
+"""The HTTP answer of a generation: server-sent events, or one JSON body. A client that goes away cancels both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy.client.choice import Delta
+from fastdeploy.client.generation import Generation
 from fastdeploy.http.errors import error_body, error_response, json_response
-from fastdeploy.http.serving.generation import Generation
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class GenerationResponse(Response):
-    """Runs ``generation`` while it answers. Subclasses say how."""
+    """Runs ``generation`` while it answers, in the form of its subclass."""
 
     def __init__(self, generation: Generation):
         self.generation = generation
@@ -42,8 +42,8 @@ class GenerationResponse(Response):
 
 
 class JsonResponse(GenerationResponse):
-    """The whole answer at once. ``body`` makes it; ``partial`` makes the choices as they are, for an error reply, so
-    that no token is lost when the engine is."""
+    """The whole answer at once. ``body`` makes it. ``partial`` makes the unfinished choices for an error reply, so that
+    no token is lost when the engine dies."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JsonResponse(GenerationResponse):
 class EventStream(GenerationResponse):
     """One event per choice and step, a comment after ``keepalive_s`` without any, [DONE] at the end.
 
-    ``render`` makes the payloads of one delta; ``last`` those that follow the last token.
+    ``render`` makes the payloads of one delta; ``last`` makes those that follow the last token.
     """
 
     def __init__(

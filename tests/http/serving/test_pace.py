@@ -13,20 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy.client.choice import Choice, TextOptions, pieces
+from fastdeploy.client.generation import TOKENS_AT_ONCE, WORK_PER_TOKEN, Generation, GenerationRequest
+from fastdeploy.client.pace import SLICE, GrowingArray, Pace
 from fastdeploy.client.request_stream import RequestStream
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.outputs import Logprob, Span
+from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.http.dialects.sglang import generate_body as sglang_generate_body
 from fastdeploy.http.dialects.vllm import generate as vllm_generate
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.guards.pace import SLICE, GrowingArray, Pace
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
-from fastdeploy.http.serving.generation import TOKENS_AT_ONCE, WORK_PER_TOKEN, Generation, GenerationRequest
 from fastdeploy.inter_communicator.messages import Output
 
 TOP, TOKENS, CHOICES = 20, 400, 3
@@ -58,8 +59,8 @@ class FilledClient:
 
     welcome = SimpleNamespace(boot_id="boot", max_model_len=10**6)
 
-    async def submit(self, request, event) -> RequestStream:
-        stream = RequestStream(request.request_id, request.n, lambda *_: None, lambda _: None, event)
+    async def submit(self, request, reader) -> RequestStream:
+        stream = RequestStream(request.request_id, request.n, lambda *_: None, lambda _: None, reader)
         for choice in range(request.n):
             prompt_logprobs = [ENTRY] * (len(request.prompt_token_ids) - 1) if choice == 0 else []
             stream.put(
@@ -73,7 +74,7 @@ class FilledClient:
                     prompt_logprobs=prompt_logprobs,
                 )
             )
-        event.set()
+        reader.wake(stream)
         return stream
 
 
@@ -84,7 +85,7 @@ def context(tokenizer) -> ServingContext:
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:
-    request = GenerationRequest("r", [prompt], [SamplingParams()], TextOptions(), n=CHOICES)
+    request = GenerationRequest([AddRequest("r", prompt, SamplingParams(), n=CHOICES)], [TextOptions()])
     return kind(context.client, context.tokenizer, request, context.pace())
 
 
@@ -138,7 +139,7 @@ def test_the_chunk_of_a_late_reader_is_made_in_slices(context, make):
         view = make(context)
         deltas = await run(view)
         assert [index for index, _ in deltas] == list(range(CHOICES)), "one chunk per choice"
-        told = [(await rounds(view.chunks(*delta)))[1] for delta in deltas]
+        told = [(await rounds(view.events(*delta)))[1] for delta in deltas]
         assert sum(told) >= SLICES
 
     asyncio.run(main())

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 from fastdeploy.client.choice import Choice, Delta
+from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body
 from fastdeploy.http.openai.protocol import GenerationBody
-from fastdeploy.http.serving.generation import Generation
-from fastdeploy.http.serving.streaming import EventStream, GenerationResponse, JsonResponse
+from fastdeploy.http.serving.responses import EventStream, GenerationResponse, JsonResponse
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans in their public form; ``recomputed`` is told only where it holds."""
+    """Spans in their public form. ``recomputed`` is left out where it is false."""
     return [
         {"version": s.version, "weight_epoch": s.weight_epoch, "start": s.start, "end": s.end}
         | ({"recomputed": True} if s.recomputed else {})
@@ -28,8 +28,8 @@ def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def version_bounds(spans: list[Span]) -> dict[str, Any]:
-    """The labels of the oldest and of the newest weights; null without tokens. Within an epoch, the first and the last
-    label that it had."""
+    """The labels of the oldest and of the newest weights; null without tokens. If the label changed within one
+    weight_epoch, the first label is the oldest one, and the last label the newest."""
     if not spans:
         return {"min_weight_version": None, "max_weight_version": None}
     oldest, newest = min(spans, key=lambda s: s.weight_epoch), max(reversed(spans), key=lambda s: s.weight_epoch)
@@ -37,7 +37,7 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
 
 
 def choice_error(choice: Choice) -> dict[str, Any]:
-    """{"error": {...}} for a choice that ended with an error of its own, beside others that may be well; else empty."""
+    """{"error": {...}} for a choice that ended with an error of its own; the other choices may be whole. Else empty."""
     return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
 
 
@@ -60,11 +60,11 @@ def work_of(entries: list[Logprob]) -> int:
     return 1 + len(entries[0].top) if entries else 1
 
 
-class ReplyView:
+class OpenAIReply:
     """The JSON of one generation in OpenAI's shape. Subclasses: completions and chat."""
 
     kind: str
-    chunk_kind: str
+    event_kind: str
 
     def __init__(self, context: ServingContext, generation: Generation, body: GenerationBody):
         self.generation = generation
@@ -72,23 +72,24 @@ class ReplyView:
         self._body = body
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._seen: set[int] = set()
-        by_name = context.tokenizer is None or bool(body.return_tokens_as_token_ids)
-        self.token_text: Callable[[int], str] = token_name if by_name else context.tokenizer.token_text
+        self.token_text: Callable[[int], str] = token_name
+        if context.tokenizer is not None and not body.return_tokens_as_token_ids:
+            self.token_text = context.tokenizer.token_text
 
-    # What the two shapes differ in.
+    # The two shapes differ in these.
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    async def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+    async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    # What they share.
+    # They share the rest.
 
     def response(self) -> GenerationResponse:
         if not self._body.stream:
             return JsonResponse(self.generation, self.body, self.choices)
-        return EventStream(self.generation, self.chunks, self.last_chunks, self._context.config.keepalive_s)
+        return EventStream(self.generation, self.events, self.last_events, self._context.config.keepalive_s)
 
     async def body(self) -> dict[str, Any]:
         return self._head(self.kind) | {"choices": await self.choices(), "usage": self.usage()}
@@ -96,14 +97,14 @@ class ReplyView:
     async def choices(self) -> list[dict[str, Any]]:
         return [await self.choice(i, c) | await self._identity(i, c) for i, c in enumerate(self.generation.choices)]
 
-    def last_chunks(self) -> list[dict[str, Any]]:
+    def last_events(self) -> list[dict[str, Any]]:
         if not self._include_usage:
             return []
-        return [self._head(self.chunk_kind) | {"choices": [], "usage": self.usage()}]
+        return [self._head(self.event_kind) | {"choices": [], "usage": self.usage()}]
 
     def usage(self) -> dict[str, Any]:
         generation = self.generation
-        prompt = sum(map(len, generation.request.prompts))
+        prompt = sum(map(len, generation.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generation.completion_tokens,
@@ -115,7 +116,7 @@ class ReplyView:
         """system_fingerprint: the boot id of the engine that made the tokens, since epochs count anew with each."""
         welcome = self._context.client.welcome
         return {
-            "id": self.generation.request.request_id,
+            "id": self.generation.request_id,
             "object": kind,
             "created": self.generation.created,
             "model": self._context.config.served_model_name,
@@ -123,7 +124,7 @@ class ReplyView:
         }
 
     async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
-        """What every choice of a full reply says beside its text."""
+        """The fields of a choice of a full reply that do not depend on its shape."""
         fields: dict[str, Any] = {
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -132,15 +133,15 @@ class ReplyView:
             "num_preempted": choice.num_preempted,
             **choice_error(choice),
         }
-        if self._tells_prompt(index):
+        if self._has_prompt_logprobs(index):
             fields["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             fields["token_ids"] = choice.token_ids
             fields["prompt_token_ids"] = self._prompt(index)
         return fields
 
-    async def _chunk(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
-        """One stream chunk around ``choice``, the part of it that differs."""
+    async def _event(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        """One event of the stream, around ``choice``: the fields in which completions and chat differ."""
         whole = self.generation.choices[index]
         choice["finish_reason"] = delta.finish_reason
         choice["weight_versions"] = weight_versions(delta.spans)
@@ -149,25 +150,25 @@ class ReplyView:
             choice |= version_bounds(whole.spans)
             choice["num_preempted"] = whole.num_preempted
             choice |= choice_error(whole)
-        if index not in self._seen and self._tells_prompt(index):
+        if index not in self._seen and self._has_prompt_logprobs(index):
             choice["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if index not in self._seen:
                 choice["prompt_token_ids"] = self._prompt(index)
         self._seen.add(index)
-        chunk = self._head(self.chunk_kind)
-        chunk["choices"] = [choice]
+        event = self._head(self.event_kind)
+        event["choices"] = [choice]
         if self._include_usage:
-            chunk["usage"] = None
-        return chunk
+            event["usage"] = None
+        return event
 
     def _prompt(self, index: int) -> list[int]:
-        return self.generation.request.prompts[index // self.generation.request.n]
+        return self.generation.prompts[index // self.generation.n]
 
-    def _tells_prompt(self, index: int) -> bool:
-        """Prompt logprobs are told once per prompt, with its first choice."""
-        return self._body.prompt_logprobs is not None and index % self.generation.request.n == 0
+    def _has_prompt_logprobs(self, index: int) -> bool:
+        """Whether choice ``index`` carries the logprobs of its prompt: the first choice does, if they are asked for."""
+        return self._body.prompt_logprobs is not None and index % self.generation.n == 0
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
         """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the

@@ -1,0 +1,96 @@
+"""The HTTP application of one API server: its routes, middleware and error handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from fastdeploy import __version__
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.tokenizer import Tokenizer
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.health import health_router
+from fastdeploy.http.control.pause import control_router
+from fastdeploy.http.control.weights import weights_router
+from fastdeploy.http.dialects.areal.routes import areal_router
+from fastdeploy.http.dialects.sglang.routes import sglang_router
+from fastdeploy.http.dialects.skyrl.routes import skyrl_router
+from fastdeploy.http.dialects.vllm.routes import vllm_router
+from fastdeploy.http.docs_page import add_docs_page
+from fastdeploy.http.errors import add_error_handlers
+from fastdeploy.http.guards import browser_guard, route_access
+from fastdeploy.http.guards.body_limit import BodyLimit
+from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.http.middleware import LastResort, Routing, TraceId
+from fastdeploy.http.openai.serving_chat import chat_router
+from fastdeploy.http.openai.serving_completion import completion_router
+from fastdeploy.http.openapi import DescribedApp
+from fastdeploy.http.upload import remove_leftovers
+
+logger = logging.getLogger(__name__)
+# The groups of routes, in the order of /docs.
+ROUTERS = {
+    "OpenAI": (completion_router, chat_router),
+    "Control": (control_router,),
+    "Weights": (weights_router,),
+    "Operation": (health_router,),
+    "vLLM": (vllm_router,),
+    "SkyRL": (skyrl_router,),
+    "SGLang": (sglang_router,),
+    "AReaL": (areal_router,),
+}
+
+
+def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
+    """Make the HTTP application. It starts ``client`` when it starts, and closes it when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        remove_leftovers(config)
+        client.start().add_done_callback(_end_process)
+        yield
+        await client.close()
+
+    app = DescribedApp(
+        title="FastDeploy",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+    )
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    context = ServingContext(client, tokenizer, config, uploads)
+    for tag, routers in ROUTERS.items():
+        for router in routers:
+            app.include_router(router(context), tags=[tag])
+    add_docs_page(app)
+    add_error_handlers(app)
+    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
+    app.add_middleware(route_access.AccessControl, policy=route_access.AccessPolicy.of(config, keys))
+    if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
+        origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
+    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.PagePolicy.of(config))
+    app.add_middleware(LastResort)
+    app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
+    app.add_middleware(Routing)
+    app.add_middleware(TraceId)
+    return app
+
+
+def _end_process(connecting: asyncio.Task[None]) -> None:
+    """End this process where its connection to the engine cannot be kept up: the supervisor starts another one, while
+    this one could only answer 503."""
+    if not connecting.cancelled():
+        logger.error("the connection to the engine cannot be kept up", exc_info=connecting.exception())
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,101 @@
+"""Reading JSON bodies. Unknown fields are refused, harmless ones are dropped. Fields that would change the meaning and
+are not supported are refused by name, unless they have a neutral value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fastdeploy.core.errors import InvalidField
+
+# Bookkeeping of hosted services and hints: no effect on what is sampled.
+IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "verbosity", "spaces_between_special_tokens", "stream_interval", "log_metrics",
+    # Which replica computes the request: there is one behind this address.
+    "data_parallel_rank", "routed_dp_rank",
+    # No reasoning parser runs here: the text is never split.
+    "include_reasoning", "separate_reasoning", "stream_reasoning",
+})  # fmt: skip
+# In one body, those in strings included: an empty list costs 50 times what a number does.
+MAX_BRACKETS = 1 << 19
+# Of one field, unless its type is Any. Each wrong entry costs some microseconds, and all of them are looked at before
+# the first is reported.
+MAX_ENTRIES = 65536
+# What msgpack can carry.
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+# Pydantic puts the branch of a union into the location of an error.
+UNION_BRANCHES = frozenset({"str", "int", "list[str]"})
+UNKNOWN_FIELD = "unknown field"
+
+
+class Body(BaseModel):
+    """A body whose unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class LaxBody(BaseModel):
+    """A body whose unknown fields are dropped, as the engines of the dialects do."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+BodyType = TypeVar("BodyType", bound=BaseModel)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object in ``raw``; no bytes are an empty object. Raises InvalidField("body", ...)."""
+    if not raw.strip():
+        return {}
+    if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
+        raise InvalidField("body", f"expected at most {MAX_BRACKETS} lists and objects")
+    try:
+        data = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidField("body", f"expected JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidField("body", "JSON nested too deeply") from error
+    if not isinstance(data, dict):
+        raise InvalidField("body", "expected a JSON object")
+    return data
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object that is the body of ``request``. Unlike ``request.body()`` this keeps no bytes: a request may
+    live for minutes after its body was parsed. Call once for a request."""
+    return parse_json(b"".join([part async for part in request.stream()]))
+
+
+def parse_body(data: dict[str, Any], kind: type[BodyType], unsupported: Mapping[str, tuple[Any, ...]]) -> BodyType:
+    """Check ``data`` against ``kind``; null means "absent". unsupported: fields that are refused, unless they have one
+    of these values. Raises InvalidField naming the first wrong field."""
+    known = kind.model_fields
+    kept = {}
+    for field, value in data.items():
+        if field in known:
+            if value is not None:
+                kept[field] = value
+                if known[field].annotation is not Any:
+                    _check_entries(field, value)
+        elif field in unsupported:
+            if not any(value == neutral and type(value) is type(neutral) for neutral in unsupported[field]):
+                raise InvalidField(field, "not supported by this server")
+        elif field not in IGNORED and kind.model_config.get("extra") == "forbid":
+            raise InvalidField(field, UNKNOWN_FIELD)
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"] if part not in UNION_BRANCHES) or "body"
+        message = first["msg"].removeprefix("Value error, ")
+        raise InvalidField(field, UNKNOWN_FIELD if first["type"] == "extra_forbidden" else message) from error
+
+
+def _check_entries(field: str, value: Any) -> None:
+    if isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+        raise InvalidField(field, f"expected at most {MAX_ENTRIES} entries, got {len(value)}")

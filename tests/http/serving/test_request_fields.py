@@ -1,0 +1,45 @@
+"""A field of RequestFields needs no other declaration: every way in takes it, with its limits."""
+
+from __future__ import annotations
+
+import msgspec.inspect
+import pytest
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.request_fields import AddRequest, RequestFields
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.http.body import parse_body
+from fastdeploy.http.dialects.vllm.generate import parse_generate
+from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
+from fastdeploy.http.openapi import schema_of
+
+FIELDS = {field.name: field.type for field in msgspec.inspect.type_info(RequestFields).fields}
+
+
+def beyond(kind) -> object:
+    """A value of the right type that is just outside of the limits."""
+    kind = kind.types[0] if isinstance(kind, msgspec.inspect.UnionType) else kind
+    return "x" * (kind.max_length + 1) if isinstance(kind, msgspec.inspect.StrType) else type(kind.le)(kind.le + 1)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_http_bodies_take_every_field_and_keep_its_limits(name):
+    value = "x" if isinstance(FIELDS[name], msgspec.inspect.StrType) else 2
+    body = parse_body({"prompt": "a", name: value}, CompletionBody, UNSUPPORTED)
+    assert getattr(body.request_fields(), name) == value
+    if name != "n":  # there it is one of sampling_params
+        asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: value})
+        assert getattr(asked.request_fields(), name) == value
+    with pytest.raises(InvalidField) as info:
+        parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED)
+    assert info.value.field == name
+    number = schema_of(CompletionBody)["properties"][name]["anyOf"][0]
+    assert {"maxLength", "maximum"} & number.keys(), "the description shows the limit"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_engine_refuses_what_is_beyond_a_limit(name):
+    add = AddRequest("r", [1], SamplingParams(), **{name: beyond(FIELDS[name])})
+    with pytest.raises(InvalidField) as info:
+        add.check_fields()
+    assert info.value.field == name
