@@ -29,7 +29,6 @@ from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
-from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler
 
@@ -129,7 +128,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
     clock.watch_method("messages in", engine._transport, "recv")
     clock.watch_method("plan", engine.scheduler, "plan")
     clock.watch_method("model runner", runner, "execute")
-    clock.watch_method("make batch", model_runner, "_make_batch")
+    clock.watch_method("make batch", runner._sequences, "take")
     clock.watch_method("model and ops (instant)", runner.model, "forward")
     clock.watch_method("model and ops (instant)", runner.model, "logits")
     clock.watch_method("model and ops (instant)", runner.ops, "sample")

@@ -11,6 +11,7 @@ from typing import Any
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.served_weights import ServedWeights
 
 
 class State(StrEnum):
@@ -61,14 +62,17 @@ class Request:
     silent: its client wants no final output (it cancelled the request, or is gone).
     first_epoch: of the weights that sampled its first token.
     kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
+    sequence: its number at the runner, while it is in the batch; num_told_tokens, num_told_blocks: of it, the runner
+    knows so many tokens and blocks.
     prompt_logprobs: as far as its prompt is computed; they go out with its first token, or with its end before that.
     """
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at",
-        "first_weight_epoch", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
-        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key",
-        "prompt_logprobs", "sampling", "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "first_weight_epoch", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens",
+        "message", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_told_blocks",
+        "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "sampling", "sequence", "silent", "state",
+        "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
@@ -94,6 +98,9 @@ class Request:
         self.first_weight_epoch: int | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
+        self.sequence: int | None = None
+        self.num_told_tokens = 0
+        self.num_told_blocks = 0
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -131,15 +138,15 @@ class Request:
         elif event is Event.RETRACT and self.num_output_tokens == 0:
             self.token_ids = prompt
 
-    def append(self, token_id: int, weight_epoch: int, version: str, now: float) -> Span:
+    def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
         """Add one sampled token; returns the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
         if at == 0:
-            self.first_weight_epoch = weight_epoch
+            self.first_weight_epoch = served.weight_epoch
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(version=version, weight_epoch=weight_epoch, start=at, end=at + 1, recomputed=self.kv_recomputed)
+        return Span(served.version, served.weight_epoch, at, at + 1, self.kv_recomputed)
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"

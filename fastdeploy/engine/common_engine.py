@@ -29,11 +29,12 @@ from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
 from fastdeploy.engine.holds import Admission, Mode
-from fastdeploy.engine.inbox import Inbox, StepAbandoned
+from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.processes import process_runs
@@ -159,7 +160,7 @@ class CommonEngine:
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
-        plan = self.scheduler.plan(self.pause.gate, self.weight_epoch, self.version)
+        plan = self.scheduler.plan(self.pause.gate, ServedWeights(self.version, self.weight_epoch))
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -188,9 +189,8 @@ class CommonEngine:
         return max(min(due) - now, 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
-        try:
-            result = self._runner.execute(plan, self._between_layers)
-        except StepAbandoned:
+        result = self._runner.execute(plan, self._between_layers)
+        if result is None:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
             return []
@@ -200,9 +200,9 @@ class CommonEngine:
         self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
         return tokens
 
-    def _between_layers(self) -> None:
+    def _between_layers(self) -> bool:
         self.beat()
-        self._inbox.look_for_pause()
+        return self._inbox.pause_has_come()
 
     def beat(self) -> None:
         """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills

@@ -22,15 +22,16 @@ class FiniteWatch:
         """num_tokens: drawn in this step; num_non_finite: sequences that it ended for want of finite logits."""
         if num_non_finite:
             self._metrics.non_finite_rows.inc(num_non_finite)
-        if plan.weight_epoch == self._seen_epoch or not num_tokens + num_non_finite:
+        served = plan.chunks[0].served
+        if served.weight_epoch == self._seen_epoch or not num_tokens + num_non_finite:
             return
-        self._seen_epoch = plan.weight_epoch
+        self._seen_epoch = served.weight_epoch
         if num_non_finite:
             self._metrics.non_finite_commits.inc()
             log.warning(
                 "the first step of weights %r (weight_epoch %d) gave logits that are not finite for %d of %d sequences",
-                plan.version,
-                plan.weight_epoch,
+                served.version,
+                served.weight_epoch,
                 num_non_finite,
                 num_tokens + num_non_finite,
             )

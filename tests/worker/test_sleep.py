@@ -39,7 +39,7 @@ def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runne
         runner.sleep(tags, discard=False)
         assert runner.asleep == set(tags) and runner.has_weights == ("weight" not in tags)
         with pytest.raises(WrongOrder):
-            runner.execute(StepPlan(0, 0, "v", [], []))
+            runner.execute(StepPlan(0, [], []))
         runner.wake(tags)
         assert runner.asleep == set() and runner.has_weights
         assert outputs(runner) == before and runner.checksums() == checksums
@@ -106,7 +106,7 @@ def test_discarded_weights_are_gone_until_a_whole_update(make_runner, tmp_path):
         runner.begin_update(False, False)
     runner.wake(("weight",))
     assert runner.asleep == set() and not runner.has_weights
-    for call in (lambda: runner.execute(StepPlan(0, 0, "v", [], [])), runner.checksums):
+    for call in (lambda: runner.execute(StepPlan(0, [], [])), runner.checksums):
         with pytest.raises(WrongOrder):
             call()
     with pytest.raises(WrongOrder):

@@ -402,7 +402,7 @@ def test_nothing_executes_between_the_first_tensor_in_place_and_the_commit(make_
     staging = runner.begin_update(False, True)
     staging.add(chunk({Q: new[Q]}), {})
     assert not runner.has_weights
-    for call in (lambda: runner.execute(StepPlan(0, 0, "v", [], [])), runner.checksums):
+    for call in (lambda: runner.execute(StepPlan(0, [], [])), runner.checksums):
         with pytest.raises(WrongOrder):
             call()
     staging.add(chunk({name: array for name, array in new.items() if name != Q}), {})
@@ -428,7 +428,7 @@ def test_after_a_failure_in_place_only_a_whole_update_makes_it_serve_again(how, 
     with pytest.raises(WeightUpdateRefused):
         staging.finish()
     with pytest.raises(WrongOrder):
-        runner.execute(StepPlan(0, 0, "v", [], []))
+        runner.execute(StepPlan(0, [], []))
     with pytest.raises(WrongOrder):
         runner.begin_update(True, False)
     for in_place in (True, False):
