@@ -81,14 +81,14 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(chunk.count for chunk in self.chunks)
 
 
-class Sampled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
     """``logprob`` is None unless the sequence asks for logprobs."""
 
     token_id: int
     logprob: Logprob | None
 
 
-class NonFinite(msgspec.Struct, frozen=True):
+class NonFinite(msgspec.Struct, frozen=True, tag=1):
     """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
     token can be drawn there, or no logprob returned."""
 

@@ -70,9 +70,9 @@ class Request:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "cursor", "finish_reason", "first_token_at",
         "first_weight_epoch", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens",
-        "message", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_told_blocks",
-        "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "sampling", "sequence", "silent", "state",
-        "stop_reason", "tail_published", "token_ids",
+        "message", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
+        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "sampling", "sequence",
+        "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):

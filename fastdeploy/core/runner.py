@@ -58,9 +58,14 @@ class Runner(Protocol):
     asleep: the tags that sleep.
     """
 
-    info: ModelInfo
-    has_weights: bool
-    asleep: frozenset[str]
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def has_weights(self) -> bool: ...
+
+    @property
+    def asleep(self) -> frozenset[str]: ...
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """Copy blocks, compute every chunk, draw for those that sample. A row of logits that is not finite concerns its
@@ -92,4 +97,8 @@ class Runner(Protocol):
         Raises OutOfSpace, having changed nothing, where memory is short, and WrongOrder for a tag that does not
         sleep. ``beat``: as for ``sleep``."""
 
-    def close(self) -> None: ...
+    def check_alive(self) -> None:
+        """Raise EngineError if the runner can never answer again, since its process has ended."""
+
+    def close(self) -> None:
+        """Free everything. The runner cannot be used afterwards."""

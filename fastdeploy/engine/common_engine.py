@@ -216,6 +216,7 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
+            self._runner.check_alive()
             self.lifecycle.delivery.beat()
 
     # ------------------------------------------------------------------ messages

@@ -74,8 +74,10 @@ class Lifeline:
         os._exit(1)
 
 
-def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
+def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
     """Load the model. Raises FastDeployError or OSError for one that cannot be served."""
+    if config.runner_process:
+        return load_runner(config, socket_dir)
     # Importing Paddle puts handlers of its own on our signals, which print a trace and kill the process.
     with stop_signals_wait():
         from fastdeploy.model_executor import paddle
@@ -129,7 +131,7 @@ def main() -> int:
     if args.lost_commit:
         config = msgspec.structs.replace(config, lost_commit=True)
     try:
-        runner = load(config, lifeline)
+        runner = load(config, lifeline, args.socket_dir)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))
     serve(config, runner, args.socket_dir, events, lifeline)

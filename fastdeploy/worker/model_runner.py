@@ -185,6 +185,9 @@ class ModelRunner:
         self.asleep -= frozenset(tags)
         give_back_freed_memory()
 
+    def check_alive(self) -> None:
+        """See ``Runner.check_alive``: this runner lives and dies with the engine."""
+
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         if self._spill is not None:

@@ -232,5 +232,8 @@ class FakeRunner:
             self.has_weights = self._spilled
         self.asleep -= set(tags)
 
+    def check_alive(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
