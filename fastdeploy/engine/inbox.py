@@ -15,10 +15,10 @@ class Inbox:
 
     def __init__(self, transport: Transport):
         self._transport = transport
-        self._read: list[tuple[str, m.ToEngine]] = []
+        self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []
         self._abandoned = False
 
-    def take(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine]]:
+    def take(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine | m.Malformed]]:
         """Return all messages that are to be handled. If there are none, wait as ``Transport.recv`` does."""
         read, self._read = self._read, []
         return read + self._transport.recv(0.0 if read else timeout_s)
@@ -38,5 +38,5 @@ class Inbox:
         self._abandoned = False
 
 
-def _pauses(message: m.ToEngine) -> bool:
+def _pauses(message: m.ToEngine | m.Malformed) -> bool:
     return isinstance(message, m.Call) and leaves_no_use_for_a_step(message.args)

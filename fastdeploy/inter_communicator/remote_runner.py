@@ -23,7 +23,7 @@ class Connection:
     """Calls over one socket. died_fd: readable once the runner's process has ended; every wait ends then."""
 
     def __init__(self, endpoint: str, died_fd: int):
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -125,13 +125,13 @@ class RemoteRunner:
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """See ``Runner.sleep``."""
-        freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), lambda: bool(beat()))
+        freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), _on_tick(beat))
         self.asleep |= frozenset(tags)
         return freed
 
     def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """See ``Runner.wake``."""
-        self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), lambda: bool(beat()))
+        self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), _on_tick(beat))
         self.asleep -= frozenset(tags)
 
     def check_alive(self) -> None:
@@ -153,6 +153,14 @@ class RemoteRunner:
             return connection.ask(call, result)
         finally:
             connection.close()
+
+
+def _on_tick(beat: Callable[[], None]) -> Callable[[], bool]:
+    def beat_only() -> bool:
+        beat()
+        return False
+
+    return beat_only
 
 
 def _decoder(result: type[Result]) -> msgspec.msgpack.Decoder[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class RunnerServer:
         beside.start()
         while not isinstance(call := self._calls.decode(self._steps.recv()), m.Close):
             self._next_tick = time.monotonic() + self._tick_s
-            self._steps.send(self._answer(lambda call=call: self._step_call(runner, call)))
+            self._steps.send(self._answer(functools.partial(self._step_call, runner, call)))
         runner.close()
         self._push(b"")
         beside.join()

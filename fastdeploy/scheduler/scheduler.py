@@ -183,9 +183,9 @@ class Scheduler:
         """The next ``count`` tokens of the request, and all that the runner has not been told of it. The plan must
         reach the runner, even if the step is given up: nothing is told twice."""
         start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
-        new = None
-        if request.sequence is None:
-            new = self._new_sequence(request)
+        number, new = request.sequence, None
+        if number is None:
+            number, new = self._number(request), self._new_sequence(request)
         untold = token_ids[request.num_told_tokens :]
         request.num_told_tokens = len(token_ids)
         new_blocks: list[int] = []
@@ -193,7 +193,7 @@ class Scheduler:
             new_blocks = blocks[request.num_told_blocks :].tolist()
             request.num_told_blocks = len(blocks)
         return ScheduledChunk(
-            request.sequence,
+            number,
             start,
             count,
             start + count == len(token_ids),
@@ -204,13 +204,16 @@ class Scheduler:
             0 if request.sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
         )
 
-    def _new_sequence(self, request: Request) -> NewSequence:
-        """Give the request a number at the runner, and say what does not change about its sequence."""
+    def _number(self, request: Request) -> int:
+        """Give the request a number at the runner, which knows nothing of it yet."""
         if not self._free_sequences:
             self._free_sequences.append(self._num_sequences)
             self._num_sequences += 1
-        request.sequence = self._free_sequences.pop()
+        request.sequence = number = self._free_sequences.pop()
         request.num_told_tokens = request.num_told_blocks = 0
+        return number
+
+    def _new_sequence(self, request: Request) -> NewSequence:
         sampling = request.sampling
         banned: tuple[int, ...] = ()
         if sampling.min_tokens:
@@ -252,9 +255,11 @@ class Scheduler:
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
-            if isinstance(of_prompt, NonFinite) or isinstance(sampled, NonFinite):
-                first = of_prompt if isinstance(of_prompt, NonFinite) else sampled
-                self._end_non_finite(request, first.position, chunk.served.version)
+            if isinstance(of_prompt, NonFinite):
+                self._end_non_finite(request, of_prompt.position, chunk.served.version)
+                continue
+            if isinstance(sampled, NonFinite):
+                self._end_non_finite(request, sampled.position, chunk.served.version)
                 continue
             request.prompt_logprobs += of_prompt
             if sampled is None:

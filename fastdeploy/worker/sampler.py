@@ -162,9 +162,10 @@ def _logprobs(
         logits = _masked(_scaled(logits, params), kept)
     found = _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
     for i, p in enumerate(params):
-        if p.return_kept and (i in kept or p.temperature == 0.0):
+        one = found[i]
+        if one is not None and p.return_kept and (i in kept or p.temperature == 0.0):
             ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
-            found[i] = Logprob(found[i].logprob, found[i].top, ids.astype("<i4").tobytes())
+            found[i] = Logprob(one.logprob, one.top, ids.astype("<i4").tobytes())
     return found
 
 
