@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,6 @@ from fastdeploy.inter_communicator import runner_messages as m
 
 TICK_S = 0.01  # a tick and its answer take some 0.1 ms
 LINGER_MS = 1000
-_RESULTS = "inproc://results"
 
 
 class RunnerServer:
@@ -32,7 +33,8 @@ class RunnerServer:
         self._context = zmq.Context()
         self._steps = self._socket(zmq.DEALER, steps)
         self._beside = self._socket(zmq.ROUTER, beside)
-        self._results = self._socket(zmq.PULL, _RESULTS)
+        self._results: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()  # None: the end
+        self._results_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable when there is a result
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(m.StepCall)
         self._answers = msgspec.msgpack.Decoder(m.Answer)
@@ -58,7 +60,7 @@ class RunnerServer:
             self._next_tick = time.monotonic() + self._tick_s
             self._steps.send(self._answer(functools.partial(self._step_call, runner, call)))
         runner.close()
-        self._push(b"")
+        self._put(None)
         beside.join()
         self._steps.send(self._answer(lambda: None))
         self._steps.close()
@@ -103,23 +105,22 @@ class RunnerServer:
         calls: msgspec.msgpack.Decoder[m.BesideCall] = msgspec.msgpack.Decoder(m.BesideCall)
         poller = zmq.Poller()
         poller.register(self._beside, zmq.POLLIN)
-        poller.register(self._results, zmq.POLLIN)
+        poller.register(self._results_fd, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._results in ready:
-                frames = self._results.recv_multipart()
-                if len(frames) == 1:
-                    break
-                self._beside.send_multipart(frames)
             if self._beside in ready:
                 client, data = self._beside.recv_multipart()
                 args = (runner, client, calls.decode(data))
                 threading.Thread(target=self._run_beside, args=args, name="runner-call", daemon=True).start()
-        self._beside.close(linger=0)
-        self._results.close(linger=0)
+            if self._results_fd in ready:
+                for _ in range(os.eventfd_read(self._results_fd)):
+                    if (result := self._results.get()) is None:
+                        self._beside.close()
+                        return
+                    self._beside.send_multipart(result)
 
     def _run_beside(self, runner: Runner, client: bytes, call: m.BesideCall) -> None:
-        self._push(client, self._answer(lambda: self._beside_call(runner, call)))
+        self._put((client, self._answer(lambda: self._beside_call(runner, call))))
 
     def _beside_call(self, runner: Runner, call: m.BesideCall) -> Any:
         match call:
@@ -134,11 +135,9 @@ class RunnerServer:
                 return runner.checksums()
         return None
 
-    def _push(self, *frames: bytes) -> None:
-        with self._context.socket(zmq.PUSH) as socket:
-            socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.connect(_RESULTS)
-            socket.send_multipart(frames)
+    def _put(self, result: tuple[bytes, bytes] | None) -> None:
+        self._results.put(result)
+        os.eventfd_write(self._results_fd, 1)
 
     # ------------------------------------------------------------------ both
 
