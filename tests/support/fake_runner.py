@@ -61,7 +61,7 @@ class FakeStaging:
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
         self._runner, self._partial, self._in_place = runner, partial, in_place
         self.names: list[str] = []
-        self.abandoned = False
+        self.abandoned, self.was_abandoned = False, threading.Event()
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
@@ -87,6 +87,7 @@ class FakeStaging:
 
     def abandon(self) -> None:
         self.abandoned = True
+        self.was_abandoned.set()
 
     def _check_wanted(self) -> None:
         if self.abandoned:

@@ -22,6 +22,10 @@ def serve_in_thread(runner: Runner) -> tuple[RemoteRunner, Callable[[], None]]:
 
     def closed() -> None:
         thread.join(30)
+        os.eventfd_write(died_fd, 1)  # calls that were left behind end, before the number means another file
+        for caller in threading.enumerate():
+            if caller.name == "stage-weights":
+                caller.join(30)
         shutil.rmtree(folder)
         os.close(died_fd)
 
