@@ -23,13 +23,15 @@ import zmq
 from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.remote_runner import RemoteRunner
+from fastdeploy.inter_communicator.runner_server import RunnerServer
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
-from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler
 
@@ -108,11 +110,31 @@ def take_outputs(endpoint: str, connected) -> None:
         socket.recv()
 
 
-def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: str) -> CommonEngine:
-    blocks_each = -(-(context + steps + SLACK) // 16)
-    runner = ModelRunner(str(MODEL_DIR), num_blocks=running * blocks_each + 4096 // 16)
+def make_runner(num_blocks: int) -> ModelRunner:
+    runner = ModelRunner(str(MODEL_DIR), num_blocks=num_blocks)
     runner.model, runner.ops = InstantModel(runner.info.vocab_size), InstantOps()
     runner._sampler = Sampler(runner.ops)
+    return runner
+
+
+def serve_runner(folder: str, num_blocks: int) -> None:
+    """The main of the runner's process (--runner-process)."""
+    RunnerServer(folder).serve(lambda: make_runner(num_blocks))
+
+
+def make_engine(
+    running: int, waiting: int, context: int, steps: int, endpoint: str, runner_folder: str | None
+) -> CommonEngine:
+    """The engine; with ``runner_folder`` its runner is another process, whose sockets are there."""
+    num_blocks = running * -(-(context + steps + SLACK) // 16) + 4096 // 16
+    runner: Runner
+    if runner_folder is None:
+        runner = make_runner(num_blocks)
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=serve_runner, args=(runner_folder, num_blocks), daemon=True)
+        process.start()
+        runner = RemoteRunner(runner_folder, process.sentinel)
     config = EngineConfig(
         model="",
         max_num_seqs=running,
@@ -123,18 +145,23 @@ def make_engine(running: int, waiting: int, context: int, steps: int, endpoint: 
     return CommonEngine(config, runner, ZmqRouterTransport(endpoint))
 
 
+def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
+    clock.watch_method("make batch", runner._sequences, "take")
+    clock.watch_method("model and ops (instant)", runner.model, "forward")
+    clock.watch_method("model and ops (instant)", runner.model, "logits")
+    clock.watch_method("model and ops (instant)", runner.ops, "sample")
+    clock.watch_method("model and ops (instant)", runner.ops, "logprobs")
+    clock.watch_method("sampling", runner._sampler, "sample")
+
+
 def watch(engine: CommonEngine) -> Stopwatch:
     clock = Stopwatch()
     runner = engine._runner
     clock.watch_method("messages in", engine._transport, "recv")
     clock.watch_method("plan", engine.scheduler, "plan")
     clock.watch_method("model runner", runner, "execute")
-    clock.watch_method("make batch", model_runner, "_make_batch")
-    clock.watch_method("model and ops (instant)", runner.model, "forward")
-    clock.watch_method("model and ops (instant)", runner.model, "logits")
-    clock.watch_method("model and ops (instant)", runner.ops, "sample")
-    clock.watch_method("model and ops (instant)", runner.ops, "logprobs")
-    clock.watch_method("sampling", runner._sampler, "sample")
+    if isinstance(runner, ModelRunner):
+        watch_runner(clock, runner)
     clock.watch_method("apply", engine.scheduler, "apply")
     clock.watch_method("metrics", engine.metrics, "observe_tokens")
     clock.watch_method("outputs", engine.lifecycle.delivery, "send_outputs")
@@ -147,7 +174,8 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
     """Measure ``steps`` steps of an engine with ``running`` sequences in the batch and ``waiting`` in the queue."""
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/engine"
-        engine = make_engine(args.running, waiting, args.context, args.steps, endpoint)
+        runner_folder = folder if args.runner_process else None
+        engine = make_engine(args.running, waiting, args.context, args.steps, endpoint, runner_folder)
         spawn = multiprocessing.get_context("spawn")
         connected = spawn.Event()
         other = spawn.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
@@ -173,6 +201,7 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
             other.kill()
             other.join()
             engine._transport.close()
+            engine._runner.close()
     return rows_of(laps)
 
 
@@ -206,6 +235,8 @@ def run() -> None:
     parser.add_argument("--steps", type=int, default=500, help="that are measured (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
+    what = "the model runner is another process; its row is the time that the engine waits for it"
+    parser.add_argument("--runner-process", action="store_true", help=what)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     tables = {waiting: measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}

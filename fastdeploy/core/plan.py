@@ -1,13 +1,13 @@
-"""The contract between scheduler and worker: one StepPlan down, one StepResult up. No Paddle here.
+"""Messages between scheduler and runner: one StepPlan down, one StepResult up. No Paddle here.
 
-What is made for every sequence in every step is a msgspec.Struct, which takes a quarter of a NamedTuple's time to make.
+msgspec can encode and decode all of them, so that a runner may live in another process. Nothing in them refers to an
+object of the scheduler. The structs that exist once per sequence and step are arrays on the wire, and are not tracked
+by the garbage collector: they cannot be part of a cycle.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,33 +16,49 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 
 
-class ScheduledChunk(msgspec.Struct, frozen=True):
-    """Compute ``token_ids`` at positions start, start+1, ... of one sequence.
+class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What does not change while a sequence is in the batch; the runner is told once.
 
-    block_table: KV block ids, of type "i"; position p lives in slot ``p % block_size`` of block_table[p // block_size].
-    sample: the chunk reaches the end of what is known, so draw the next token, at absolute position
-    ``start + len(token_ids)``, from the logits of the last row.
     key: names the sequence; its second part, the number of the choice, keys random numbers.
-    all_token_ids / num_prompt_tokens: the whole sequence known so far (read-only view), for penalties: what follows the
-    first num_prompt_tokens is output, be it of an earlier attempt.
-    banned: ids that may not be drawn (EOS and stop ids while min_tokens is not reached).
-    prompt_logprobs: how many of its tokens, from the first, have a prompt token behind them whose logprob is asked for.
-    request: the scheduler's own handle; a runner does not look at it.
-    served: the weights of the sequence's scope, fixed at launch.
+    num_prompt_tokens: the tokens behind the first num_prompt_tokens are output, also those of an earlier attempt.
+    Penalties need to know.
+    banned, banned_before: these ids may not be drawn at a position below banned_before (EOS and stop ids, while
+    min_tokens is not reached).
     """
 
     key: tuple[str, int]
-    token_ids: Sequence[int]
-    start: int
-    block_table: array[int]
-    sample: bool
     sampling: SamplingParams
-    all_token_ids: Sequence[int]
     num_prompt_tokens: int
-    banned: tuple[int, ...]
-    request: Any = None
+    banned: tuple[int, ...] = ()
+    banned_before: int = 0
+
+
+class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Compute ``count`` tokens of one sequence, at positions start, start+1, ...
+
+    sequence: a small number. The runner keeps the tokens and the block table of each number, until a chunk with ``new``
+    gives the number to another sequence.
+    sample: draw the next token, at position ``start + count``, from the logits of the last row. The chunk reaches the
+    end of the known tokens then.
+    served: the weights that compute the chunk, fixed at launch.
+    token_ids: the tokens that the runner has not been told. Of a new sequence: all known tokens, from position 0. Else:
+    the token that the step before has drawn, at position ``start``, or none.
+    blocks: the KV block ids that the runner has not been told; they continue the block table. Position p is stored in
+    block_table[p // block_size], at ``p % block_size``.
+    new: set in the first chunk of a sequence, and after the sequence has lost its KV.
+    prompt_logprobs: the number of tokens of the chunk, from the first, whose next token is a prompt token with a
+    logprob that is asked for.
+    """
+
+    sequence: int
+    start: int
+    count: int
+    sample: bool
+    served: ServedWeights
+    token_ids: list[int]
+    blocks: list[int]
+    new: NewSequence | None = None
     prompt_logprobs: int = 0
-    served: ServedWeights = ServedWeights()
 
 
 class BlockCopy(NamedTuple):
@@ -52,8 +68,8 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-class StepPlan(NamedTuple):
-    """What one step computes."""
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step: the copies first, then the chunks. A sequence has at most one chunk."""
 
     step_id: int
     chunks: list[ScheduledChunk]
@@ -61,24 +77,25 @@ class StepPlan(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(c.token_ids) for c in self.chunks)
+        """Tokens that the step computes."""
+        return sum(chunk.count for chunk in self.chunks)
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """``logprob`` is None unless the chunk's sampling asked for logprobs."""
+class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
+    """``logprob`` is None unless the sequence asks for logprobs."""
 
     token_id: int
     logprob: Logprob | None
 
 
-class NonFinite(msgspec.Struct, frozen=True):
+class NonFinite(msgspec.Struct, frozen=True, tag=1):
     """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
     token can be drawn there, or no logprob returned."""
 
     position: int
 
 
-class StepResult(NamedTuple):
+class StepResult(msgspec.Struct, frozen=True):
     """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of the step.
     prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is not finite."""
 

@@ -68,15 +68,17 @@ class Request:
     kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
     published_node: node of the last full block that is published in the prefix index. num_published: how many full
     blocks that makes. tail_published: whether the prompt's partial last block is published too.
+    sequence: its number at the runner, while it is in the batch; num_told_tokens, num_told_blocks: of it, the runner
+    knows so many tokens and blocks.
     prompt_logprobs: as far as its prompt is computed; they go out with its first token, or with its end before that.
     """
 
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_token_at", "first_weight_epoch",
         "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
-        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "order", "prompt_key",
-        "prompt_logprobs", "published_node", "sampling", "scope", "silent", "state", "stop_reason", "tail_published",
-        "token_ids",
+        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_told_blocks",
+        "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampling", "scope",
+        "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
@@ -103,6 +105,9 @@ class Request:
         self.first_weight_epoch: int | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
+        self.sequence: int | None = None
+        self.num_told_tokens = 0
+        self.num_told_blocks = 0
         self.num_preempted = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

@@ -58,14 +58,22 @@ class Runner(Protocol):
     asleep: the tags that sleep.
     """
 
-    info: ModelInfo
-    has_weights: bool
-    asleep: frozenset[str]
+    @property
+    def info(self) -> ModelInfo: ...
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
+    @property
+    def has_weights(self) -> bool: ...
+
+    @property
+    def asleep(self) -> frozenset[str]: ...
+
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """Copy blocks, compute every chunk, draw for those that sample. A row of logits that is not finite concerns its
-        own chunk alone: the others get the same bits as without it. What ``between_layers`` raises goes through:
-        the copies are made then, and KV of the plan's own positions may be overwritten, but nothing else is changed."""
+        own chunk alone: the others get the same bits as without it.
+
+        ``between_layers`` is called now and then while the step computes. When it returns True, the step is given up
+        and the result is None: the copies are made then, all that the plan tells of sequences is known, and KV of the
+        plan's own positions may be overwritten, but nothing else is changed."""
         ...
 
     def begin_update(self, partial: bool, in_place: bool) -> Staging:
@@ -89,4 +97,8 @@ class Runner(Protocol):
         Raises OutOfSpace, having changed nothing, where memory is short, and WrongOrder for a tag that does not
         sleep. ``beat``: as for ``sleep``."""
 
-    def close(self) -> None: ...
+    def check_alive(self) -> None:
+        """Raise EngineError if the runner can never answer again, since its process has ended."""
+
+    def close(self) -> None:
+        """Free everything. The runner cannot be used afterwards."""

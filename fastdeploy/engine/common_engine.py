@@ -26,7 +26,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
-from fastdeploy.engine.inbox import Inbox, StepAbandoned
+from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import Answer
 from fastdeploy.engine.processes import process_runs
@@ -182,9 +182,8 @@ class CommonEngine:
         return max(min(due) - now, 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
-        try:
-            result = self._runner.execute(plan, self._between_layers)
-        except StepAbandoned:
+        result = self._runner.execute(plan, self._between_layers)
+        if result is None:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
             return []
@@ -194,9 +193,9 @@ class CommonEngine:
         self._finite_watch.step_done(plan, len(tokens), self.scheduler.num_non_finite - before)
         return tokens
 
-    def _between_layers(self) -> None:
+    def _between_layers(self) -> bool:
         self.send_heartbeats()
-        self._inbox.look_for_pause()
+        return self._inbox.pause_has_come()
 
     def send_heartbeats(self) -> None:
         """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
@@ -210,11 +209,12 @@ class CommonEngine:
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self.config.heartbeat_s
+            self._runner.check_alive()
             self.lifecycle.delivery.send_heartbeats()
 
     # ------------------------------------------------------------------ messages
 
-    def _handle(self, client: str, message: m.ToEngine) -> None:
+    def _handle(self, client: str, message: m.ToEngine | m.Malformed) -> None:
         """Handle one message. An exception that its handler does not expect fails this message only: the handler has
         answered it. The engine goes on if its state is whole; else it ends as after a step that failed."""
         if client not in self.lifecycle.delivery.clients and not isinstance(message, m.Hello):

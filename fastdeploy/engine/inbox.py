@@ -1,14 +1,10 @@
-"""What has arrived at the engine and is not handled yet; it is looked at within a step too, for a pause."""
+"""Messages that have arrived at the engine and are not handled yet. Within a step they are searched for a pause."""
 
 from __future__ import annotations
 
 from fastdeploy.engine.pause import leaves_no_use_for_a_step
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
-
-
-class StepAbandoned(Exception):
-    """A pause has come that nothing of the step in flight may be seen after: it need not be computed to the end."""
 
 
 class Inbox:
@@ -19,25 +15,28 @@ class Inbox:
 
     def __init__(self, transport: Transport):
         self._transport = transport
-        self._read: list[tuple[str, m.ToEngine]] = []
+        self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []
         self._abandoned = False
 
-    def take(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine]]:
-        """All that is there to be handled; if there is nothing, wait for it as ``Transport.recv`` does."""
+    def take(self, timeout_s: float | None) -> list[tuple[str, m.ToEngine | m.Malformed]]:
+        """Return all messages that are to be handled. If there are none, wait as ``Transport.recv`` does."""
         read, self._read = self._read, []
         return read + self._transport.recv(0.0 if read else timeout_s)
 
-    def look_for_pause(self) -> None:
-        """Called between two layers. Raises StepAbandoned; the pause that did it is among what :meth:`take` returns."""
+    def pause_has_come(self) -> bool:
+        """Whether a pause has come that nothing of the step in flight may be seen after: the step is to be given up.
+        Called between two layers. :meth:`take` returns the pause with the other messages."""
         arrived = self._transport.recv(0.0)
         self._read += arrived
-        if not self._abandoned and any(_pauses(message) for _, message in arrived):
-            self._abandoned = True
-            raise StepAbandoned
+        if self._abandoned or not any(_pauses(message) for _, message in arrived):
+            return False
+        self._abandoned = True
+        return True
 
     def step_completed(self) -> None:
+        """Take note that the step ran to its end: the next one may be given up again."""
         self._abandoned = False
 
 
-def _pauses(message: m.ToEngine) -> bool:
+def _pauses(message: m.ToEngine | m.Malformed) -> bool:
     return isinstance(message, m.Call) and leaves_no_use_for_a_step(message.args)

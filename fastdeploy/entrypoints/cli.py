@@ -91,6 +91,7 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
+    add("--runner-process", action="store_true", help="compute the model in a process of its own")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
     add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
 

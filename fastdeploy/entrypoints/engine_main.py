@@ -75,8 +75,10 @@ class Lifeline:
         os._exit(1)
 
 
-def load(config: EngineConfig, lifeline: Lifeline) -> Runner:
+def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
     """Load the model. Raises FastDeployError or OSError if the model cannot be served."""
+    if config.runner_process:
+        return load_runner(config, socket_dir)
     # The import of Paddle sets signal handlers that print a trace and kill the process.
     with stop_signals_deferred():
         from fastdeploy.model_executor import paddle
@@ -130,7 +132,7 @@ def main() -> int:
     if args.lost_commit:
         config = msgspec.structs.replace(config, lost_commit=True)
     try:
-        runner = load(config, lifeline)
+        runner = load(config, lifeline, args.socket_dir)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))
     serve(config, runner, args.socket_dir, events, lifeline)

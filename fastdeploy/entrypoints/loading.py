@@ -1,14 +1,31 @@
-"""Loading of a model by settings."""
+"""Loading of a model by settings, in this process or in one of its own."""
 
 from __future__ import annotations
+
+import os
+import select
+import signal
+
+import msgspec
 
 from fastdeploy.core import envs
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.runner import Runner
+from fastdeploy.entrypoints.child import Child
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.remote_runner import RemoteRunner
+
+CLOSE_S = 10.0  # for a runner's process to end
 
 
-def load_runner(config: EngineConfig) -> Runner:
-    """Load the model of ``config``. Raises FastDeployError or OSError if the model cannot be served."""
+def load_runner(config: EngineConfig, folder: str | None = None) -> Runner:
+    """Load the model of ``config``, in a process of its own if ``runner_process`` is set. folder: for the sockets of
+    that process; None = a temporary one. Raises FastDeployError or OSError if the model cannot be served."""
+    return _start_runner(config, folder) if config.runner_process else load_model(config)
+
+
+def load_model(config: EngineConfig) -> Runner:
+    """Load the model into this process. Raises as ``load_runner``."""
     from fastdeploy.worker.model_runner import ModelRunner
 
     return ModelRunner(
@@ -24,3 +41,25 @@ def load_runner(config: EngineConfig) -> Runner:
         spill_dir=config.spill_dir,
         model_roots=config.model_roots,
     )
+
+
+def _start_runner(config: EngineConfig, given_folder: str | None) -> RemoteRunner:
+    """Start the runner's process, which is killed when the calling thread ends."""
+    folder = given_folder or ipc_dir.create()
+    args = ["--config", msgspec.json.encode(config).decode(), "--socket-dir", folder]
+    main = "fastdeploy.entrypoints.runner_main"
+    child = Child("runner", main, args, death_signal=signal.SIGKILL, environment=os.environ)
+
+    def end() -> None:
+        if not select.select([child.pidfd], [], [], CLOSE_S)[0]:
+            child.signal(signal.SIGKILL)
+        child.reap()
+        if given_folder is None:
+            ipc_dir.remove(folder)
+
+    try:
+        return RemoteRunner(folder, child.pidfd, end)
+    except BaseException:
+        child.signal(signal.SIGKILL)
+        end()
+        raise

@@ -10,7 +10,7 @@ import msgspec
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
-from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import FinishReason, Request, RequestEvent, RequestState
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.scope import Scope
@@ -52,6 +52,9 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt right now
         self.ended: list[Request] = []  # ENDING: final output not collected yet
         self._step_id = 0
+        self._in_flight: list[Request] = []  # aligned with the chunks of the plan that runs
+        self._free_sequences: list[int] = []  # numbers that the runner knows, and no request has
+        self._num_sequences = 0
         self.num_preemptions = 0
         self.num_non_finite = 0  # sequences that ended since the model gave no finite logits
 
@@ -88,6 +91,9 @@ class Scheduler:
 
     def _leave_batch(self, request: Request) -> None:
         (self.frozen if request in self.frozen else self.running).remove(request)
+        if request.sequence is not None:
+            self._free_sequences.append(request.sequence)
+            request.sequence = None
         if self._prefilling.get(request.prompt_key) is request:
             del self._prefilling[request.prompt_key]
 
@@ -112,6 +118,7 @@ class Scheduler:
         if not chunks:
             return None
         self._step_id += 1
+        self._in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
@@ -133,7 +140,7 @@ class Scheduler:
                 if budget <= 0:
                     break
                 chunks[request] = self._chunk(request, min(missing, budget))
-                budget -= len(chunks[request].token_ids)
+                budget -= chunks[request].count
         return budget
 
     def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
@@ -155,7 +162,7 @@ class Scheduler:
             if grant.copy is not None:
                 copies.append(grant.copy)
             chunks[request] = self._chunk(request, min(request.num_tokens - request.num_computed, budget))
-            budget -= len(chunks[request].token_ids)
+            budget -= chunks[request].count
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
         """Whether another request computes the same prompt now. This one then waits, and has a prefix hit."""
@@ -166,27 +173,47 @@ class Scheduler:
         return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
 
     def _chunk(self, request: Request, count: int) -> ScheduledChunk:
-        start, token_ids, sampling = request.num_computed, request.token_ids, request.sampling
+        """The next ``count`` tokens of the request, and all that the runner has not been told of it. The plan must
+        reach the runner, even if the step is given up: nothing is told twice."""
+        start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
+        number, new = request.sequence, None
+        if number is None:
+            number, new = self._number(request), self._new_sequence(request)
+        untold = token_ids[request.num_told_tokens :]
+        request.num_told_tokens = len(token_ids)
+        new_blocks: list[int] = []
+        if len(blocks) > request.num_told_blocks:
+            new_blocks = blocks[request.num_told_blocks :].tolist()
+            request.num_told_blocks = len(blocks)
         return ScheduledChunk(
-            key=request.key,
-            token_ids=token_ids[start : start + count],
-            start=start,
-            block_table=request.blocks,
-            sample=start + count == len(token_ids),
-            sampling=sampling,
-            all_token_ids=token_ids,
-            num_prompt_tokens=request.num_new_prompt_tokens,
-            banned=self._banned(request) if sampling.min_tokens else (),
-            request=request,
-            prompt_logprobs=0 if sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
-            served=request.scope.served,
+            number,
+            start,
+            count,
+            start + count == len(token_ids),
+            request.scope.served,
+            untold,
+            new_blocks,
+            new,
+            0 if request.sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
         )
 
-    def _banned(self, request: Request) -> tuple[int, ...]:
-        if request.num_output_tokens >= request.sampling.min_tokens:
-            return ()
-        known = self.info.eos_token_ids + request.sampling.stop_token_ids
-        return tuple(token for token in known if token < self.info.vocab_size)
+    def _number(self, request: Request) -> int:
+        """Give the request a number at the runner, which knows nothing of it yet."""
+        if not self._free_sequences:
+            self._free_sequences.append(self._num_sequences)
+            self._num_sequences += 1
+        request.sequence = number = self._free_sequences.pop()
+        request.num_told_tokens = request.num_told_blocks = 0
+        return number
+
+    def _new_sequence(self, request: Request) -> NewSequence:
+        sampling = request.sampling
+        banned: tuple[int, ...] = ()
+        if sampling.min_tokens:
+            known = self.info.eos_token_ids + sampling.stop_token_ids
+            banned = tuple(token for token in known if token < self.info.vocab_size)
+        banned_before = request.num_prompt_tokens + sampling.min_tokens if banned else 0
+        return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
 
     def _prompt_logprobs_of(self, request: Request, count: int) -> int:
         """How many of the next ``count`` tokens have a prompt token behind them that it wants the logprob of."""
@@ -203,8 +230,9 @@ class Scheduler:
         return victim
 
     def abandon(self) -> None:
-        """The step that was planned has been given up, after its copies. No request has moved on by it, and no block
-        that it wrote to can be found by others: the next plan computes the same again."""
+        """Take note that the step was given up, after its copies. No request has moved on by it, and no block that it
+        wrote to can be found by others. The next plan computes the same again."""
+        self._in_flight = []
         self.kv.step_done()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
@@ -214,16 +242,18 @@ class Scheduler:
         now = time.time()
         tokens: list[NewToken] = []
         prefill_tokens = 0
-        for i, (chunk, sampled) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
-            request: Request = chunk.request
-            count = len(chunk.token_ids)
+        in_flight, self._in_flight = self._in_flight, []
+        for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
+            count = chunk.count
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
-            if isinstance(of_prompt, NonFinite) or isinstance(sampled, NonFinite):
-                first = of_prompt if isinstance(of_prompt, NonFinite) else sampled
-                self._end_non_finite(request, first.position, chunk.served.version)
+            if isinstance(of_prompt, NonFinite):
+                self._end_non_finite(request, of_prompt.position, chunk.served.version)
+                continue
+            if isinstance(sampled, NonFinite):
+                self._end_non_finite(request, sampled.position, chunk.served.version)
                 continue
             request.prompt_logprobs += of_prompt
             if sampled is None:
@@ -340,6 +370,8 @@ class Scheduler:
         for request in (*self.running, *self.frozen):
             assert request.state is RequestState.RUNNING and request not in self.waiting, request
             assert 0 <= request.num_computed < request.num_tokens, request
+        numbers = [r.sequence for r in (*self.running, *self.frozen) if r.sequence is not None] + self._free_sequences
+        assert sorted(numbers) == list(range(self._num_sequences)), "a number of the runner is lost, or given twice"
         for request in self._prefilling.values():
             assert request in self.running, request
         assert all(r.state is RequestState.ENDING for r in self.ended)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import AttentionBatch, KVCache, Ops
+from fastdeploy.model_executor.ops.interface import KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, prompt_logprobs
+from fastdeploy.worker.sequences import Sequences
 from fastdeploy.worker.spill import Spill, spill
 from fastdeploy.worker.staging import WeightStaging
 
@@ -69,6 +69,7 @@ class ModelRunner:
         dtype = _resolve_dtype(dtype, self.config)
         self.ops = ops if ops is not None else get_ops(dtype, place)
         self._sampler = Sampler(self.ops)
+        self._sequences = Sequences(block_size)
         wanted_len = _wanted_len(max_model_len, self.config)
         block_bytes = self._new_cache(1, block_size).nbytes
         if num_blocks is not None:
@@ -106,7 +107,7 @@ class ModelRunner:
             block_size=block_size,
         )
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """See ``Runner.execute``. Blocks until the results are on the host.
         Raises WrongOrder without whole weights or a KV cache."""
         if self.weights is None or self.cache is None:
@@ -115,7 +116,10 @@ class ModelRunner:
         with paddle.no_grad():
             if plan.copies:
                 self.ops.copy_blocks(self.cache, [c.source for c in plan.copies], [c.target for c in plan.copies])
-            sampled, logprobs = self._compute(plan.chunks, between_layers) if plan.chunks else ([], {})
+            try:
+                sampled, logprobs = self._compute(plan.chunks, _raising(between_layers)) if plan.chunks else ([], {})
+            except _StepGivenUp:
+                return None
         return StepResult(plan.step_id, sampled, time.perf_counter() - started, logprobs)
 
     @property
@@ -182,6 +186,9 @@ class ModelRunner:
         self.asleep -= frozenset(tags)
         give_back_freed_memory()
 
+    def check_alive(self) -> None:
+        """See ``Runner.check_alive``: this runner lives and dies with the engine."""
+
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         if self._spill is not None:
@@ -211,8 +218,8 @@ class ModelRunner:
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
     ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
         """The draw of each chunk, and the prompt logprobs by index of the chunk."""
-        token_ids, batch = _make_batch(chunks, self.info.block_size)
-        sampling = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        token_ids, batch, numbers = self._sequences.take(chunks)
+        sampling = np.flatnonzero([chunk.sample for chunk in chunks])
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
         of_prompts: dict[int, list[Logprob] | NonFinite] = {}
@@ -225,12 +232,14 @@ class ModelRunner:
             of_prompts[i] = self._prompt_logprobs(
                 chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
             )
-        if asking and sampling:
+        if asking and len(sampling):
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
-        if sampling:
+        if len(sampling):
             logits = self.model.logits(weights, hidden)
-            for i, one in zip(sampling, self._sampler.sample(logits, [chunks[i] for i in sampling]), strict=True):
+            positions = batch.positions[last_rows].astype(np.int64) + 1
+            drawn = self._sampler.sample(logits, self._sequences.draws(numbers[sampling], positions))
+            for i, one in zip(sampling.tolist(), drawn, strict=True):
                 result[i] = one
         return result, of_prompts
 
@@ -239,8 +248,8 @@ class ModelRunner:
     ) -> list[Logprob] | NonFinite:
         """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
         a whole prompt may be larger than the model. The first row that is not finite stands for all."""
-        count, top = chunk.prompt_logprobs, chunk.sampling.prompt_logprobs or 0
-        targets = np.array(chunk.all_token_ids[chunk.start + 1 : chunk.start + 1 + count], np.int32)
+        count, top = chunk.prompt_logprobs, self._sequences.told(chunk.sequence).sampling.prompt_logprobs or 0
+        targets = self._sequences.tokens[chunk.sequence, chunk.start + 1 : chunk.start + 1 + count]
         weights, found = self.weights, list[Logprob]()
         assert weights is not None
         for at in range(0, count, LOGITS_ROWS):
@@ -255,27 +264,20 @@ class ModelRunner:
         return found
 
 
-def _make_batch(chunks: list[ScheduledChunk], block_size: int) -> tuple[np.ndarray, AttentionBatch]:
-    """Token ids int32 [T] and the attention's view of the step."""
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
-    starts = np.array([chunk.start for chunk in chunks], np.int32)
-    cu_tokens = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(lengths, out=cu_tokens[1:])
-    token_ids = np.array([token for chunk in chunks for token in chunk.token_ids], np.int32)
-    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
-    needed = -(-(starts + lengths) // block_size)
-    tables = _padded([chunk.block_table for chunk in chunks], needed)
-    return token_ids, AttentionBatch(cu_tokens, starts, tables, positions)
+class _StepGivenUp(Exception):
+    """Ends the layers of a step. Raised and caught in this file only."""
 
 
-def _padded(tables: list[array[int]], needed: np.ndarray) -> np.ndarray:
-    """int32 [len(tables), the longest], filled with 0. Joined as bytes: no id becomes a Python object. needed: the
-    blocks that each one's tokens lie in; with fewer, the filling would send them to block 0, which is another's."""
-    lengths = np.array([len(table) for table in tables])
-    assert np.all(lengths >= needed), "a block table is too short for its tokens"
-    padded = np.zeros((len(tables), lengths.max()), np.int32)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.frombuffer(b"".join(tables), np.int32)
-    return padded
+def _raising(between_layers: Callable[[], bool] | None) -> Callable[[], None] | None:
+    """``between_layers`` as the ops take it: they end where it raises."""
+    if between_layers is None:
+        return None
+
+    def called() -> None:
+        if between_layers():
+            raise _StepGivenUp
+
+    return called
 
 
 def _set_place(place: str) -> None:

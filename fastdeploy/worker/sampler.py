@@ -15,10 +15,11 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk
+from fastdeploy.core.plan import NewSequence, NonFinite, Sampled
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
 from fastdeploy.model_executor.rng import uniform
+from fastdeploy.worker.sequences import Draws
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
 NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8 times as many, and so on
@@ -26,19 +27,21 @@ MIN_TEMPERATURE = 1e-30  # what is smaller divides by zero in float32
 
 
 class _Rows:
-    """What the rows of a step ask for. It does not change from step to step while the batch has the same members."""
+    """The settings of the rows of a step. They do not change while the same sequences draw."""
 
-    def __init__(self, keys: list[tuple[str, int]], params: list[SamplingParams]):
-        self.keys, self.params = keys, params
+    def __init__(self, sequences: list[NewSequence]):
+        self.sequences = sequences
+        params = [sequence.sampling for sequence in sequences]
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
+        self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
         self.temperature = np.array([p.temperature for p in params], np.float64)
         self.top_k = np.array([p.top_k for p in params], np.int32)
         self.top_p = np.array([p.top_p for p in params], np.float64)
         self.min_p = np.array([p.min_p for p in params], np.float64)
         assert all(p.seed is not None for p in params if p.temperature), "a request without a seed was let in"
         self.seeds = np.array([p.seed or 0 for p in params], np.int64)  # a greedy row needs none
-        self.choices = np.array([choice for _, choice in keys], np.int64)
+        self.choices = np.array([sequence.key[1] for sequence in sequences], np.int64)
 
     def sample_batch(self, positions: np.ndarray) -> SampleBatch:
         """positions int64 [R]: of the tokens to be drawn."""
@@ -52,17 +55,17 @@ class Sampler:
 
     def __init__(self, ops: Ops):
         self._ops = ops
-        self._rows = _Rows([], [])
+        self._rows = _Rows([])
 
-    def sample(self, logits: paddle.Tensor, chunks: list[ScheduledChunk]) -> list[Sampled | NonFinite]:
-        """Draw one token for each chunk from its row of logits [len(chunks), V], which may be overwritten. Logprobs are
-        in the mode that the row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its
-        logprob is not a number."""
-        rows = self._rows_of(chunks)
-        touched = sorted(rows.penalised.union(i for i, chunk in enumerate(chunks) if chunk.banned))
+    def sample(self, logits: paddle.Tensor, draws: Draws) -> list[Sampled | NonFinite]:
+        """Draw one token from each row of logits [R, V], which may be overwritten. Logprobs are in the mode that the
+        row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its logprob is not a
+        number."""
+        rows, positions = self._rows_of(draws.sequences), draws.positions
+        banned = np.flatnonzero(positions < rows.banned_before).tolist()
+        touched = rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
-        apply_penalties_and_bans(logits, chunks, touched)
-        positions = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int64)
+        apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
         token_ids = self._ops.sample(logits, rows.sample_batch(positions))
         sampled: list[Sampled | NonFinite] = [
             Sampled(token, None) if token >= 0 else NonFinite(position)
@@ -70,16 +73,15 @@ class Sampler:
         ]
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0]
-            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, chunks, drawn) if drawn else []
+            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled(token, logprob)
         return sampled
 
-    def _rows_of(self, chunks: list[ScheduledChunk]) -> _Rows:
-        keys, params = [chunk.key for chunk in chunks], [chunk.sampling for chunk in chunks]
-        if keys != self._rows.keys or params != self._rows.params:
-            self._rows = _Rows(keys, params)
+    def _rows_of(self, sequences: list[NewSequence]) -> _Rows:
+        if sequences != self._rows.sequences:
+            self._rows = _Rows(sequences)
         return self._rows
 
 
@@ -99,33 +101,33 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
     return rows
 
 
-def apply_penalties_and_bans(logits: paddle.Tensor, chunks: list[ScheduledChunk], touched: list[int]) -> None:
-    """In place, on the entries of the ``touched`` rows that a penalty or a ban is about, and on no others."""
-    penalised = [i for i in touched if chunks[i].sampling.has_penalties]
+def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: list[int]) -> None:
+    """In place, on the entries of the ``penalised`` and ``banned`` rows that a penalty or a ban is about, and on no
+    others."""
     if penalised:
-        ids, values = _penalised_entries(logits, chunks, penalised)
+        ids, values = _penalised_entries(logits, draws, penalised)
         _put(logits, penalised, ids, np.concatenate(values))
-    banned = [i for i in touched if chunks[i].banned]
     if banned:
-        ids = [np.array([t for t in chunks[i].banned if t < logits.shape[1]], np.int64) for i in banned]
+        of_rows = [draws.sequences[i].banned for i in banned]
+        ids = [np.array([t for t in ids if t < logits.shape[1]], np.int64) for ids in of_rows]
         _put(logits, banned, ids, np.full(sum(map(len, ids)), -np.inf))
 
 
 def _penalised_entries(
-    logits: paddle.Tensor, chunks: list[ScheduledChunk], rows: list[int]
+    logits: paddle.Tensor, draws: Draws, rows: list[int]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each row: the ids it has seen and their new logits. Repetition (CTRL, Keskar et al. 2019: divide a positive
     logit, multiply a negative one) counts prompt and output; presence and frequency (OpenAI) count the output."""
     ids, counts = [], []
     for i in rows:
-        known = np.fromiter(chunks[i].all_token_ids, np.int64, len(chunks[i].all_token_ids))
+        known = draws.tokens[draws.numbers[i], : draws.positions[i]].astype(np.int64)
         seen, where = np.unique(known, return_inverse=True)
         ids.append(seen)
-        counts.append(np.bincount(where[chunks[i].num_prompt_tokens :], minlength=len(seen)))
+        counts.append(np.bincount(where[draws.sequences[i].num_prompt_tokens :], minlength=len(seen)))
     old = paddle.gather_nd(logits, paddle.to_tensor(_indices(rows, ids))).numpy()
     values = np.split(old, np.cumsum([len(seen) for seen in ids])[:-1])
     for k, i in enumerate(rows):
-        params, row = chunks[i].sampling, values[k]
+        params, row = draws.sequences[i].sampling, values[k]
         repeated = np.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
         values[k] = repeated - params.presence_penalty * (counts[k] > 0) - params.frequency_penalty * counts[k]
     return ids, values
@@ -147,22 +149,23 @@ def _logprobs(
     raw: paddle.Tensor,
     processed: paddle.Tensor,
     token_ids: np.ndarray,
-    chunks: list[ScheduledChunk],
+    sequences: list[NewSequence],
     rows: list[int],
 ) -> list[Logprob | None]:
     """Logprobs of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after penalties and
     bans. None for a row that is not finite: a ban may have hidden that from the draw."""
-    logits, params = processed if mode == PROCESSED else raw, [chunks[i].sampling for i in rows]
-    if len(rows) < len(chunks):
+    logits, params = processed if mode == PROCESSED else raw, [sequences[i].sampling for i in rows]
+    if len(rows) < len(sequences):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
     kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
     if mode != RAW:
         logits = _masked(_scaled(logits, params), kept)
     found = _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
     for i, p in enumerate(params):
-        if p.return_kept and (i in kept or p.temperature == 0.0):
+        one = found[i]
+        if one is not None and p.return_kept and (i in kept or p.temperature == 0.0):
             ids = np.flatnonzero(kept[i]) if i in kept else token_ids[i : i + 1]
-            found[i] = Logprob(found[i].logprob, found[i].top, ids.astype("<i4").tobytes())
+            found[i] = Logprob(one.logprob, one.top, ids.astype("<i4").tobytes())
     return found
 
 

@@ -149,7 +149,8 @@ def test_requests_without_a_seed_get_one_each_that_their_choices_share():
     seeds: dict[str, set] = {}
     for plan in h.runner.plans:
         for chunk in plan.chunks:
-            seeds.setdefault(chunk.key[0], set()).add(chunk.sampling.seed)
+            if (new := chunk.new) is not None:
+                seeds.setdefault(new.key[0], set()).add(new.sampling.seed)
     assert [len(seeds[name]) for name in "abc"] == [1, 1, 1] and None not in seeds["a"] | seeds["b"]
     assert seeds["a"] != seeds["b"] and seeds["c"] == {5}
 

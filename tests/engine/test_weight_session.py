@@ -354,6 +354,7 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
         calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
+    assert h.runner.stagings[0].was_abandoned.wait(30)
     h.runner.may_stage.set()
     h.run_rounds(4)
     assert {h.reply(call).failure.code for call in calls} == {"session_not_found"}

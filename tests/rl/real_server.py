@@ -17,13 +17,13 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import EngineConfig, ServeConfig
-from fastdeploy.core.plan import Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, ZmqRouterTransport
-from support.fake_runner import FakeRunner
+from support.fake_runner import FakeRunner, Known
 
 
 class Killed(BaseException):
@@ -50,16 +50,16 @@ class PacedRunner(FakeRunner):
         self._script = script
         self._starts: dict[tuple[str, int], int] = {}
 
-    def execute(self, plan: StepPlan, between_layers: Any = None) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Any = None) -> StepResult | None:
         time.sleep(self._pace_s)
         return super().execute(plan, between_layers)
 
-    def _run(self, chunk: ScheduledChunk) -> Sampled | None:
-        sampled = super()._run(chunk)
-        if sampled is None or self._script is None:
+    def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
+        sampled = super()._run(chunk, known)
+        if not isinstance(sampled, Sampled) or self._script is None:
             return sampled
-        start = self._starts.setdefault(chunk.key, len(chunk.all_token_ids))
-        return Sampled(self._script[len(chunk.all_token_ids) - start], sampled.logprob)
+        start = self._starts.setdefault(known.new.key, len(known.tokens))
+        return Sampled(self._script[len(known.tokens) - start], sampled.logprob)
 
 
 class RealServer:

@@ -117,9 +117,9 @@ def test_resumed_tokens_count_as_output_for_penalties_and_first_choice_for_rando
     h.add("r", PROMPT, resumed_tokens=10, first_choice=2, n=2, max_tokens=2)
     h.run_rounds()
     h.run_rounds()
-    chunks = {chunk.key: chunk for plan in h.runner.plans for chunk in plan.chunks}
-    assert sorted(chunks) == [("r", 2), ("r", 3)]
-    assert {chunk.num_prompt_tokens for chunk in chunks.values()} == {20}
+    told = {c.new.key: c.new for plan in h.runner.plans for c in plan.chunks if c.new is not None}
+    assert sorted(told) == [("r", 2), ("r", 3)]
+    assert {new.num_prompt_tokens for new in told.values()} == {20}
 
 
 @pytest.mark.parametrize(

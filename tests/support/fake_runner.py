@@ -8,11 +8,12 @@ import hashlib
 import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ChunkReceipt, ModelInfo
 from fastdeploy.core.weight_source import SharedMemorySource, Source
 
@@ -27,6 +28,15 @@ class Slot(NamedTuple):
     position: int
     weights: int
     context: int  # checksum of the tokens before it
+
+
+@dataclass
+class Known:
+    """What the runner has been told of one sequence."""
+
+    new: NewSequence
+    tokens: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
 
 
 def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = ()) -> int:
@@ -51,7 +61,7 @@ class FakeStaging:
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
         self._runner, self._partial, self._in_place = runner, partial, in_place
         self.names: list[str] = []
-        self.abandoned = False
+        self.abandoned, self.was_abandoned = False, threading.Event()
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
@@ -77,6 +87,7 @@ class FakeStaging:
 
     def abandon(self) -> None:
         self.abandoned = True
+        self.was_abandoned.set()
 
     def _check_wanted(self) -> None:
         if self.abandoned:
@@ -114,63 +125,74 @@ class FakeRunner:
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
         self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
+        self._known: dict[int, Known] = {}  # by the number of the sequence
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
-    def execute(self, plan: StepPlan, between_layers: Callable[[], None] | None = None) -> StepResult:
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
         if self.fail_next:
             raise RuntimeError("the worker died")
+        sequences = [self._take(chunk) for chunk in plan.chunks]
         for copy in plan.copies:
             self.slots[copy.target] = list(self.slots[copy.source])
-        for chunk in plan.chunks:  # half-way through, the KV of these positions is worth nothing
-            for position in range(chunk.start, chunk.start + len(chunk.token_ids)):
-                self.slots[chunk.block_table[position // self.info.block_size]][position % self.info.block_size] = None
+        for chunk, known in zip(plan.chunks, sequences, strict=True):
+            for position in range(chunk.start, chunk.start + chunk.count):  # half-way, their KV is worth nothing
+                self.slots[known.blocks[position // self.info.block_size]][position % self.info.block_size] = None
         in_step, self.in_step = self.in_step, nothing
         in_step()
-        if between_layers is not None:
-            between_layers()
+        if between_layers is not None and between_layers():
+            return None
         self.plans.append(plan)
-        keys = [chunk.key for chunk in plan.chunks]
-        assert len(set(keys)) == len(keys), "a sequence is in the plan twice"
-        sampled = [self._run(chunk) for chunk in plan.chunks]
-        of_prompts = {i: self._prompt_logprobs(c) for i, c in enumerate(plan.chunks) if c.prompt_logprobs}
+        assert len({chunk.sequence for chunk in plan.chunks}) == len(plan.chunks), "a sequence is in the plan twice"
+        steps = list(zip(plan.chunks, sequences, strict=True))
+        sampled = [self._run(chunk, known) for chunk, known in steps]
+        of_prompts = {i: self._prompt_logprobs(*step) for i, step in enumerate(steps) if step[0].prompt_logprobs}
         return StepResult(plan.step_id, sampled, self.step_s, of_prompts)
+
+    def _take(self, chunk: ScheduledChunk) -> Known:
+        if chunk.new is not None:
+            self._known[chunk.sequence] = Known(chunk.new)
+        known = self._known[chunk.sequence]
+        known.tokens += chunk.token_ids
+        known.blocks += chunk.blocks
+        return known
 
     def _spoiled(self, tokens: list[int]) -> bool:
         return self.weights in self.bad_weights or not self.poison.isdisjoint(tokens)
 
-    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[Logprob] | NonFinite:
+    def _prompt_logprobs(self, chunk: ScheduledChunk, known: Known) -> list[Logprob] | NonFinite:
         """Logprob -1 - weights of every prompt token, beside the token itself."""
         for position in range(chunk.start, chunk.start + chunk.prompt_logprobs):
-            if self._spoiled(chunk.all_token_ids[: position + 1]):
+            if self._spoiled(known.tokens[: position + 1]):
                 return NonFinite(position + 1)
-        asked = chunk.all_token_ids[chunk.start + 1 :][: chunk.prompt_logprobs]
+        asked = known.tokens[chunk.start + 1 :][: chunk.prompt_logprobs]
         return [Logprob(-1.0 - self.weights, ((token, 0.0),)) for token in asked]
 
-    def _run(self, chunk: ScheduledChunk) -> Sampled | NonFinite | None:
-        size, tokens = self.info.block_size, list(chunk.all_token_ids)
-        end = chunk.start + len(chunk.token_ids)
-        assert list(chunk.token_ids) == tokens[chunk.start : end] and chunk.token_ids
-        if chunk.start != self._end.get(chunk.key):
-            self.mixed_ok.discard(chunk.key)
-        self._end[chunk.key] = end
+    def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
+        size, tokens, blocks, key = self.info.block_size, known.tokens, known.blocks, known.new.key
+        end = chunk.start + chunk.count
+        assert chunk.count and end <= len(tokens)
+        if chunk.start != self._end.get(key):
+            self.mixed_ok.discard(key)
+        self._end[key] = end
         for position in range(chunk.start):
-            slot = self.slots[chunk.block_table[position // size]][position % size]
-            assert slot is not None, f"{chunk.key}: position {position} was never computed"
-            assert (slot.token, slot.position) == (tokens[position], position), f"{chunk.key}: foreign KV at {position}"
-            assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{chunk.key}: foreign context"
-            assert slot.weights == self.weights or chunk.key in self.mixed_ok, f"{chunk.key}: stale KV at {position}"
+            slot = self.slots[blocks[position // size]][position % size]
+            assert slot is not None, f"{key}: position {position} was never computed"
+            assert (slot.token, slot.position) == (tokens[position], position), f"{key}: foreign KV at {position}"
+            assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{key}: foreign context"
+            assert slot.weights == self.weights or key in self.mixed_ok, f"{key}: stale KV at {position}"
         for position in range(chunk.start, end):
             slot = Slot(tokens[position], position, self.weights, zlib.crc32(repr(tokens[:position]).encode()))
-            self.slots[chunk.block_table[position // size]][position % size] = slot
-        self.computed_tokens += len(chunk.token_ids)
+            self.slots[blocks[position // size]][position % size] = slot
+        self.computed_tokens += chunk.count
         assert chunk.sample == (end == len(tokens))
         if not chunk.sample:
             return None
         if self._spoiled(tokens):
             return NonFinite(end)
-        token = next_token(tokens, self.weights, self.info.vocab_size, chunk.banned)
-        return Sampled(token, Logprob(-float(token)) if chunk.sampling.logprobs is not None else None)
+        banned = known.new.banned if end < known.new.banned_before else ()
+        token = next_token(tokens, self.weights, self.info.vocab_size, banned)
+        return Sampled(token, Logprob(-float(token)) if known.new.sampling.logprobs is not None else None)
 
     def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
         if "weight" in self.asleep or (partial and not self.has_weights):
@@ -210,6 +232,9 @@ class FakeRunner:
         if "weight" in tags:
             self.has_weights = self._spilled
         self.asleep -= set(tags)
+
+    def check_alive(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

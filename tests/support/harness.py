@@ -18,7 +18,8 @@ from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner
+from support.fake_runner import FakeRunner, nothing
+from support.runner_thread import serve_in_thread
 
 
 class ListTransport:
@@ -68,15 +69,24 @@ class Stream:
 
 
 class Harness:
+    """runner_over_zmq: the engine has the runner at the other end of a socket. ``runner`` is the runner itself."""
+
+    runner_over_zmq = False
+
     def __init__(self, runner: FakeRunner | None = None, **config):
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
+        self.close = nothing  # ends the runner's thread, where the runner is remote
+        if Harness.runner_over_zmq:
+            served, self.close = serve_in_thread(self.runner)
+        else:
+            served = self.runner
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
         self.now = 1000.0
         self.running_pids: set[int] = set()
         self.engine = CommonEngine(
             EngineConfig(**config),
-            self.runner,
+            served,
             self.transport,
             boot_id="boot",
             clock=lambda: self.now,

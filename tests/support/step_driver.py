@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan
+from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.worker.model_runner import ModelRunner
+from fastdeploy.worker.sequences import Draws
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 
@@ -21,7 +22,8 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 @dataclass
 class Sequence:
     """One choice: ``ids`` is the prompt and the output, ``computed`` how many of them are in the KV cache. non_finite:
-    set when a step could draw nothing for it; it runs no further."""
+    set when a step could draw nothing for it; it runs no further. number: at the runner; told: the tokens and blocks
+    that the runner knows."""
 
     name: str
     ids: list[int]
@@ -29,10 +31,12 @@ class Sequence:
     choice: int = 0
     banned: tuple[int, ...] = ()
     computed: int = 0
-    table: array[int] = field(default_factory=lambda: array("i"))
+    table: list[int] = field(default_factory=list)
     prompt_len: int = 0
     logprobs: list[Logprob | None] = field(default_factory=list)
     non_finite: NonFinite | None = None
+    number: int | None = None
+    told: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.ids)
@@ -54,6 +58,7 @@ class Driver:
         self.runner = runner
         self.free = np.random.default_rng(seed).permutation(runner.info.num_blocks).tolist()
         self.steps = 0
+        self._numbers = 0
 
     def step(self, sequences: list[Sequence], chunk: int | None = None, copies: list[BlockCopy] | None = None) -> None:
         chunks = [self.chunk(s, chunk) for s in sequences]
@@ -62,7 +67,7 @@ class Driver:
         assert result.step_id == self.steps and len(result.sampled) == len(chunks)
         self.steps += 1
         for sequence, scheduled, sampled in zip(sequences, chunks, result.sampled, strict=True):
-            sequence.computed += len(scheduled.token_ids)
+            sequence.computed += scheduled.count
             assert (sampled is not None) == scheduled.sample
             if isinstance(sampled, NonFinite):
                 sequence.non_finite = sampled
@@ -82,29 +87,36 @@ class Driver:
     def release(self, sequence: Sequence) -> None:
         """What a preemption does: the blocks go back, everything is to be computed again."""
         self.free[:0] = sequence.table
-        sequence.table, sequence.computed = array("i"), 0
+        sequence.table, sequence.computed, sequence.number = [], 0, None
 
     def chunk(self, s: Sequence, limit: int | None) -> ScheduledChunk:
         end = min(len(s.ids), s.computed + (limit or len(s.ids)))
         while len(s.table) * self.runner.info.block_size < end:
             s.table.append(self.free.pop())
+        new = None
+        if s.number is None:
+            s.number, s.told = self._numbers, (0, 0)
+            self._numbers += 1
+            new = NewSequence((s.name, s.choice), s.sampling, s.prompt_len, s.banned, len(s.ids) + 1000)
+        tokens, blocks = s.told
+        s.told = len(s.ids), len(s.table)
+        start, sample = s.computed, end == len(s.ids)
         return ScheduledChunk(
-            key=(s.name, s.choice),
-            token_ids=s.ids[s.computed : end],
-            start=s.computed,
-            block_table=s.table,
-            sample=end == len(s.ids),
-            sampling=s.sampling,
-            all_token_ids=s.ids,
-            num_prompt_tokens=s.prompt_len,
-            banned=s.banned,
+            s.number, start, end - start, sample, ServedWeights(), s.ids[tokens:], s.table[blocks:], new
         )
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
     """The same request, not yet begun."""
     prompt = sequence.ids[: sequence.prompt_len]
-    return replace(sequence, ids=list(prompt), computed=0, table=array("i"), logprobs=[], prompt_len=0, **changes)
+    return replace(sequence, ids=list(prompt), computed=0, table=[], logprobs=[], prompt_len=0, number=None, **changes)
+
+
+def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]]) -> Draws:
+    """What a sampler is told. Each row: known token ids, all of one length; how many are the prompt; settings; bans."""
+    new = [NewSequence(("r", i), params, count, banned, 1000) for i, (_, count, params, banned) in enumerate(rows)]
+    tokens = np.array([ids for ids, *_ in rows], np.int32)
+    return Draws(new, np.full(len(rows), tokens.shape[1]), tokens, np.arange(len(rows)))
 
 
 def stage(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> Any:

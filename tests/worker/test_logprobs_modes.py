@@ -161,11 +161,11 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
         beside = Sequence("other", prompt(64, 211))
         while sequence.computed < len(ids):
             asked = driver.chunk(sequence, chunk)
-            rows = min(len(asked.token_ids), len(ids) - 1 - sequence.computed)
+            rows = min(asked.count, len(ids) - 1 - sequence.computed)
             chunks = [driver.chunk(beside, None), structs.replace(asked, prompt_logprobs=rows)]
             result = runner.execute(StepPlan(0, chunks, []))
             found += result.prompt_logprobs.get(1, [])
-            sequence.computed += len(asked.token_ids)
+            sequence.computed += asked.count
         return found
 
     whole = computed(311)

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.core.plan import NonFinite, ScheduledChunk, StepPlan
+from fastdeploy.core.plan import NonFinite, StepPlan
 from fastdeploy.core.sampling_params import LOGPROBS_MODES, SamplingParams
 from fastdeploy.entrypoints.llm import LLM
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.sampler import Sampler
 from support.checkpoints import SPECS, prompt, random_tensors, write_checkpoint
-from support.step_driver import Driver, Sequence, fresh
+from support.step_driver import Driver, Sequence, draws_of, fresh
 
 POISON = 200  # a sequence with this token overflows
 NAMES = ["qwen3", "qwen3_bf16"]
@@ -89,15 +90,11 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
     told = []
     while asks.computed < len(asks.ids) and not any(isinstance(t, NonFinite) for t in told):
         scheduled = driver.chunk(asks, chunk)
-        told.append(_prompt_logprobs(runner, scheduled))
-        asks.computed += len(scheduled.token_ids)
+        count = min(scheduled.count, len(asks.ids) - 1 - scheduled.start)
+        scheduled = msgspec.structs.replace(scheduled, prompt_logprobs=count)
+        told.append(runner.execute(StepPlan(0, [scheduled], [])).prompt_logprobs[0])
+        asks.computed += scheduled.count
     assert told[-1] == NonFinite(11)
-
-
-def _prompt_logprobs(runner, chunk: ScheduledChunk):
-    count = min(len(chunk.token_ids), len(chunk.all_token_ids) - 1 - chunk.start)
-    fields = {name: getattr(chunk, name) for name in chunk.__struct_fields__} | {"prompt_logprobs": count}
-    return runner.execute(StepPlan(0, [ScheduledChunk(**fields)], [])).prompt_logprobs[0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -106,12 +103,11 @@ def test_a_ban_does_not_hide_that_raw_logprobs_are_no_numbers(bad):
     sampler = Sampler(ReferenceOps("float32"))
     params = [SamplingParams(seed=1, logprobs=kind, logprobs_mode=mode)
               for kind, mode in ((None, "raw"), (0, "raw"), (0, "processed"))]  # fmt: skip
-    chunks = [ScheduledChunk(("r", i), [1], 0, [0], True, p, [1], 1, (0,)) for i, p in enumerate(params)]
-    without, raw, processed = sampler.sample(logits, chunks)
+    without, raw, processed = sampler.sample(logits, draws_of([([1], 1, p, (0,)) for p in params]))
     assert without.token_id in (1, 2) and processed.token_id in (1, 2) and raw == NonFinite(1)
 
 
 def test_a_row_in_which_everything_is_banned_draws_nothing():
     logits = paddle.to_tensor(np.zeros((1, 3), np.float32))
-    chunk = ScheduledChunk(("r", 0), [1], 0, [0], True, SamplingParams(seed=1), [1], 1, (0, 1, 2))
-    assert Sampler(ReferenceOps("float32")).sample(logits, [chunk]) == [NonFinite(1)]
+    draws = draws_of([([1], 1, SamplingParams(seed=1), (0, 1, 2))])
+    assert Sampler(ReferenceOps("float32")).sample(logits, draws) == [NonFinite(1)]

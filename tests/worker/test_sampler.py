@@ -6,18 +6,13 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.core.plan import ScheduledChunk
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.sampler import Sampler, apply_penalties_and_bans
 from support.checkpoints import prompt
-from support.step_driver import Driver, Sequence, fresh
+from support.step_driver import Driver, Sequence, draws_of, fresh
 
 RANDOM = SamplingParams(temperature=1.0, seed=1234, logprobs=0, max_tokens=64)
-
-
-def _chunk(ids: list[int], prompt_len: int, sampling: SamplingParams, banned: tuple[int, ...] = ()) -> ScheduledChunk:
-    return ScheduledChunk(("r", 0), ids[-1:], len(ids) - 1, [0], True, sampling, ids, prompt_len, banned)
 
 
 def test_draws_do_not_depend_on_batch_chunks_or_an_abort_and_resubmit(make_runner):
@@ -45,9 +40,9 @@ def test_repetition_penalty_counts_prompt_and_output_the_others_only_output():
         SamplingParams(),
         SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
     ]
-    chunks = [_chunk(ids, 2, params) for params in settings]
+    draws = draws_of([(ids, 2, params, ()) for params in settings])
     logits = paddle.to_tensor(np.tile(np.array([2.0, -2.0, 1.0, -1.0, 3.0], np.float32), (3, 1)))
-    apply_penalties_and_bans(logits, chunks, [0, 2])
+    apply_penalties_and_bans(logits, draws, [0, 2], [])
     np.testing.assert_allclose(logits.numpy()[0], [1.0, -4.0, 0.5, -2.0, 3.0])
     np.testing.assert_allclose(logits.numpy()[1], [2.0, -2.0, 1.0, -1.0, 3.0])
     np.testing.assert_allclose(logits.numpy()[2], [2.0, -2.0, 0.0, -1.75, 3.0])
@@ -58,7 +53,7 @@ def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
     greedy = SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.5)
     plain = SamplingParams(temperature=0.0, logprobs=2)
     sampler = Sampler(ReferenceOps("float32"))
-    first, second = sampler.sample(logits, [_chunk([2], 1, greedy, banned=(0, 99)), _chunk([2], 1, plain)])
+    first, second = sampler.sample(logits, draws_of([([2], 1, greedy, (0, 99)), ([2], 1, plain, ())]))
     assert (first.token_id, second.token_id) == (1, 0)
     log_softmax = np.array([5.0, 4.0, 1.0]) - np.log(np.exp([5.0, 4.0, 1.0]).sum())
     assert first.logprob.logprob == pytest.approx(log_softmax[1], abs=1e-6)
@@ -74,9 +69,9 @@ def test_each_step_draws_by_what_its_own_rows_ask_for():
     logits[:, 2] = 9.0
     sampler = Sampler(ReferenceOps("float32"))
     for params in ((hot, hot), (greedy, hot), (hot, greedy), (penalised, greedy), (greedy, greedy)):
-        chunks = [_chunk(ids, 3, one) for one in params]
-        drawn = sampler.sample(paddle.to_tensor(logits), chunks)
-        alone = Sampler(ReferenceOps("float32")).sample(paddle.to_tensor(logits), chunks)
+        draws = draws_of([(ids, 3, one, ()) for one in params])
+        drawn = sampler.sample(paddle.to_tensor(logits), draws)
+        alone = Sampler(ReferenceOps("float32")).sample(paddle.to_tensor(logits), draws)
         assert drawn == alone
         assert [one.logprob is not None for one in drawn] == [one.logprobs is not None for one in params]
         for one, sampled in zip(params, drawn, strict=True):

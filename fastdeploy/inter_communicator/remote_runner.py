@@ -1,0 +1,167 @@
+"""A runner in another process, for the engine as one in its own."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from fastdeploy.core.errors import EngineError
+from fastdeploy.core.plan import StepPlan, StepResult
+from fastdeploy.core.runner import ChunkReceipt, ModelInfo, nothing
+from fastdeploy.core.weight_source import Source
+from fastdeploy.inter_communicator import runner_messages as m
+
+Result = TypeVar("Result")
+
+
+class Connection:
+    """Calls over one socket. died_fd: readable once the runner's process has ended; every wait ends then."""
+
+    def __init__(self, endpoint: str, died_fd: int):
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(option, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(died_fd, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._replies: msgspec.msgpack.Decoder[m.Tick | m.Done | m.Failed] = msgspec.msgpack.Decoder(
+            m.Tick | m.Done | m.Failed
+        )
+
+    def ask(
+        self,
+        call: m.StepCall | m.BesideCall,
+        result: msgspec.msgpack.Decoder[Result],
+        on_tick: Callable[[], bool] | None = None,
+    ) -> Result:
+        """Send ``call`` and return its result. Raises what the runner raised, and EngineError if its process ends.
+        on_tick: called while the call runs; True gives up a step."""
+        self._socket.send(self._encoder.encode(call))
+        while True:
+            match self._replies.decode(self._receive()):
+                case m.Done(encoded):
+                    return result.decode(encoded)
+                case m.Failed() as failed:
+                    raise failed.error()
+                case m.Tick():
+                    give_up = on_tick is not None and on_tick()
+                    self._socket.send(self._encoder.encode(m.Answer(give_up)))
+
+    def _receive(self) -> bytes:
+        ready = [source for source, _ in self._poller.poll()]
+        if self._socket not in ready:
+            raise EngineError("the runner's process has ended")
+        return self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class RemoteStaging:
+    """A ``Staging`` of a runner in another process. ``finish`` returns the number of the staging."""
+
+    def __init__(self, runner: RemoteRunner, number: int):
+        self._runner, self._number = runner, number
+
+    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+        """See ``Staging.add``."""
+        return self._runner.ask_beside(
+            m.AddSource(self._number, source, dict(checksums), verify_checksum), _decoder(ChunkReceipt)
+        )
+
+    def finish(self) -> int:
+        """See ``Staging.finish``."""
+        self._runner.ask_beside(m.Finish(self._number), _decoder(type(None)))
+        return self._number
+
+    def abandon(self) -> None:
+        """See ``Staging.abandon``."""
+        self._runner.ask_beside(m.Abandon(self._number), _decoder(type(None)))
+
+
+class RemoteRunner:
+    """A ``Runner`` that a RunnerServer serves from ``folder``. Every method raises EngineError once the runner's
+    process has ended.
+
+    died_fd: readable once the process has ended. on_close: called at the end of ``close``.
+    """
+
+    def __init__(self, folder: str, died_fd: int, on_close: Callable[[], None] = nothing):
+        steps, self._beside = m.endpoints(folder)
+        self._died_fd, self._on_close = died_fd, on_close
+        self._steps = Connection(steps, died_fd)
+        self._result: msgspec.msgpack.Decoder[StepResult | None] = msgspec.msgpack.Decoder(StepResult | None)
+        self.info: ModelInfo = self._steps.ask(m.Info(), _decoder(ModelInfo))
+        self.asleep: frozenset[str] = frozenset()
+
+    @property
+    def has_weights(self) -> bool:
+        """See ``Runner``. Asks the runner each time."""
+        return self._steps.ask(m.HasWeights(), _decoder(bool))
+
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
+        """See ``Runner.execute``."""
+        return self._steps.ask(m.Execute(plan), self._result, between_layers)
+
+    def begin_update(self, partial: bool, in_place: bool) -> RemoteStaging:
+        """See ``Runner.begin_update``."""
+        return RemoteStaging(self, self._steps.ask(m.BeginUpdate(partial, in_place), _decoder(int)))
+
+    def commit(self, staged: Any) -> None:
+        """See ``Runner.commit``."""
+        self._steps.ask(m.Commit(staged), _decoder(type(None)))
+
+    def checksums(self) -> dict[str, str]:
+        """See ``Runner.checksums``."""
+        return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))
+
+    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
+        """See ``Runner.sleep``."""
+        freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), _on_tick(beat))
+        self.asleep |= frozenset(tags)
+        return freed
+
+    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
+        """See ``Runner.wake``."""
+        self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), _on_tick(beat))
+        self.asleep -= frozenset(tags)
+
+    def check_alive(self) -> None:
+        """See ``Runner.check_alive``."""
+        if select.select([self._died_fd], [], [], 0)[0]:
+            raise EngineError("the runner's process has ended")
+
+    def close(self) -> None:
+        """Close the runner and end its process."""
+        with contextlib.suppress(EngineError):  # its process may have ended already
+            self._steps.ask(m.Close(), _decoder(type(None)))
+        self._steps.close()
+        self._on_close()
+
+    def ask_beside(self, call: m.BesideCall, result: msgspec.msgpack.Decoder[Result]) -> Result:
+        """Run ``call`` beside steps, on a connection of its own, from any thread."""
+        connection = Connection(self._beside, self._died_fd)
+        try:
+            return connection.ask(call, result)
+        finally:
+            connection.close()
+
+
+def _on_tick(beat: Callable[[], None]) -> Callable[[], bool]:
+    def beat_only() -> bool:
+        beat()
+        return False
+
+    return beat_only
+
+
+def _decoder(result: type[Result]) -> msgspec.msgpack.Decoder[Result]:
+    return msgspec.msgpack.Decoder(result)

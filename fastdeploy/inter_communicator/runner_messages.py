@@ -1,0 +1,135 @@
+"""Messages between an engine and a runner in another process, and the names of their sockets.
+
+    steps    DEALER <-> DEALER. The calls of the engine's loop, one after the other: steps, commits, sleep.
+    beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
+
+Every call is answered by one Done or Failed. On ``steps``, any number of Tick come before, while the call runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from fastdeploy.core.errors import FastDeployError, OutOfSpace, from_wire
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.weight_source import Source
+from fastdeploy.inter_communicator.messages import Failure
+
+
+def endpoints(folder: str) -> tuple[str, str]:
+    """ZMQ addresses of ``steps`` and ``beside`` in ``folder``."""
+    return f"ipc://{os.path.join(folder, 'steps.sock')}", f"ipc://{os.path.join(folder, 'beside.sock')}"
+
+
+class Execute(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a StepResult, or by None for a step that was given up."""
+
+    plan: StepPlan
+
+
+class Info(msgspec.Struct, frozen=True, tag=True):
+    """The first call. Answered by a ModelInfo once the model is loaded."""
+
+
+class HasWeights(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a bool."""
+
+
+class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
+    """Answered by the number of the staging."""
+
+    partial: bool
+    in_place: bool
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Swap in what the staging of this number has finished. Answered by None."""
+
+    staging: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Answered by the number of bytes that were given back."""
+
+    tags: tuple[str, ...]
+    discard: bool
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Answered by None."""
+
+    tags: tuple[str, ...]
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """The last call. Answered by None; the runner's process ends."""
+
+
+class AddSource(msgspec.Struct, frozen=True, tag=True):
+    """``Staging.add``. Answered by a ChunkReceipt."""
+
+    staging: int
+    source: Source
+    checksums: dict[str, str]
+    verify_checksum: bool
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """``Staging.finish``. What it returns stays with the runner until Commit or Abandon. Answered by None."""
+
+    staging: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag=True):
+    """``Staging.abandon``. Answered by None."""
+
+    staging: int
+
+
+class Checksums(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a dict of tensor name to sha256."""
+
+
+class Tick(msgspec.Struct, frozen=True, tag=True):
+    """The call still runs. The runner waits for an Answer before it goes on."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The call has ended well. result: of the type that the call names, encoded."""
+
+    result: msgspec.Raw
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The call has raised. kind: the class of an error that is not of our tree, "" for one that is."""
+
+    failure: Failure
+    kind: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """``error`` as a message."""
+        if isinstance(error, FastDeployError):
+            return cls(Failure(error.code, error.message, error.detail))
+        if isinstance(error, MemoryError):
+            return cls.of(OutOfSpace(f"no memory: {error}"))
+        text = str(error).encode("utf-8", "replace").decode()
+        return cls(Failure(FastDeployError.code, text), type(error).__name__)
+
+    def error(self) -> Exception:
+        """The error to raise at the caller. One that is not of our tree becomes a RuntimeError that names its class."""
+        if self.kind:
+            return RuntimeError(f"{self.kind}: {self.failure.message}")
+        return from_wire(self.failure.code, self.failure.message, self.failure.detail)
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Tick. give_up: the step in flight is to be given up."""
+
+    give_up: bool
+
+
+StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | Sleep | Wake | Close
+BesideCall = AddSource | Finish | Abandon | Checksums

@@ -1,0 +1,156 @@
+"""Serves a runner to an engine in another process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import msgspec
+import zmq
+
+from fastdeploy.core.runner import Runner, Staging
+from fastdeploy.inter_communicator import runner_messages as m
+
+TICK_S = 0.01  # a tick and its answer take some 0.1 ms
+LINGER_MS = 1000
+
+
+class RunnerServer:
+    """Runs the calls of one engine on the runner. ``serve`` runs on the thread that made the server.
+
+    folder: of the sockets. tick_s: seconds between two ticks of a call that takes long; 0 = a tick each time that the
+    runner offers one.
+    """
+
+    def __init__(self, folder: str, tick_s: float = TICK_S):
+        steps, beside = m.endpoints(folder)
+        self._context = zmq.Context()
+        self._steps = self._socket(zmq.DEALER, steps)
+        self._beside = self._socket(zmq.ROUTER, beside)
+        self._results: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()  # None: the end
+        self._results_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable when there is a result
+        self._encoder = msgspec.msgpack.Encoder()
+        self._calls = msgspec.msgpack.Decoder(m.StepCall)
+        self._answers = msgspec.msgpack.Decoder(m.Answer)
+        self._tick = self._encoder.encode(m.Tick())
+        self._tick_s, self._next_tick = tick_s, 0.0
+        self._numbers = count(1)
+        self._stagings: dict[int, Staging] = {}
+        self._staged: dict[int, Any] = {}
+
+    def serve(self, load: Callable[[], Runner]) -> None:
+        """Load the runner, and serve it until the engine closes it. An error of ``load`` is the answer to the first
+        call."""
+        try:
+            runner = load()
+        except Exception as error:
+            self._steps.recv()
+            self._steps.send(self._encoder.encode(m.Failed.of(error)))
+            self._context.destroy(linger=LINGER_MS)
+            return
+        beside = threading.Thread(target=self._serve_beside, args=(runner,), name="runner-beside", daemon=True)
+        beside.start()
+        while not isinstance(call := self._calls.decode(self._steps.recv()), m.Close):
+            self._next_tick = time.monotonic() + self._tick_s
+            self._steps.send(self._answer(functools.partial(self._step_call, runner, call)))
+        runner.close()
+        self._put(None)
+        beside.join()
+        self._steps.send(self._answer(lambda: None))
+        self._steps.close()
+        self._context.term()
+
+    def _step_call(self, runner: Runner, call: m.StepCall) -> Any:
+        match call:
+            case m.Execute(plan):
+                return runner.execute(plan, self._is_given_up)
+            case m.Info():
+                return runner.info
+            case m.HasWeights():
+                return runner.has_weights
+            case m.BeginUpdate(partial, in_place):
+                number = next(self._numbers)
+                self._stagings[number] = runner.begin_update(partial, in_place)
+                return number
+            case m.Commit(number):
+                runner.commit(self._staged.pop(number))
+                del self._stagings[number]
+            case m.Sleep(tags, discard):
+                return runner.sleep(tags, discard, self._beat)
+            case m.Wake(tags):
+                runner.wake(tags, self._beat)
+        return None
+
+    def _is_given_up(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_tick:
+            return False
+        self._next_tick = now + self._tick_s
+        self._steps.send(self._tick)
+        return self._answers.decode(self._steps.recv()).give_up
+
+    def _beat(self) -> None:
+        self._is_given_up()
+
+    # ------------------------------------------------------------------ beside steps
+
+    def _serve_beside(self, runner: Runner) -> None:
+        """Give each call a thread, since a read may hang. One thread owns the socket: results go back through it."""
+        calls: msgspec.msgpack.Decoder[m.BesideCall] = msgspec.msgpack.Decoder(m.BesideCall)
+        poller = zmq.Poller()
+        poller.register(self._beside, zmq.POLLIN)
+        poller.register(self._results_fd, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._beside in ready:
+                client, data = self._beside.recv_multipart()
+                args = (runner, client, calls.decode(data))
+                threading.Thread(target=self._run_beside, args=args, name="runner-call", daemon=True).start()
+            if self._results_fd in ready:
+                for _ in range(os.eventfd_read(self._results_fd)):
+                    if (result := self._results.get()) is None:
+                        self._beside.close()
+                        return
+                    self._beside.send_multipart(result)
+
+    def _run_beside(self, runner: Runner, client: bytes, call: m.BesideCall) -> None:
+        self._put((client, self._answer(lambda: self._beside_call(runner, call))))
+
+    def _beside_call(self, runner: Runner, call: m.BesideCall) -> Any:
+        match call:
+            case m.AddSource(number, source, checksums, verify_checksum):
+                return self._stagings[number].add(source, checksums, verify_checksum)
+            case m.Finish(number):
+                self._staged[number] = self._stagings[number].finish()
+            case m.Abandon(number):
+                self._stagings.pop(number).abandon()
+                self._staged.pop(number, None)
+            case m.Checksums():
+                return runner.checksums()
+        return None
+
+    def _put(self, result: tuple[bytes, bytes] | None) -> None:
+        self._results.put(result)
+        os.eventfd_write(self._results_fd, 1)
+
+    # ------------------------------------------------------------------ both
+
+    def _answer(self, work: Callable[[], Any]) -> bytes:
+        try:
+            return self._encoder.encode(m.Done(msgspec.Raw(self._encoder.encode(work()))))
+        except Exception as error:
+            return self._encoder.encode(m.Failed.of(error))
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.bind(endpoint)
+        return socket

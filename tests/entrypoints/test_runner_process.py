@@ -1,0 +1,125 @@
+"""The embedded model in a process of its own: the same bits, and an end that everybody is told of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fastdeploy import LLM, SamplingParams
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, WeightUpdateRefused
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.entrypoints.loading import load_runner
+from fastdeploy.inter_communicator.remote_runner import RemoteRunner
+
+SETTINGS = {"num_gpu_blocks_override": 64, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+PROMPTS = [[(7 * i + 3 * j) % 50 for j in range(5 + 9 * i)] for i in range(7)]
+SAMPLING = [
+    SamplingParams(max_tokens=60, temperature=0.0, logprobs=2, prompt_logprobs=1, ignore_eos=True),
+    SamplingParams(
+        max_tokens=60, min_tokens=5, seed=3, top_p=0.9, repetition_penalty=1.2, logprobs=1, logprobs_mode="processed",
+        return_kept=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def remote() -> Iterator[RemoteRunner]:
+    runner = load_runner(EngineConfig(model=str(MODEL_DIR), runner_process=True, model_roots=("/",), **SETTINGS))
+    assert isinstance(runner, RemoteRunner)
+    yield runner
+    runner.close()
+
+
+def child_of(pid: int) -> int:
+    """The one process that ``pid`` has started and that computes a model."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields, command = stat.read_text().rsplit(")", 1)[1].split(), (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and b"fastdeploy.entrypoints.runner_main" in command:
+            return int(stat.parent.name)
+    raise AssertionError("there is no runner's process")
+
+
+def test_tokens_and_logprobs_are_the_same_bits_in_a_process_of_its_own():
+    """Few blocks and small steps: prompts are cut, sequences are preempted, and told to the runner again."""
+    told = []
+    for runner_process in (False, True):
+        with LLM(**{**SETTINGS, "num_gpu_blocks_override": 12}, runner_process=runner_process) as llm:
+            outputs = [output for sampling in SAMPLING for output in llm.generate(PROMPTS, sampling, n=2)]
+            told.append(
+                [(c.token_ids, c.logprobs, c.prompt_logprobs, c.finish_reason) for o in outputs for c in o.choices]
+            )
+            assert llm._engine.scheduler.num_preemptions, "nothing was told twice"
+    assert told[0] == told[1]
+
+
+def test_a_killed_runner_ends_every_request_with_one_answer():
+    with LLM(**SETTINGS, runner_process=True) as llm, ThreadPoolExecutor(4) as pool:
+        sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+        llm.generate(PROMPTS[:1], SAMPLING[0])
+        llm.pause(mode="keep")  # nothing computes: the heartbeat notices
+        futures = [pool.submit(llm.generate, [prompt], sampling) for prompt in PROMPTS]
+        os.kill(child_of(os.getpid()), signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(FastDeployError):
+                future.result(timeout=30)
+
+
+def test_the_death_of_the_process_ends_a_call_that_waits_for_it(remote, tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    staging = remote.begin_update(False, False)
+    failed: list[Exception] = []
+
+    def hang() -> None:
+        try:
+            staging.add(FolderSource(str(tmp_path)), {})
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    os.kill(child_of(os.getpid()), signal.SIGKILL)
+    thread.join(30)
+    assert [type(error) for error in failed] in ([EngineError], [WeightUpdateRefused])
+    with pytest.raises(EngineError, match="has ended"):
+        remote.checksums()
+    with pytest.raises(EngineError, match="has ended"):
+        remote.check_alive()
+
+
+def test_errors_cross_with_their_class_and_weights_are_updated_slept_and_woken(remote, tmp_path):
+    refused = remote.begin_update(False, False)
+    with pytest.raises(WeightUpdateRefused):
+        refused.add(FolderSource(str(tmp_path)), {})
+    refused.abandon()
+    before = remote.checksums()
+    staging = remote.begin_update(False, True)
+    assert remote.has_weights
+    receipt = staging.add(FolderSource(str(MODEL_DIR)), {})
+    assert not remote.has_weights and receipt.tensors == len(before)
+    remote.commit(staging.finish())
+    remote.sleep(("weight", "kv_cache"), discard=False)
+    assert remote.asleep == {"weight", "kv_cache"} and not remote.has_weights
+    remote.wake(("weight", "kv_cache"))
+    assert remote.asleep == frozenset() and remote.checksums() == before
+
+
+def test_a_model_that_cannot_be_served_is_refused_as_in_process(tmp_path):
+    for model, settings in ((str(tmp_path), {}), (str(MODEL_DIR), {"block_size": 24})):
+        errors = []
+        for runner_process in (False, True):
+            with pytest.raises((FastDeployError, OSError)) as error:
+                load_runner(EngineConfig(model=model, runner_process=runner_process, **settings))
+            errors.append((type(error.value), str(error.value)))
+        assert errors[0] == errors[1]
+    assert errors[0][0] is InvalidField
