@@ -61,6 +61,7 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
     client.close()
 
 
+@pytest.mark.processes
 def test_nothing_of_paddle_or_torch_is_imported():
     code = (
         "import sys, fastdeploy.rl.client, fastdeploy.rl.sync_client, fastdeploy.rl.state_encoding;"
