@@ -1,4 +1,4 @@
-"""A real uvicorn server on a real socket before a fake engine. A plugin of pytest: its fixtures are there for every test."""
+"""A real uvicorn server on a real socket before a fake engine. Its fixtures are there for every test."""
 
 from __future__ import annotations
 

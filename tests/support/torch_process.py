@@ -1,5 +1,5 @@
-"""References of torch: stored in tests/support/oracles, else computed in a process of its own, since Paddle and torch do
-not live in one process. ``make oracles`` stores them anew."""
+"""References of torch: stored in tests/support/oracles, else computed in a process of their own, since Paddle and torch
+do not live in one process. ``make oracles`` stores them anew."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TorchProcess:
         file = STORE / f"{function.__name__}-{_digest((args, more))}"
         if self._mode == "stored" and file.exists():
             return _decode(file.read_bytes())
-        result = self._compute(function, args, more)
+        result = self.compute(function, *args, **more)
         if self._mode == "record":
             STORE.mkdir(exist_ok=True)
             file.write_bytes(_encode(result))
@@ -54,7 +54,8 @@ class TorchProcess:
             _compare(_decode(_encode(result)), _decode(file.read_bytes()), file.name)
         return result
 
-    def _compute(self, function: Callable[..., Result], args: Any, more: Any) -> Result:
+    def compute(self, function: Callable[..., Result], *args: Any, **more: Any) -> Result:
+        """As ``run``, for a function that is called for what it does: nothing is stored."""
         if self._process is None:
             context = get_context("spawn")
             self._connection, theirs = context.Pipe()
@@ -75,7 +76,6 @@ class TorchProcess:
             self._process.join()
             self._connection.close()
             self._process = None
-
 
 
 def _serve(connection: Connection) -> None:
@@ -99,7 +99,7 @@ def _digest(args: Any) -> str:
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path):
-            return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(value.iterdir())}
+            return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(value.iterdir()) if f.is_file()}
         if is_dataclass(value) and not isinstance(value, type):
             return plain(asdict(value))
         if isinstance(value, dict):
