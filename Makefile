@@ -20,7 +20,7 @@ serve: $(VENV)/.runtime ops
 	$(BIN)/fastdeploy serve $(ARGS)
 
 test: $(VENV)/.test ops
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder $(ARGS)
 
 # The engine, the scheduler, the clients and what HTTP needs no server for, in less than a minute.
 test-quick: $(VENV)/.test

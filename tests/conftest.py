@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support import quick
+from support import balance, quick
 from support.checkpoints import SPECS, write_checkpoint
 from support.torch_process import MODES, TorchProcess
 
@@ -31,6 +32,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("quick"):
         quick.deselect(config, items)
+    balance.longest_first(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> balance.ByFile:
+    return balance.ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import LiveStream, alive, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, until
 
-PROMPT = list(range(40, 60))
+
+@pytest.fixture(scope="module")
+def server_that_recovers():
+    """For tests that kill its engine, and leave it with a new one that runs."""
+    server = Server(*SMALL).wait_ready()
+    yield server
+    server.remove()
+
+
+@pytest.fixture(scope="module")
+def impatient_server():
+    """Replaces an engine that is silent for 2 s. A test leaves it with one that runs."""
+    server = Server(*SMALL, "--stall-s", "2").wait_ready()
+    yield server
+    server.remove()
 
 
 class PauseCall(threading.Thread):
@@ -57,13 +71,18 @@ def open_sockets(pid):
     return sum(os.readlink(fd).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())
 
 
+def ended(server):
+    """Sequences that were cancelled, and those that ran to their end."""
+    return server.finished("abort"), server.finished("length")
+
+
 def draining(server):
     return until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
 
 
-def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boot_id(start_server):
+def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boot_id(server_that_recovers):
     """known failure 16; the stream keeps every token it was sent, and ends once."""
-    server = start_server()
+    server = server_that_recovers
     boot = server.get("/v1/is_paused").result["boot_id"]
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(3)]
     pause = PauseCall(server, mode="wait", timeout_s=60)
@@ -82,9 +101,9 @@ def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boo
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unasked(start_server):
+def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unasked(server_that_recovers):
     """known failure 33: it stays held until weights are published again."""
-    server = start_server()
+    server = server_that_recovers
     model = server.get("/v1/models").json["data"][0]
     assert server.post("/v1/update_weights", {"model_path": model["root"], "version": "p1"}).status == 200
     boot = server.get("/v1/is_paused").result["boot_id"]
@@ -128,9 +147,9 @@ def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_se
     until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
 
 
-def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
+def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(server):
     """known failure 19, and 8 of the HTTP contract: a dropped connection cancels its request."""
-    server = start_server()
+    aborted, whole = ended(server)
     client = start_client(server, stream=True)
     assert client.stdout.readline(), "it streams"
     pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
@@ -140,23 +159,23 @@ def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
     pause.wait(20)
     assert pause.reply.result["is_paused"]
     assert server.metric("num_requests_running") == 0
-    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
+    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
     server.post("/v1/resume")
 
 
-def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(start_server):
-    server = start_server()
+def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
+    aborted, whole = ended(server)
     client = start_client(server, stream=False)
     until(lambda: server.metric("num_requests_running") == 1, 20, "it runs")
     client.kill()
     client.wait()
     until(lambda: server.metric("num_requests_running") == 0, 10, "it is cancelled")
-    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
+    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
 
 
-def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(start_server):
+def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(impatient_server):
     """design, section 3: never half-paused, never "already paused" after a failure (known failure 3)."""
-    server = start_server("--stall-s", "2")
+    server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
     os.kill(stuck, signal.SIGSTOP)
@@ -168,10 +187,11 @@ def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(st
     status = server.get("/v1/is_paused").result
     assert not status["is_paused"] and not status["holds"]
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
+    server.post("/v1/resume")
 
 
-def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(start_server):
-    server = start_server("--stall-s", "2")
+def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(impatient_server):
+    server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
     os.kill(stuck, signal.SIGSTOP)
@@ -184,8 +204,8 @@ def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(sta
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuck(start_server):
-    server = start_server("--stall-s", "1")
+def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuck(impatient_server):
+    server = impatient_server
     boot = server.get("/v1/is_paused").result["boot_id"]
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     pause = PauseCall(server, mode="wait", timeout_s=0.5, on_timeout="keep")
@@ -199,10 +219,12 @@ def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuc
     assert stream.wait_end().finals == ["length"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, how):
+@pytest.mark.parametrize(("how", "paused"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, how, paused):
     server = start_server("--workers", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
+    if paused:
+        server.post("/v1/pause", {"mode": "keep"})
     pids = [server.engine_pid, *server.api_pids]
     shared_before = set(os.listdir("/dev/shm"))
     assert server.stop(how, seconds=20) == 0
@@ -211,15 +233,6 @@ def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, ho
     assert not [p for p in pids if alive(p)]
     assert server.leftovers() == []
     assert set(os.listdir("/dev/shm")) <= shared_before
-
-
-def test_a_paused_server_stops_as_well(start_server):
-    server = start_server()
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    server.post("/v1/pause", {"mode": "keep"})
-    assert server.stop(seconds=20) == 0
-    stream.wait_end(5)
-    assert stream.finals == ["abort"]
 
 
 def test_killed_supervisor_takes_everything_along(start_server):
