@@ -1,1 +1,1 @@
-"""Measurements and acceptance checks over real HTTP. Nothing here imports the engine."""
+"""Measurements and acceptance checks of a server over real HTTP, and measurements of single parts of the engine."""

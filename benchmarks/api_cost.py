@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""What the API server costs beside the engine: CPU time of its process while streams run, by kind of request.
+"""Measure the CPU time of the API server's process while streams run, by kind of request.
 
     python benchmarks/api_cost.py --model-path ~/.cache/fastdeploy-peers/q05 --json api_cost.json
 
 Starts this engine with one API server. All streams are sent at once, greedy, with ignore_eos and return_token_ids. The
-CPU time of the API server's process, all threads, is taken from the moment when every stream has its first token to the
-end of the first one: nothing arrives, ends or is prefilled meanwhile. Exits 1 if a request failed, 2 if the server
+CPU time of all threads of the API server is measured from the time when every stream has its first token until the
+first stream ends: in that time no request arrives, ends or is prefilled. Exits 1 if a request failed, 2 if the server
 cannot be started or driven.
 
-It serves a copy of the checkpoint in which every id has a text: most ids of the yardstick stand for none, and no text
-costs next to nothing.
+The server gets a copy of the checkpoint in which every id has a text. Most ids of q05 have none, and an empty text
+costs the API server almost nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import ServerError
 from benchmarks.lib.engines import SEQUENCES, ours
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.processes import cpu_seconds
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.server import ServerProcess
-from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import completion, prompt_ids
 
 SERVED = "served"
@@ -46,7 +46,7 @@ HEADER = ("request", "% of a core", "from - to", "CPU us per token", "tok/s")
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of request: ``fields`` are added to its body."""
+    """A kind of request. fields: added to its body."""
 
     name: str
     chat: bool
@@ -57,7 +57,8 @@ class Case:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, seed: str, index: int, input_len: int, output_len: int) -> dict[str, Any]:
-        """The prompt is ``input_len`` random ids; of chat, one message of about as many characters, in words."""
+        """Return a request with ``input_len`` random ids as prompt; for chat, with a message of about as many
+        characters."""
         body = completion(SERVED, prompt_ids(seed, index, input_len), output_len) | self.fields
         if self.chat:
             words = map(word, body.pop("prompt")[:: len(word(0)) + 1])
@@ -75,8 +76,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one round, between the last first token and the first end: seconds, and the tokens that clients got. errors:
-    of requests, and of a round that has no such time."""
+    """Cost of one round, from the time when every stream has a token until the first stream ends. tokens: received by
+    the clients in that time. errors: of requests, or of a round without such a time."""
 
     wall_s: float
     cpu_s: float
@@ -97,18 +98,18 @@ class Cost:
 
 
 def word(token_id: int) -> str:
-    """Four letters, another word for each of the first 456,976 ids."""
+    """Return a word of four letters, different for each of the first 456,976 ids."""
     return "".join(chr(ord("a") + token_id // 26**place % 26) for place in range(4))
 
 
 def with_words(model: Path, folder: Path) -> Path:
-    """``model`` in links, but with a word for each id that has no text in its tokenizer, a byte-level BPE. Texts become
-    the same ids as before, since no merge makes the new ones."""
+    """Fill ``folder`` with links to ``model`` and with a tokenizer (byte-level BPE) that has a word for each id that
+    had no text. A text is encoded to the same ids as before, since no merge makes the new ones."""
     for file in model.iterdir():
         (folder / file.name).symlink_to(file.resolve())
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    # the reader numbers added tokens behind the vocabulary unless it has them
+    # Added tokens that the vocabulary lacks would get new ids behind it.
     vocab |= {token["content"]: token["id"] for token in special}
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     vocab |= {f"\u0120{word(i)}": i for i in set(range(size)) - set(vocab.values())}
@@ -118,14 +119,14 @@ def with_words(model: Path, folder: Path) -> Path:
 
 
 def api_servers(pids: Iterable[int]) -> list[int]:
-    """Those of ``pids`` that are API servers, by their command lines."""
+    """Return those of ``pids`` that are API servers by their command lines."""
     return [pid for pid in pids if API_SERVER in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
 
 
 async def measure(
     client: Client, pids: Sequence[int], case: Case, streams: int, seed: str, input_len: int, output_len: int
 ) -> Cost:
-    """One round of ``case``; ``pids`` are the processes whose time is taken."""
+    """Measure one round of ``case``. pids: processes whose CPU time is measured."""
     seed = f"{seed}/{case.name}"
     bodies = [case.body(seed, index, input_len, output_len) for index in range(streams)]
     sent = [await client.stream(case.path, body, f"{seed}-{index}") for index, body in enumerate(bodies)]
@@ -147,7 +148,7 @@ async def measure(
 
 
 async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict[str, list[Cost]]:
-    """The rounds of every case, by its name; cases are interleaved."""
+    """Return the rounds of every case, by its name. The cases alternate."""
     (folder / "model").mkdir()
     engine = ours(with_words(args.model_path, folder / "model"), SERVED)
     server = ServerProcess(engine.command, folder)
@@ -171,7 +172,7 @@ async def run(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
 
 
 def row(name: str, rounds: Sequence[Cost]) -> tuple[str, ...]:
-    """Medians over the rounds without errors."""
+    """Return a row of the table: medians over the rounds without errors."""
     good = [cost for cost in rounds if not cost.errors]
     if not good:
         return (name, *"-" * (len(HEADER) - 1))

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""This engine and its peers under the same loads, interleaved: medians, ratios, and how far each is from the roofline.
+"""Compare this engine with its peers under the same loads: medians, ratios, and the share of the roofline.
 
     python benchmarks/compare.py --model-path ~/.cache/fastdeploy-peers/q05 --json compare.json
     python benchmarks/compare.py --model-path ... --engines ours,vllm --loads 1,8 --repeats 5
 
-Starts every engine itself and keeps all of them up, so that a machine that drifts does so for all. In each repeat the
-machine is probed, then each engine gets the load in turn, with prompts that none has seen. The next one waits until the
-last one burns no more CPU; an engine that never rests is stopped (SIGSTOP) while others are measured. A peer that
-cannot be started, or that ends, is left out, and its log's end is shown. Exits 1 if a request failed, 2 if the first
-engine could not be started or driven.
+All engines are started here and run during the whole comparison, so that a drift of the machine's speed affects all. In
+each repeat the machine is probed, then each engine gets the load in turn, with new prompts. An engine starts when the
+previous one uses no more CPU. An engine that never becomes idle is stopped (SIGSTOP) while others are measured. A peer
+that cannot be started, or that ends, is removed, and the end of its log is printed. Exits 1 if a request failed, 2 if
+the first engine cannot be started or driven.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.comparison import HEADER, Compared, Measured, machine_line
+from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.dialect import ServerError, read_metrics
 from benchmarks.lib.engines import ENGINES, Engine
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.loads import LOADS, Figures, Load
 from benchmarks.lib.processes import cpu_seconds, send_all
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
 from benchmarks.lib.server import ServerProcess
-from benchmarks.lib.wire import WireError
 
 STOP_S = 15.0
-IDLE_CORES = 0.05  # a server that uses more of a core than this would disturb the others
-WATCH_S, REST_S = 0.5, 10.0  # that long it is watched, and so long it may take to come to rest
+IDLE_CORES = 0.05  # a server that uses more of a core is not idle
+WATCH_S, REST_S = 0.5, 10.0  # length of one measurement of CPU use; limit of the wait for an idle server
 
 Prober = Callable[[], Machine | None]
 
 
 class Contender:
-    """One engine's server while it runs. ``rest_s``: the longest that it went on to burn CPU after its last answer.
-    ``frozen``: it would not rest, and is stopped until its next turn."""
+    """One engine's running server. rest_s: longest time from its last answer until it was idle. frozen: stopped by
+    SIGSTOP until its next load, since it did not become idle."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine = engine
@@ -57,31 +57,31 @@ class Contender:
         self.frozen = False
 
     @property
-    def manner(self) -> str:
-        """What its processes do when nothing is asked of them, in words."""
+    def idle_description(self) -> str:
+        """A sentence about the server's CPU use between loads."""
         name = self.engine.name
         if self.frozen:
             return f"{name} never rests: stopped while others are measured"
         return f"{name} rests within {self.rest_s + WATCH_S:.1f} s of its last answer"
 
     async def start(self, ready_s: float) -> None:
-        """Return when it serves and rests. Raises ServerError if that takes more than ``ready_s`` seconds."""
+        """Wait until the server is ready and idle. Raises ServerError if it is not ready after ``ready_s`` seconds."""
         self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
-        await self.rest()
+        await self.wait_idle()
         self.rest_s = 0.0
 
     def close(self) -> None:
-        self.wake()
+        self.unfreeze()
         self.server.stop(STOP_S)
         self.server.kill()
 
-    def wake(self) -> None:
+    def unfreeze(self) -> None:
         if self.frozen:
             send_all(self.server.processes(), signal.SIGCONT)
             self.frozen = False
 
-    async def rest(self) -> None:
-        """Return when it burns no more CPU, whether it stopped by itself or had to be made to."""
+    async def wait_idle(self) -> None:
+        """Wait until the server uses no more CPU; freeze it if it still does after REST_S."""
         start, processes = time.perf_counter(), self.server.processes()
         while (spent := time.perf_counter() - start) < REST_S:
             before = cpu_seconds(processes)
@@ -94,30 +94,30 @@ class Contender:
         self.rest_s = max(self.rest_s, spent)
 
     async def token_metric(self) -> tuple[float, float]:
-        """Sum and count of the engine's own histogram of the time between tokens; zeros where it has none."""
+        """Return sum and count of the engine's own histogram of the time between tokens; zeros if it has none."""
         if self.engine.token_metric is None:
             return 0.0, 0.0
         values = read_metrics((await self.client.call("GET", "/metrics")).body)
         name = self.engine.token_metric
         return values.get(f"{name}_sum", 0.0), values.get(f"{name}_count", 0.0)
 
-    async def turn(self, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
-        """The figures that a client sees, and the engine's own mean time between tokens, in seconds.
+    async def run_load(self, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
+        """Return the client's figures, and the engine's own mean time between tokens, in seconds.
 
         Raises ServerError, WireError, OSError or TimeoutError if the server ends or cannot be driven."""
-        self.wake()
+        self.unfreeze()
         sum_before, count_before = await self.token_metric()
         figures = await load.run(self.client, model, seed)
         self.server.require_running()
         sum_after, count_after = await self.token_metric()
-        await self.rest()
+        await self.wait_idle()
         count = count_after - count_before
         return figures, (sum_after - sum_before) / count if count else None
 
 
-class Field:
-    """The engines that are compared. The first one must stay, as the others are held against it; another that cannot be
-    started, or that ends, is left out from then on, and ``say`` gets the reason."""
+class RunningEngines:
+    """The engines that are compared. The first one is the base of all ratios. Another one that cannot be started, or
+    that ends, is removed, and ``say`` gets the reason."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.contenders: list[Contender] = []
@@ -125,7 +125,7 @@ class Field:
 
     @contextmanager
     def started(self, engines: Sequence[Engine], ready_s: float) -> Iterator[None]:
-        """Start one server after the other, so that each one's start can be timed; all are gone afterwards."""
+        """Start the servers one after the other, to time each start. Stop all of them at the end."""
         with tempfile.TemporaryDirectory(prefix="compare-") as name:
             try:
                 for engine in engines:
@@ -133,7 +133,7 @@ class Field:
                     folder.mkdir()
                     contender = Contender(engine, folder)
                     self.contenders.append(contender)
-                    with self.left_out_if_it_fails(contender):
+                    with self.removed_on_failure(contender):
                         asyncio.run(contender.start(ready_s))
                         self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")
                 yield
@@ -142,7 +142,7 @@ class Field:
                     contender.close()
 
     @contextmanager
-    def left_out_if_it_fails(self, contender: Contender) -> Iterator[None]:
+    def removed_on_failure(self, contender: Contender) -> Iterator[None]:
         try:
             yield
         except (ServerError, WireError, OSError, TimeoutError) as error:
@@ -153,45 +153,47 @@ class Field:
             self._say(f"without {contender.engine.name}: {error or type(error).__name__}")
 
 
-async def compare(field: Field, load: Load, model: str, seed: str, repeats: int, prober: Prober) -> Compared:
-    runs: dict[Contender, list[tuple[Figures, float | None]]] = {contender: [] for contender in field.contenders}
+async def compare(
+    running: RunningEngines, load: Load, model: str, seed: str, repeats: int, prober: Prober
+) -> LoadComparison:
+    runs: dict[Contender, list[tuple[Figures, float | None]]] = {contender: [] for contender in running.contenders}
     probes: list[Machine | None] = []
 
-    for contender in list(field.contenders):
-        with field.left_out_if_it_fails(contender):
-            await contender.turn(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
+    for contender in list(running.contenders):
+        with running.removed_on_failure(contender):
+            await contender.run_load(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
     for repeat in range(repeats):
         probes.append(prober())
-        for contender in list(field.contenders):
-            with field.left_out_if_it_fails(contender):
-                runs[contender].append(await contender.turn(load, model, f"{seed}/{load.name}/{repeat}"))
+        for contender in list(running.contenders):
+            with running.removed_on_failure(contender):
+                runs[contender].append(await contender.run_load(load, model, f"{seed}/{load.name}/{repeat}"))
     probes.append(prober())
     measured = [
-        Measured(
+        EngineRuns(
             contender.engine.name,
             tuple(figures for figures, _ in runs[contender]),
             tuple(own for _, own in runs[contender] if own is not None),
         )
-        for contender in field.contenders
+        for contender in running.contenders
     ]
-    return Compared(load, tuple(measured), tuple(found for found in probes if found is not None))
+    return LoadComparison(load, tuple(measured), tuple(found for found in probes if found is not None))
 
 
 def run(
     engines: Sequence[Engine], loads: Sequence[Load], args: argparse.Namespace, printer: Printer, prober: Prober = probe
 ) -> int:
     shape = Shape.of(args.model_path)
-    done: list[Compared] = []
-    field = Field(printer.say)
-    with field.started(engines, args.ready_s):
+    done: list[LoadComparison] = []
+    running = RunningEngines(printer.say)
+    with running.started(engines, args.ready_s):
         for load in loads:
             began = time.perf_counter()
-            done.append(asyncio.run(compare(field, load, args.served_model_name, args.seed, args.repeats, prober)))
+            done.append(asyncio.run(compare(running, load, args.served_model_name, args.seed, args.repeats, prober)))
             printer.say(f"load {load.name}: {time.perf_counter() - began:.0f} s; {machine_line(done[-1].probes)}")
             if args.json:
-                write_json(args.json, to_json(field.contenders, done, shape, args))
-        for contender in field.contenders:
-            printer.say(contender.manner)
+                write_json(args.json, to_json(running.contenders, done, shape, args))
+        for contender in running.contenders:
+            printer.say(contender.idle_description)
     rows = [row for compared in done for row in compared.rows(shape)]
     printer.table(f"{args.model_path.name}, medians of {args.repeats}", HEADER, rows)
     printer.say(machine_line([found for compared in done for found in compared.probes]))
@@ -202,7 +204,7 @@ def run(
 
 
 def to_json(
-    contenders: Sequence[Contender], done: Sequence[Compared], shape: Shape, args: argparse.Namespace
+    contenders: Sequence[Contender], done: Sequence[LoadComparison], shape: Shape, args: argparse.Namespace
 ) -> dict[str, Any]:
     return {
         "machine": machine(),
@@ -217,7 +219,7 @@ def to_json(
 
 
 def chosen(text: str, known: Iterable[str]) -> list[str]:
-    """The names of a comma list, in its order. Raises ArgumentTypeError."""
+    """Split a comma-separated list of known names. Raises ArgumentTypeError."""
     names = text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names):
@@ -239,7 +241,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")
-    add("--ready-s", type=float, default=600.0, help="an engine that takes longer to start is left out (%(default)g)")
+    add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
     add("--json", metavar="FILE", help="written after every load")
     return parser.parse_args(argv)
 

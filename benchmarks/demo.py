@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The main job on the embedded model, in about a minute: serve, pause in every mode, update under live streams, stop.
+"""Show the main features on the embedded model in about a minute: pause in every mode, update weights, stop.
 
     python benchmarks/demo.py        (or: make demo)
 
@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import Native, ServerError
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
 from benchmarks.lib.report import Printer
 from benchmarks.lib.server import ServerProcess
 from benchmarks.lib.spans import judge_update
 from benchmarks.lib.timeline import StreamLog
 from benchmarks.lib.verdicts import Check
-from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import completion
 from benchmarks.pause import allow_files
 from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
@@ -35,20 +35,20 @@ from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
 SOLVED = 64
 RUNNING = 8
 VERSION = "demo-2"
-STEP_S = 0.0015  # of the C++ ops; slower ops get fewer tokens, so that the demo stays within a minute or two
+STEP_S = 0.0015  # of the C++ ops; slower ops get fewer tokens, so that the demo takes a minute or two
 PERTURBATION = 0.02
 READY_S, STOP_S = 120.0, 20.0
 
 
 class Demo:
-    """One server, and what is done to it. ``checks`` are the verdicts so far."""
+    """The scenes of the demo, on one server. ``checks`` are the verdicts so far."""
 
     def __init__(self, server: ServerProcess, folder: Path, waiting: int, printer: Printer) -> None:
         self.server, self.folder, self.waiting, self.printer = server, folder, waiting, printer
         self.native = Native(Client(server.url))
         self.checks: list[Check] = []
         self.model = ""
-        self.slower = 1.0  # than STEP_S, as measured
+        self.slower = 1.0  # measured step time over STEP_S
         self._problems = arithmetic.problems(seed=0, n=256)
 
     async def run(self) -> None:
@@ -60,7 +60,7 @@ class Demo:
         await self._update()
 
     async def _solve(self) -> None:
-        """Some problems first, so that one sees what the model does."""
+        """Solve some problems, to show what the model does."""
         problems = self._problems[:SOLVED]
         bodies = [
             completion(self.model, tokenizer.prompt_ids(p, chat=True), 600) | {"ignore_eos": False} for p in problems
@@ -102,7 +102,7 @@ class Demo:
         return tokenizer.prompt_ids(self._problems[index % len(self._problems)], chat=True)
 
     async def _update(self) -> None:
-        """A bad update, then a good one whose folder is deleted at once, both under live streams."""
+        """Make a bad update, then a good one whose folder is deleted at once, while streams run."""
         good, broken = self.folder / "step-2", self.folder / "broken"
         perturbed_copy(MODEL_DIR, good, PERTURBATION)
         break_weights(shutil.copytree(MODEL_DIR, broken))
@@ -146,13 +146,13 @@ class Demo:
 
 
 def break_weights(folder: Path) -> None:
-    """Cut the weights file in half, as a trainer does that dies while it writes."""
+    """Cut the weights file in half, as if the trainer had died while writing it."""
     weights = folder / WEIGHTS
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
 
 def judge_stop(server: ServerProcess) -> list[Check]:
-    """Ctrl-C: the exit is clean and bounded, and no process or socket file stays behind."""
+    """Stop the server by Ctrl-C; check its exit code and time, and that no process or socket file is left."""
     code, took = server.stop(STOP_S)
     left = server.left_over()
     files = [str(path.relative_to(server.ipc)) for path in server.ipc.rglob("*")]
@@ -169,7 +169,8 @@ def judge_stop(server: ServerProcess) -> list[Check]:
 
 
 def run(waiting: int, printer: Printer) -> list[Check]:
-    """Every check of the demo. Raises ServerError and the like when the server cannot be driven."""
+    """Return every check of the demo. Raises ServerError, WireError, OSError or TimeoutError if the server cannot be
+    driven."""
     with tempfile.TemporaryDirectory(prefix="fd-demo-") as name:
         command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--max-num-seqs", str(RUNNING)]
         server = ServerProcess(command, Path(name))

@@ -1,7 +1,7 @@
-"""What a step costs the engine besides the model: ``python -m benchmarks.host_time [--running 256 --waiting 5000]``.
+"""Measure a step's host time, without the model: ``python -m benchmarks.host_time [--running 256 --waiting 5000]``.
 
-The real loop, scheduler, model runner and unix socket run over a model that returns at once; another process takes the
-outputs. Every part's time is its own, without that of the parts it calls, so the rows of a step add up to it.
+The real loop, scheduler, model runner and unix socket run with a model that returns at once. Another process receives
+the outputs. A part's time excludes the parts that it calls, so the rows add up to the step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from fastdeploy.worker.sampler import Sampler
 
 CLIENT = "client"
 WARMUP = 20
-SLACK = 256  # tokens that the first in the batch may be ahead of the last
+SLACK = 256  # greatest number of tokens that one sequence of the batch is ahead of another
 
 
 class InstantModel:
-    """In place of a model: no time, the same token for everybody."""
+    """A model that takes no time and gives every sequence the same token."""
 
     def __init__(self, vocab_size: int):
         self._logits = paddle.zeros([1, vocab_size])
@@ -61,7 +61,7 @@ class InstantOps:
 
 
 class Stopwatch:
-    """Seconds by part since ``lap``; a part that is watched inside another one is not counted to both."""
+    """Seconds per part since the last ``lap``. If parts are nested, time counts for the inner one."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -89,7 +89,7 @@ class Stopwatch:
 
 
 class Row(NamedTuple):
-    """Of one part, in milliseconds a step."""
+    """Time of one part, in milliseconds per step."""
 
     part: str
     median: float
@@ -97,7 +97,7 @@ class Row(NamedTuple):
 
 
 def take_outputs(endpoint: str, connected) -> None:
-    """The other end of the socket, in a process of its own: it receives and drops."""
+    """Receive and drop the engine's outputs. Runs in a process of its own."""
     socket = zmq.Context().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, CLIENT.encode())
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -144,7 +144,7 @@ def watch(engine: CommonEngine) -> Stopwatch:
 
 
 def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
-    """One server with ``running`` sequences in the batch and ``waiting`` behind them, measured for ``steps`` steps."""
+    """Measure ``steps`` steps of an engine with ``running`` sequences in the batch and ``waiting`` in the queue."""
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/engine"
         engine = make_engine(args.running, waiting, args.context, args.steps, endpoint)
@@ -182,7 +182,7 @@ def submit(engine: CommonEngine, args: argparse.Namespace, count: int) -> None:
         max_tokens=args.steps + SLACK, ignore_eos=True, logprobs=args.logprobs, temperature=args.temperature
     )
     for i in range(count):
-        # not all of one length: otherwise the KV of all of them would grow by a block in the same step
+        # Of different lengths: otherwise all sequences would need a new KV block in the same step.
         prompt = draw.integers(0, engine.info.vocab_size, args.context - i % 16).tolist()
         engine._handle(CLIENT, AddRequest(f"request-{i}", prompt, sampling))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make the yardstick checkpoint "q05": the shape of Qwen2.5-0.5B with random bfloat16 weights. No download.
+"""Write the benchmark checkpoint "q05": the shape of Qwen2.5-0.5B with random bfloat16 weights. No download.
 
     python benchmarks/make_q05.py [OUT]        (default: $PEERS_DIR/q05, $PEERS_DIR default ~/.cache/fastdeploy-peers)
 
@@ -55,10 +55,10 @@ def default_out() -> Path:
 
 
 def tensor_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...], float, float]]:
-    """(name, shape, mean, standard deviation) of every tensor, in file order.
+    """Yield (name, shape, mean, standard deviation) of every tensor, in file order.
 
-    Norms and biases are not 1 and 0, so that an engine which forgets one of them is found out. The weights are wider
-    than a usual initialisation: with 0.02 a random model repeats one token, and equal texts would prove nothing.
+    Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. The standard
+    deviation is larger than the usual 0.02, with which a random model repeats one token and equal texts prove nothing.
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
@@ -77,13 +77,13 @@ def tensor_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...], float, f
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bit patterns (uint16), rounding to nearest even; finite input only."""
+    """Convert finite float32 values to bfloat16 bit patterns (uint16), rounded to nearest even."""
     bits = values.astype(np.float32, copy=False).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
 
 def write_weights(path: Path, config: dict, seed: int) -> int:
-    """Write model.safetensors, one tensor in memory at a time. Returns the number of parameters."""
+    """Write model.safetensors, one tensor in memory at a time. Return the number of parameters."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape, _, _ in tensor_shapes(config):
@@ -101,7 +101,7 @@ def write_weights(path: Path, config: dict, seed: int) -> int:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer: id b is byte b (0 to 255), then the special tokens."""
+    """Write a byte-level tokenizer: id b is byte b (0 to 255), then the special tokens."""
     by_byte = byte_alphabet()
     tokenizer = Tokenizer(BPE(vocab={char: byte for byte, char in by_byte.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -122,7 +122,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Byte to the printable character by which byte-level tokenizers write it: itself where printable, else 256 on."""
+    """Return the character that byte-level tokenizers use for each byte: itself if printable, else one from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""How far the C++ CPU ops are from what this machine can do, on the shape of q05 (Qwen2.5-0.5B).
+"""Measure the C++ CPU ops on the shapes of q05 (Qwen2.5-0.5B), and their share of the machine's roofline.
 
     python -m benchmarks.ops [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
 
-The roofline (with AMX): the read bandwidth of all threads, by a plain vector reader, and the tile peak, in registers.
-Then every linear of a step, for several numbers of rows, on the weights of all layers (so that none stays in a cache);
-attention, norms and sampling. Repeats are interleaved with the roofline's; the median is told and the best beside it: a
-noisy neighbour shows as a large gap between the two.
+Roofline (with AMX): the read bandwidth of all threads, by a plain vector reader, and the tile peak, in registers.
+Ops: every linear of a step for several numbers of rows, on the weights of all layers, so that no weight stays in a
+cache; attention and sampling. Repeats of ops and roofline alternate. Medians, with the best time in brackets: a large
+difference between the two shows that other processes disturbed the measurement.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import paddle
 
 from benchmarks.lib.roofline import Machine
-from fastdeploy.model_executor.ops.cpu import CpuOps
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, PackedLinear, SampleBatch
+from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 896, 4864, 24, 14, 2, 64, 151936
 MAX_LEN, BLOCK = 16384, 16
@@ -47,7 +47,7 @@ def time_once(call: Callable[[], object]) -> float:
 
 
 def measure(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
-    """One round of all calls per repeat, so that a slow minute of the machine hits them alike; the first is warm-up."""
+    """Time all calls once per repeat, so that a slow minute of the machine affects all. The first round is warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
@@ -71,15 +71,15 @@ class Model:
         self.head = [self._pack(rng, [VOCAB], HIDDEN)]
         self.probe = ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
 
-    def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> PackedLinear:
-        """Small weights as bfloat16 bits: exponents around 2^-6, so that nothing is zero, denormal or large."""
+    def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> CpuLinear:
+        """Pack random bfloat16 weights of about 2^-6, so that none is zero, denormal or large."""
         return self.ops.pack_linear([rng.integers(0x3C00, 0x3D00, (n, k), dtype=np.uint16) for n in sizes])
 
-    def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[PackedLinear]]]:
-        """name -> (one pass over all layers, the weights it reads)."""
+    def calls(self, rows: int) -> dict[str, tuple[Callable[[], object], list[CpuLinear]]]:
+        """Return (one pass over all layers, the weights that it reads) by name."""
         ops, x = self.ops, paddle.rand([rows, HIDDEN])
 
-        def each(weights: list[PackedLinear]):
+        def each(weights: list[CpuLinear]) -> tuple[Callable[[], object], list[CpuLinear]]:
             return (lambda: [ops.linear(x, w) for w in weights]), weights
 
         mlp = (
@@ -87,20 +87,20 @@ class Model:
             [w for pair in self.mlp for w in pair],
         )
         calls = {"qkv": each(self.qkv), "o": each(self.o), "mlp": mlp}
-        if rows <= 64:  # a prefill chunk sends only its last row through the head
+        if rows <= 64:  # the head computes only the last row of a prefill chunk
             norm = paddle.ones([HIDDEN])
             calls["head"] = (lambda: ops.logits(x, norm, 1e-6, self.head[0])), self.head
         return calls
 
 
-def roofline_calls(ops: CpuOps, weight: PackedLinear) -> dict[str, Callable[[], object]]:
-    """What ``measure`` needs for the roofline; nothing without AMX, which the probes are written for."""
+def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
+    """Return the probes of the roofline, for ``measure``; none without AMX, which the probes need."""
     if ops.isa != "amx":
         return {}
     return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(PEAK_ROUNDS)}
 
 
-def read_roofline(ops: CpuOps, weight: PackedLinear, timings: dict[str, Timing]) -> Machine | None:
+def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) -> Machine | None:
     if "read" not in timings:
         return None
     return Machine(weight.nbytes / timings["read"].median, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median)
@@ -124,7 +124,7 @@ def report_linears(model: Model, rows: int, repeats: int) -> dict:
 
 
 def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | None) -> dict:
-    """Print one line about reading ``size`` bytes and doing ``work`` operations; returns it as a dict."""
+    """Print one line about reading ``size`` bytes and doing ``work`` operations; return its figures."""
     rate, speed = size / timing.median, work / timing.median
     text = f"{label} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})"
     text += f"  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
@@ -141,8 +141,8 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
 
 
 def attention_call(ops: CpuOps, contexts: list[int], tokens: int, shared: int = 0) -> Callable[[], object]:
-    """``tokens`` new tokens of sequences behind so many cached ones each, over all layers. Groups of 8 have their first
-    ``shared`` tokens in common."""
+    """Make a call of attention over all layers: ``tokens`` new tokens per sequence, after ``contexts`` cached ones.
+    Each group of 8 sequences shares the blocks of its first ``shared`` tokens."""
     sequences, blocks = len(contexts), [-(-(context + tokens) // BLOCK) for context in contexts]
     cache = ops.new_kv_cache(LAYERS, sum(blocks), BLOCK, KV_HEADS, HEAD_DIM)
     cos, sin = paddle.rand([MAX_LEN, HEAD_DIM // 2]), paddle.rand([MAX_LEN, HEAD_DIM // 2])

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""The acceptance table of pause and resume, made from what a client sees on the wire.
+"""Check and measure pause and resume as a client sees them over HTTP; print the acceptance table.
 
     python benchmarks/pause.py --url http://127.0.0.1:8180 --dialect native --waiting 5000
     python benchmarks/pause.py --url http://127.0.0.1:8180 --peer vllm=http://127.0.0.1:8001 --running 8 --repeats 3
 
---running is the server's max_num_seqs, which vLLM does not tell. Exits 1 if a promise fails, 2 if the server cannot be
-driven.
+--running is the server's max_num_seqs, which vLLM has no route for. Exits 1 if a promise fails, 2 if the server cannot
+be driven.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.report import Printer, machine, measure, write_json
 from benchmarks.lib.verdicts import Check
-from benchmarks.lib.wire import WireError
 
 SPARE_FILES = 256
-WAITING = 12  # streams that wait while the others run, where --streams does not say
+WAITING = 12  # streams that wait while the others run, without --streams
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--peer",
         type=_peer,
         metavar="DIALECT=URL",
-        help="measure this server in turn with the first, e.g. vllm=http://...",
+        help="a second server, measured in turn with the first, e.g. vllm=http://...",
     )
     add("--repeats", type=int, default=1, help="of everything; medians are compared with the peer's")
     add("--model", help="default: the first one that the server lists")
@@ -123,7 +123,7 @@ async def measure_server(dialect: Dialect, url: str, args: argparse.Namespace, p
 
 
 def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.Namespace, printer: Printer) -> dict:
-    """Print what one server did in all repeats; returns it for the JSON."""
+    """Print the results of one server over all repeats; return them for the JSON."""
     for outcome in outcomes:
         printer.acceptance(outcome)
         printer.measurements(outcome.runs)
@@ -141,7 +141,7 @@ def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.N
 
 
 async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
-    """All servers in turn, ``repeats`` times over. Returns the exit code: the first server's promises alone count."""
+    """Measure all servers in turn, ``repeats`` times. Return the exit code, which depends on the first server only."""
     servers = [
         (DIALECTS[name](Client(url)), url) for name, url in [(args.dialect, args.url), *filter(None, [args.peer])]
     ]
@@ -157,7 +157,7 @@ async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
         report(dialect, url, mine, args, printer) for (dialect, url), mine in zip(servers, outcomes, strict=True)
     ]
     if args.peer:
-        printer.beside(*([run for outcome in mine for run in outcome.runs] for mine in outcomes))
+        printer.peer_comparison(*([run for outcome in mine for run in outcome.runs] for mine in outcomes))
     if args.json:
         shown = {key: value for key, value in vars(args).items() if key not in ("json", "url", "dialect")}
         content = {**reports[0], "machine": machine(), "options": shown}

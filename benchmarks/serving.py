@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Throughput and latency of any OpenAI completions server, closed loop or open loop.
+"""Measure throughput and latency of any OpenAI completions server, closed loop or open loop.
 
     python benchmarks/serving.py --url http://127.0.0.1:8180 --concurrency 8 --input-len 32 --output-len 64
     python benchmarks/serving.py --url http://127.0.0.1:8180 --rate 2 --num-requests 100
 
-Closed loop: N clients, each sends its next request when the last one ended. Open loop: Poisson arrivals that do not
-wait for answers. Prompts are seeded random token ids, greedy, ignore_eos. Exits 1 if a request failed.
+Closed loop: each of N clients sends its next request when its last one ended. Open loop: Poisson arrivals, which do not
+wait for answers. Prompts are seeded random token ids; sampling is greedy with ignore_eos. Exits 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import Dialect, ServerError
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
-from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import closed_loop, completion, prompt_ids
 
 
@@ -50,8 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--floor-ms",
         type=float,
         metavar="MS",
-        help="least time of a decode step on this machine (weight bytes over "
-        "read bandwidth); the ratio to it is printed",
+        help="least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio",
     )
     add("--json", metavar="FILE", help="write the figures; - for stdout")
     args = parser.parse_args(argv)
@@ -63,8 +62,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-class Load:
-    """Sends the requests of one run; ``tick`` is called as each ends."""
+class RequestSender:
+    """Sends the requests of one run. ``tick`` is called at the end of each."""
 
     def __init__(self, client: Client, model: str, args: argparse.Namespace, tick: Callable[[], None]) -> None:
         self._client, self._model, self._args, self._tick = client, model, args, tick
@@ -84,7 +83,7 @@ class Load:
         return await closed_loop(self.one, count, clients, first)
 
     async def open(self, count: int, rate: float) -> list[StreamLog]:
-        """Arrival times are drawn before the run, so that a slow answer cannot delay the requests behind it."""
+        """Send ``count`` requests with Poisson arrivals. A slow answer does not delay later requests."""
         rng, loop, at = random.Random(self._args.seed), asyncio.get_running_loop(), 0.0
         start, tasks = loop.time(), []
         for index in range(count):
@@ -102,9 +101,11 @@ async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         warmup = progress.add_task("warm-up", total=args.warmup)
         clients = 1 if args.rate else args.concurrency
-        await Load(client, model, args, lambda: progress.advance(warmup)).closed(args.warmup, clients, first=10**6)
+        await RequestSender(client, model, args, lambda: progress.advance(warmup)).closed(
+            args.warmup, clients, first=10**6
+        )
         task = progress.add_task(f"{args.rate} req/s" if args.rate else f"{clients} streams", total=args.num_requests)
-        load = Load(client, model, args, lambda: progress.advance(task))
+        load = RequestSender(client, model, args, lambda: progress.advance(task))
         if args.rate:
             return model, summarize(await load.open(args.num_requests, args.rate))
         return model, summarize(await load.closed(args.num_requests, clients))

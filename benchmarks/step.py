@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""How far the engine's own step is from what the machine allows, without HTTP:
+"""Measure the engine's step without HTTP, and its share of the machine's roofline:
 
     python -m benchmarks.step [--model ~/.cache/fastdeploy-peers/q05] [--running 1,8,32] [--context 64] [--chunk 512]
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AMX, decode steps are held
-against the time in which a plain reader on all threads reads what a step must read, prefill steps against that of their
-operations at the tile peak (formulas in ``lib/roofline.py``). Probe and steps take turns, so that a slow minute of the
-machine hits both; medians, and the best beside them.
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AMX, a decode step is compared
+with the time to read its bytes at the machine's read bandwidth, and a prefill step with the time of its operations at
+the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine affects
+both. Medians, with the best time in brackets.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def chunk(row: int, start: int, count: int, blocks: int, sample: bool) -> Schedu
 
 
 def plans(running: list[int], context: int, tokens: int, blocks: int) -> dict[str, StepPlan]:
-    """A decode step for each number of ``running`` sequences behind ``context`` tokens; a prefill of ``tokens``."""
+    """Return a decode step for each count of ``running`` sequences with ``context`` tokens; a prefill of ``tokens``."""
     found = {f"decode {count}": [chunk(row, context, 1, blocks, True) for row in range(count)] for count in running}
     found[f"prefill {tokens}"] = [chunk(0, 0, tokens, blocks, False)]
     return {name: StepPlan(0, 0, "0", chunks, []) for name, chunks in found.items()}
 
 
 def least_seconds(name: str, shape: Shape, tokens: int, machine: Machine) -> float:
-    """What the machine needs at least for the step of this name."""
+    """Return the least time of the step of this name on ``machine``."""
     if name.startswith("prefill"):
         return shape.prefill_operations(tokens) / machine.peak
     return shape.step_bytes / machine.read
 
 
 def describe(name: str, timing: Timing, least: float | None) -> dict[str, float | None]:
-    """Print one line; returns it as a dict."""
+    """Print one line; return its figures."""
     text, share = f"  {name:14} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})", None
     if least is not None:
         share = least / timing.median

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""TRL's AsyncGRPOTrainer, unmodified, trains the embedded model on its arithmetic against a running server.
+"""Train the embedded model on arithmetic by TRL's unmodified AsyncGRPOTrainer, with rollouts from a running server.
 
     fastdeploy serve --dtype float32 --port 8180
     python benchmarks/trl_async_grpo.py --url http://127.0.0.1:8180 --steps 20
 
-Needs ``pip install -e ".[trl]"``. The trainer runs on the CPU (see trl_cpu/). Prints the reward of each step and what
-each sync cost; --json writes them with the checksums of what was trained.
+Needs ``pip install -e ".[trl]"``. The trainer runs on the CPU (see trl_cpu/). Prints the reward of each step and the
+time of each sync; --json writes both, with the checksums of the trained weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.arithmetic import is_correct, make_problem, problems
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 
-# What the embedded model's chat template makes of an answer: all of it is content, up to its end token.
+# The form of an answer in the embedded model's chat template: all is content, up to the end token.
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -51,13 +51,13 @@ def parse() -> argparse.Namespace:
 
 def solved(completions: list[list[dict[str, str]]], kind: list[str], level: list[int], operands: list[list[int]],
            **_: Any) -> list[float]:  # fmt: skip
-    """The reward: 1 for the exact answer."""
+    """Return the reward of each completion: 1 for the right answer, else 0."""
     tasks = zip(completions, kind, level, operands, strict=True)
     return [float(is_correct(make_problem(k, n, tuple(o)), c[-1]["content"])) for c, k, n, o in tasks]
 
 
 class TimedTransfer(FastDeployWeightTransfer):
-    """Also notes what each sync cost."""
+    """FastDeployWeightTransfer that also records the time of each sync."""
 
     def __init__(self, url: str):
         super().__init__(url)

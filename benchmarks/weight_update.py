@@ -1,12 +1,11 @@
 #!/usr/bin/env python
-"""What a weight update costs live generations: stacked time per source, paused and not, and the tokens lost to it.
+"""Measure what a weight update costs running generations: time per phase and source, with and without a pause.
 
     python benchmarks/weight_update.py --url http://127.0.0.1:8180 --folder ~/.cache/fastdeploy-peers/q05
     python benchmarks/weight_update.py --url http://127.0.0.1:8001 --folder ... --dialect vllm
 
-``--streams`` generations run; each update publishes a slightly changed copy of --folder (made once, in --scratch) and
-the next one the folder itself. Exits 1 if a stream ended or a token carries the wrong version, 2 if the server cannot
-be driven.
+``--streams`` generations run. Updates alternate between a slightly changed copy of --folder (made once, in --scratch)
+and the folder itself. Exits 1 if a stream ended or a token has the wrong version, 2 if the server cannot be driven.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.timeline import median_step
 from benchmarks.lib.update import SOURCES, VllmReload
-from benchmarks.lib.wire import WireError
 from benchmarks.lib.workload import completion, prompt_ids
 
-BEFORE, AFTER = 16, 8  # tokens that every stream shows before the update, and under the new weights
+BEFORE, AFTER = 16, 8  # tokens of every stream before the update, and under the new weights
 
 
 @dataclass
 class Row:
-    """One update, seconds. quiesce: until the pause had its answer. first_token: from the end of the last call to the
-    first token of the new weights; what that took beyond a step, where KV was dropped, is recompute. total: all calls.
-    silent: the longest time without a token of any stream. step: between two tokens of one stream, before."""
+    """One update; times in seconds. quiesce: until the pause was answered. first_token: from the end of the last call
+    to the first token of the new weights. recompute: the part of that time beyond one step, if KV was dropped. total:
+    all calls. silent: longest time without a token of any stream. step: time between tokens of a stream before."""
 
     source: str
     paused: bool
@@ -75,16 +74,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def ways(dialect: str) -> list[tuple[str, bool, str, bool]]:
-    """(source, paused, kv, in_place) of every update that is measured."""
+def update_variants(dialect: str) -> list[tuple[str, bool, str, bool]]:
+    """Return (source, paused, kv, in_place) of every update that is measured."""
     if dialect == "vllm":
         return [("folder", True, "keep", True)]
     live = [(source, paused, "keep", False) for source in SOURCES for paused in (False, True)]
     return [*live, ("folder", False, "recompute", False), ("folder", True, "keep", True)]
 
 
-class Bench:
-    """Updates one server again and again. ``folders``: the next one is published each time."""
+class UpdateBenchmark:
+    """Updates one server again and again, from ``folders`` in turn."""
 
     def __init__(self, dialect: Dialect, model: str, args: argparse.Namespace, folders: list[Path]):
         self._dialect = dialect
@@ -98,7 +97,7 @@ class Bench:
         self._updates += 1
         folder = self._folders[self._updates % len(self._folders)]
         native = self._dialect.name == "native"
-        way = SOURCES[source](self._dialect.client, folder) if native else VllmReload(self._dialect, folder)
+        updater = SOURCES[source](self._dialect.client, folder) if native else VllmReload(self._dialect, folder)
         streams = await self._start()
         try:
             began = time.perf_counter()
@@ -106,7 +105,7 @@ class Bench:
                 await self._dialect.pause("keep", clear_cache=False, timeout_s=60)
                 row.quiesce = time.perf_counter() - began
             version = f"update-{self._updates}"
-            times = await way.update(version, kv, in_place)
+            times = await updater.update(version, kv, in_place)
             if paused:
                 await self._dialect.resume()
             ended = time.perf_counter()
@@ -165,7 +164,7 @@ def _from(events: list[Any], first: Any) -> list[Any]:
 
 
 def medians(rows: list[Row]) -> Row:
-    """One row of the medians of the repeats of one way."""
+    """Return the medians of the repeats of one variant."""
     first = rows[0]
     numbers = ("quiesce", "transfer", "stage", "commit", "recompute", "first_token", "total", "silent", "step")
     more = {name: median(getattr(row, name) for row in rows) for name in numbers}
@@ -205,12 +204,12 @@ async def run(args: argparse.Namespace, printer: Printer) -> int:
         if not changed.exists():
             printer.say(f"making a changed copy of {args.folder}")
             perturbed_copy(args.folder, changed, scale=0.01, seed=args.seed)
-        bench = Bench(dialect, model, args, [args.folder.resolve(), changed.resolve()])
+        bench = UpdateBenchmark(dialect, model, args, [args.folder.resolve(), changed.resolve()])
         rows = []
-        for way in ways(args.dialect):
-            each = [await bench.measure(*way) for _ in range(args.repeats)]
+        for variant in update_variants(args.dialect):
+            each = [await bench.measure(*variant) for _ in range(args.repeats)]
             rows.append(medians(each))
-            printer.say(f"{way}: {rows[-1].total:.2f} s, no token for {rows[-1].silent:.3f} s")
+            printer.say(f"{variant}: {rows[-1].total:.2f} s, no token for {rows[-1].silent:.3f} s")
     show(printer, rows)
     if args.json:
         write_json(args.json, {"url": args.url, "machine": machine(), "rows": [asdict(row) for row in rows]})

@@ -1,1 +1,1 @@
-"""Shared by the benchmark scripts: HTTP and SSE readers, timelines, verdicts, tables."""
+"""Modules that the benchmark scripts share: HTTP and SSE readers, timelines, verdicts, tables."""

@@ -1,4 +1,4 @@
-"""Drives a live server through every pause mode and collects the timelines that verdicts.py judges."""
+"""Pausing a live server in every mode, and recording the timelines that verdicts.py checks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from benchmarks.lib.workload import completion, prompt_ids
 NEW_REQUESTS = 5
 NEW_REQUEST_TOKENS = 16
 PROBE_S = 10.0
-# With what verdicts.py asks for, and some more: keep lasts for so many steps where they are slow.
+# Least length of a keep pause, in steps, for slow steps: a little more than verdicts.py asks for.
 FREEZE_STEPS = verdicts.MIN_FREEZE_STEPS + 2
-# Tokens of each running stream between the end of our own sending and the pause: from them the step is measured.
+# Tokens of each running stream between the last request sent and the pause, for the measurement of the step time.
 SETTLE = 12
 SETTLE_S = 0.2
 JUDGES = {"abort": verdicts.judge_abort, "keep": verdicts.judge_keep, "wait": verdicts.judge_wait}
@@ -29,9 +29,9 @@ JUDGES = {"abort": verdicts.judge_abort, "keep": verdicts.judge_keep, "wait": ve
 
 @dataclass(frozen=True)
 class Options:
-    """running: the server's max_num_seqs. before: tokens every running stream has when the pause comes.
-    wait_tokens: max_tokens in mode wait, whose pause lasts until they are made. freeze_s: how long keep stays paused.
-    after: tokens to see after keep's resume. waiting: size of the extra scenarios' queue, 0 = without."""
+    """Settings of a run. running: the server's max_num_seqs. before: tokens of every running stream at the pause.
+    wait_tokens: max_tokens in mode wait, whose pause lasts until their end. freeze_s: length of a keep pause.
+    after: tokens to wait for after keep's resume. waiting: queue length of two extra scenarios; 0: without them."""
 
     model: str
     streams: int = 20
@@ -61,10 +61,8 @@ class Outcome:
 
 
 class Acceptance:
-    """Runs the scenarios one after the other; ``say`` gets a line per stage, ``show`` each set of new checks.
-
-    ``prompt`` makes prompt number i, by default seeded random ids.
-    """
+    """Runs the scenarios one after the other. say: gets a line per stage. show: gets new checks. prompt: makes prompt
+    number i; default: seeded random ids."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class Acceptance:
         self.outcome = Outcome()
 
     async def run(self) -> Outcome:
-        """Raises ServerError, WireError, OSError or TimeoutError when the server cannot be driven at all."""
+        """Run all scenarios. Raises ServerError, WireError, OSError or TimeoutError if the server cannot be driven."""
         options, outcome = self.options, self.outcome
         start = await self._idle_gauges()
         scenarios = [("abort", "abort", options.streams), ("keep", "keep", options.streams)]
@@ -119,7 +117,7 @@ class Acceptance:
     async def _scenario(self, name: str, mode: str, count: int) -> PauseRun:
         options = self.options
         tokens = options.wait_tokens if mode == "wait" else options.max_tokens
-        for index in range(count):  # made before any stream runs: it would take the time in which tokens are stamped
+        for index in range(count):  # made before any stream runs, since it would delay the timestamps of tokens
             self._prompt(index)
         before = await self._idle_gauges()
         self._say(f"{name}: starting {count} streams, {options.running} of them running")
@@ -127,7 +125,7 @@ class Acceptance:
             await self._warm()
         streams = await self._load(name, count, tokens)
         if mode != "wait":
-            await asyncio.sleep(SETTLE_S)  # what arrived late while thousands were being sent is behind us
+            await asyncio.sleep(SETTLE_S)  # tokens that arrived late while requests were sent are not measured
         steady_at = time.perf_counter()
         if mode != "wait":
             await asyncio.sleep(SETTLE_S)
@@ -178,7 +176,7 @@ class Acceptance:
         )
 
     async def _load(self, name: str, count: int, max_tokens: int) -> list[Stream]:
-        """Start ``running`` streams, then, once each has a token, the others; return when the gauges show them all."""
+        """Start ``running`` streams; when each has a token, start the others; wait until the gauges show all."""
         running = self.options.running
         first = await asyncio.gather(*(self._send(i, max_tokens, name) for i in range(running)))
         await self._tokens(first, [1] * running)
@@ -187,15 +185,13 @@ class Acceptance:
         return [*first, *others]
 
     async def _warm(self) -> None:
-        """Put the running streams' prompts into the prefix cache.
-
-        In mode wait they have few tokens: while all the prompts were computed in turn, the first stream would end.
-        """
+        """Put the running streams' prompts into the prefix cache. In mode wait, a stream has so few tokens that without
+        the cache the first stream would end during the prefill of the others."""
         running = range(self.options.running)
         await self._complete([1] * len(running), list(running), "warm")
 
     async def _pause(self, mode: str) -> dict[str, Any]:
-        """keep keeps the KV: frozen streams must go on as if nothing had been. wait is placed with admission reject."""
+        """Pause in ``mode``: keep without clearing the cache, wait with admission reject."""
         return await self.dialect.pause(
             mode,
             clear_cache=mode != "keep",
@@ -204,7 +200,8 @@ class Acceptance:
         )
 
     async def _probe_window(self, pause: asyncio.Task[dict]) -> tuple[float, Stream] | None:
-        """Ask for the flags until they show the window, then send a request into it; None if the pause ended first."""
+        """Poll the flags until the server rejects but is not paused yet, then send a request. None if the pause ended
+        before."""
         while not pause.done():
             flags = await self.dialect.flags()
             if flags.rejecting and not flags.is_paused:
@@ -215,7 +212,7 @@ class Acceptance:
         return None
 
     async def _finish(self, mode: str, streams: Sequence[Stream], probes: Sequence[Stream]) -> None:
-        """Bring every stream of a resumed scenario to its end, and leave an idle server with clean caches."""
+        """End every stream of a resumed scenario, and leave an idle server with empty caches."""
         if mode == "keep":
             targets = [stream.log.num_tokens + self.options.after for stream in streams[: self.options.running]]
             await self._tokens(streams[: self.options.running], targets)
@@ -229,7 +226,7 @@ class Acceptance:
     # ------------------------------------------------------------------ the undisturbed run
 
     async def _compare(self) -> list[Check]:
-        """Run the prompts that were interrupted once more, undisturbed, and compare every token."""
+        """Run the interrupted prompts again without a pause, and compare every token."""
         running = self.options.running
         by_run = [(run, [(i, log) for i, log in enumerate(run.streams) if log.tokens]) for run in self.outcome.runs]
         longest: dict[int, int] = {}
@@ -252,7 +249,7 @@ class Acceptance:
         streams = await asyncio.gather(*(self._send(i, n, name) for i, n in zip(indices, max_tokens, strict=True)))
         return await self._closed(streams)
 
-    # ------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------ helpers
 
     async def _send(self, index: int, max_tokens: int, name: str) -> Stream:
         options = self.options
@@ -269,7 +266,7 @@ class Acceptance:
         return self._prompts[index]
 
     async def _closed(self, streams: Sequence[Stream]) -> list[StreamLog]:
-        """Wait for every stream's end; those which do not end in time are cut, and fail their check by it."""
+        """Wait for the end of every stream. A stream that does not end in time is cancelled, and fails its check."""
         pending = asyncio.gather(*(stream.wait_closed() for stream in streams))
         try:
             await asyncio.wait_for(pending, self.options.load_timeout_s)
@@ -288,7 +285,7 @@ class Acceptance:
             raise ServerError(f"running streams have {have} tokens, not {list(counts)}, in time") from None
 
     async def _answer(self, probe: Stream) -> None:
-        """Give a request that should be refused time for its answer; one that is held has none yet."""
+        """Wait for the answer to a request that should be refused; a held request has none yet."""
         with suppress(TimeoutError):
             await asyncio.wait_for(probe.wait_closed(), min(PROBE_S, self.options.load_timeout_s))
 
@@ -301,7 +298,7 @@ class Acceptance:
         return gauges
 
     async def _idle_gauges(self, must: bool = True) -> Gauges:
-        """Gauges of the idle server; with ``must`` False, whatever they are after five seconds."""
+        """Return the gauges of the idle server; with ``must`` False, the gauges after five seconds at the latest."""
         try:
             return await self._until(lambda g: g.running == g.waiting == 0, "an idle server", 30 if must else 5)
         except ServerError:

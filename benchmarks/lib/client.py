@@ -1,4 +1,4 @@
-"""A lean asyncio client: JSON calls, and thousands of streams, timestamped on arrival and parsed when asked for."""
+"""A fast asyncio HTTP client: JSON calls, and thousands of streams, whose bytes are timestamped and parsed later."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.lib.http_reader import EventReader, ResponseReader, WireError
 from benchmarks.lib.timeline import StreamLog
-from benchmarks.lib.wire import EventReader, ResponseReader, WireError
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP reply read whole; ``body`` is the parsed JSON, or the text where it is not JSON."""
+    """A complete HTTP reply. body: the parsed JSON, or the text if it is not JSON."""
 
     status: int
     headers: dict[str, str]
     body: Any
 
 
-class _Exchange(asyncio.Protocol):
+class _HttpExchange(asyncio.Protocol):
     """One request and its response on a connection of its own."""
 
     def __init__(self, request: bytes) -> None:
@@ -80,9 +80,9 @@ class _Exchange(asyncio.Protocol):
 
 
 class Stream:
-    """A streamed completion. ``log`` is what has arrived so far; parsing happens when it is read."""
+    """A streamed completion. Reading ``log`` parses what has arrived so far."""
 
-    def __init__(self, request_id: str, exchange: _Exchange, sent_at: float) -> None:
+    def __init__(self, request_id: str, exchange: _HttpExchange, sent_at: float) -> None:
         self._exchange = exchange
         self._events = EventReader()
         self._taken = 0
@@ -99,19 +99,19 @@ class Stream:
                 log.error = (log.error or "") + body.decode(errors="replace")
                 continue
             for payload in self._events.feed(body):
-                log.take(at, payload)
+                log.add_event(at, payload)
         log.comments = self._events.comments
         log.error = log.error or exchange.error
         return log
 
     async def wait_tokens(self, count: int) -> None:
-        """Return once ``count`` tokens have come, or the stream has ended."""
+        """Wait until ``count`` tokens have arrived, or the stream has ended."""
         while not self._exchange.closed.is_set() and self.log.num_tokens < count:
             self._exchange.arrived.clear()
             await self._exchange.arrived.wait()
 
     async def wait_head(self) -> int:
-        """Return the HTTP status once it is known (0 if the connection broke first)."""
+        """Wait for the HTTP status and return it (0 if the connection broke before)."""
         while not self._exchange.closed.is_set() and not self._exchange.response.status:
             self._exchange.arrived.clear()
             await self._exchange.arrived.wait()
@@ -122,12 +122,12 @@ class Stream:
         return self.log
 
     def cancel(self) -> None:
-        """Hang up, as a client does that has lost interest."""
+        """Close the connection before the end of the stream."""
         self._exchange.fail("cancelled by the client")
 
 
 class Client:
-    """Talks to one server. ``connecting`` bounds how many connections are being opened at once."""
+    """Client of one server. connecting: greatest number of connections that are being opened at once."""
 
     def __init__(self, url: str, connecting: int = 128) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -138,7 +138,7 @@ class Client:
         self._gate = asyncio.Semaphore(connecting)
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
-        """One request, its reply read whole. ``body``: JSON, or bytes as they are. Raises WireError or OSError;
+        """Send one request and return its complete reply. body: JSON, or raw bytes. Raises WireError or OSError, and
         TimeoutError after ``timeout`` seconds."""
         async with asyncio.timeout(timeout):
             exchange = await self._send(method, path, body)
@@ -156,11 +156,12 @@ class Client:
         return Reply(exchange.response.status, exchange.response.headers, parsed)
 
     async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Stream:
-        """Send a streamed request; returns when it is written, before any answer. Its time runs from this call."""
+        """Send a streamed request; return when it is written, without waiting for an answer. Its
+        ``sent_at`` is the time of this call."""
         sent_at = time.perf_counter()
         return Stream(request_id, await self._send("POST", path, body), sent_at)
 
-    async def _send(self, method: str, path: str, body: Any) -> _Exchange:
+    async def _send(self, method: str, path: str, body: Any) -> _HttpExchange:
         raw = isinstance(body, bytes)
         payload = body if raw else b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         kind = "application/octet-stream" if raw else "application/json"
@@ -171,6 +172,6 @@ class Client:
         async with self._gate:
             loop = asyncio.get_running_loop()
             _, exchange = await loop.create_connection(
-                lambda: _Exchange(head.encode() + payload), self._host, self._port
+                lambda: _HttpExchange(head.encode() + payload), self._host, self._port
             )
         return exchange

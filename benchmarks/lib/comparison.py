@@ -1,4 +1,4 @@
-"""Medians, spreads and ratios of interleaved runs, and the rows of their table."""
+"""Medians, ranges and ratios of several engines' runs, and the rows of their table."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ HEADER = (
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The runs of one engine under one load, in order. engine_token_s: time between tokens as the engine's own metric
-    has it, mean of each run; empty where there is no metric."""
+class EngineRuns:
+    """The runs of one engine under one load, in order. engine_token_s: mean time between tokens of each run by the
+    engine's own metric; empty if there is no metric."""
 
     engine: str
     runs: tuple[Figures, ...]
     engine_token_s: tuple[float, ...] = ()
 
     def values(self, figure: str) -> list[float]:
-        """A figure of all runs, by its name in Figures; empty where the load does not show it."""
+        """Return a figure of all runs, by its name in Figures; empty if the load does not have it."""
         return [value for run in self.runs if (value := getattr(run, figure)) is not None]
 
     def median(self, figure: str) -> float | None:
@@ -45,12 +45,12 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """All engines under one load; the first of them is what the others are held against. probes: of the machine,
-    before, between and after the repeats."""
+class LoadComparison:
+    """All engines under one load. The first engine is the base of the ratios. probes: of the machine, before, between
+    and after the repeats."""
 
     load: Load
-    engines: tuple[Measured, ...]
+    engines: tuple[EngineRuns, ...]
     probes: tuple[Machine, ...]
 
     @property
@@ -61,27 +61,28 @@ class Compared:
     def errors(self) -> list[str]:
         return sorted({f"{m.engine}: {error}" for m in self.engines for run in m.runs for error in run.errors})
 
-    def ratio(self, measured: Measured, figure: str) -> float | None:
-        """Median over the repeats of (first engine's figure / this one's), so that a slow minute counts for both."""
+    def ratio(self, measured: EngineRuns, figure: str) -> float | None:
+        """Return the median over the repeats of (first engine's figure / this engine's): a slow minute affects both."""
         base, other = self.engines[0].values(figure), measured.values(figure)
         if not base or len(base) != len(other) or 0 in other:
             return None
         return median(a / b for a, b in zip(base, other, strict=True))
 
-    def share(self, measured: Measured, shape: Shape) -> float | None:
-        """Median of the runs' parts of the roofline; None where one of them is not known."""
+    def share(self, measured: EngineRuns, shape: Shape) -> float | None:
+        """Return the median of the runs' shares of the roofline; None if a share is unknown."""
         machine = self.machine
         if machine is None or any(run.errors for run in measured.runs):
             return None
         shares = [self.load.share(shape, machine, run) for run in measured.runs]
-        return None if None in shares else median(shares)
+        known = [share for share in shares if share is not None]
+        return median(known) if len(known) == len(shares) else None
 
     def rows(self, shape: Shape) -> list[tuple[str, ...]]:
-        """One row of the table per engine; see HEADER. ratio: tokens per second, first engine over this one. sooner:
-        mean time to the first token, this engine over the first."""
+        """Return one row of the table per engine; see HEADER. ratio: tokens per second, first engine over this one.
+        sooner: mean time to the first token, this engine over the first."""
         return [self._row(measured, shape) for measured in self.engines]
 
-    def _row(self, measured: Measured, shape: Shape) -> tuple[str, ...]:
+    def _row(self, measured: EngineRuns, shape: Shape) -> tuple[str, ...]:
         speeds = measured.values("tokens_per_s")
         sooner = self.ratio(measured, "first_mean_s")
         share = self.share(measured, shape)
@@ -118,7 +119,7 @@ class Compared:
 
 
 def machine_line(probes: Sequence[Machine]) -> str:
-    """What the probes found, median and range."""
+    """Describe the probes: median and range."""
     if not probes:
         return "no probe of the machine here (it needs AMX): no roofline"
     reads, peaks = sorted(p.read / 1e9 for p in probes), sorted(p.peak / 1e12 for p in probes)

@@ -1,4 +1,4 @@
-"""The control routes and gauges of a server, by dialect: ours (native) and vLLM's."""
+"""Control routes and gauges of a server in its dialect: native (ours) or vLLM's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.lib.client import Client, Reply
 
 
 class ServerError(Exception):
-    """A control call was not answered as its contract says."""
+    """A control call failed, or its answer breaks the contract."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """``rejecting`` is None where the dialect has no such flag."""
+    """The two flags of a pause. ``rejecting`` is None if the dialect has no such flag."""
 
     is_paused: bool
     rejecting: bool | None
@@ -23,7 +23,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Gauges:
-    """``free_blocks`` is None where the server does not count blocks; ``kv_usage`` is a fraction of 1, or None."""
+    """Load of a server. free_blocks: None if the server does not count blocks. kv_usage: a fraction of 1, or None."""
 
     running: int
     waiting: int
@@ -40,7 +40,8 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 class Dialect:
-    """Base of the two. ``rejects``: a pause may refuse new requests (else they are held)."""
+    """Base of the dialects. rejects: a pause can reject new requests; False: a pause always holds them. prefix: of the
+    names of metrics."""
 
     name: str
     rejects: bool
@@ -66,7 +67,7 @@ class Dialect:
         )
 
     async def model(self, wanted: str | None) -> tuple[str, int | None]:
-        """(name, max_model_len) of the model ``wanted``, by default the first one listed."""
+        """Return (name, max_model_len) of the model ``wanted``; None: of the first one listed."""
         reply = self._checked(await self.client.call("GET", "/v1/models"), "/v1/models")
         for card in reply.body["data"]:
             if wanted in (None, card["id"]):
@@ -74,11 +75,11 @@ class Dialect:
         raise ServerError(f"model {wanted!r} is not served: {[card['id'] for card in reply.body['data']]}")
 
     async def capacity(self) -> int | None:
-        """How many sequences run at once (max_num_seqs); None where the server does not say."""
+        """Return how many sequences run at once (max_num_seqs); None if the server has no route for it."""
         raise NotImplementedError
 
     async def pause(self, mode: str, *, clear_cache: bool, admission: str | None = None, timeout_s: float) -> dict:
-        """Return the server's report ({} where there is none) once it says "quiesced"."""
+        """Pause the server; return its report once it is quiesced ({} if the dialect has none)."""
         raise NotImplementedError
 
     async def resume(self) -> None:

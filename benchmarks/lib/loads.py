@@ -1,6 +1,6 @@
-"""The loads that engines are compared under: what is sent, what is measured, and which bound of the machine applies.
+"""The loads of a comparison: the requests, the measured figures, and the machine's bound that applies.
 
-Every run has random prompts of its own, the same for all engines, so that no prefix cache helps but within a group.
+Every run has new random prompts, the same for all engines, so that a prefix cache helps within a group only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Figures:
-    """One run. Times in seconds; None where the load does not show it.
+    """Figures of one run. Times in seconds; None for a figure that the load does not have.
 
-    seconds: from the first request sent to the last one ended. token_s: time between the tokens of a stream, its mean,
-    median over streams; None where the tokens of most streams came all at once, as they do to a client that is busy.
-    prefilled_s: from the first request sent to the last first token.
+    seconds: from the first request sent to the last one ended. token_s: mean time between a stream's tokens, median
+    over streams; None if the tokens of most streams arrived all at once, as at a busy client. prefilled_s: from the
+    first request sent to the first token of the last stream.
     """
 
     seconds: float
@@ -42,8 +42,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Load(ABC):
-    """``at_once`` clients in a closed loop send ``requests`` in all, each of ``prompt`` random ids, and get ``output``
-    tokens. ``bound`` says what ``share`` is a part of."""
+    """A closed loop of ``at_once`` clients with ``requests`` in total, each of ``prompt`` random ids and ``output``
+    tokens. bound: name of the machine's limit that ``share`` refers to."""
 
     name: str
     at_once: int
@@ -55,20 +55,19 @@ class Load(ABC):
 
     @abstractmethod
     async def run(self, client: Client, model: str, seed: str) -> Figures:
-        """Send it all. A request that fails is an error in the figures, not an exception, unless the server cannot
-        be reached."""
+        """Send all requests. A failed request is an error in the figures; only an unreachable server raises."""
 
     @abstractmethod
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
-        """How much of what the machine could do was used, from 0 to about 1; None where the figures do not show it."""
+        """Return the share of the bound that was used, from 0 to about 1; None if the figures do not have it."""
 
     def warm_up(self) -> Load:
-        """One short round of it."""
+        """Return a short load of the same kind."""
         return type(self)(self.name, self.at_once, self.prompt, WARM_UP_TOKENS, self.at_once)
 
 
 class Streams(Load):
-    """Greedy and streamed. Its bound is that of decoding."""
+    """Greedy streams, bounded by decoding."""
 
     async def run(self, client: Client, model: str, seed: str) -> Figures:
         async def one(index: int) -> StreamLog:
@@ -97,7 +96,7 @@ class Streams(Load):
 
 
 class Prefill(Streams):
-    """Streams of long prompts, all sent at the start (``requests`` = ``at_once``). Its bound is that of prefill."""
+    """Streams of long prompts, all sent at the start (``requests`` = ``at_once``), bounded by prefill."""
 
     bound = "matrix rate"
 
@@ -107,8 +106,8 @@ class Prefill(Streams):
 
 
 class Groups(Load):
-    """``SAMPLES`` samples of each prompt at temperature 1, as a trainer asks for them: not streamed, and a client goes
-    on when its group is complete. One request with n samples."""
+    """Groups of ``SAMPLES`` samples of one prompt at temperature 1, as a trainer requests them: one request with n
+    samples, not streamed. A client sends its next group when its last one is complete."""
 
     SAMPLES = 8
     bound = "least time"
@@ -134,7 +133,7 @@ class Groups(Load):
         return Figures(seconds, tokens, tokens / seconds, errors=tuple(sorted(set(errors))))
 
     def requests_of(self, body: dict) -> list[tuple[dict, int]]:
-        """The bodies that a group is sent as, each with the tokens that it must bring."""
+        """Return the request bodies of a group, each with its expected number of tokens."""
         return [(body | {"n": self.SAMPLES}, self.SAMPLES * self.output)]
 
     def share(self, shape: Shape, machine: Machine, figures: Figures) -> float:
@@ -142,7 +141,7 @@ class Groups(Load):
 
 
 class RepeatedGroups(Groups):
-    """The same, as verl and slime send it: as many requests with one prompt, at once."""
+    """Groups as verl and slime send them: ``SAMPLES`` requests with the same prompt, at once."""
 
     def requests_of(self, body: dict) -> list[tuple[dict, int]]:
         return [(body, self.output)] * self.SAMPLES

@@ -1,4 +1,4 @@
-"""A checkpoint folder like another, with slightly different weights: what a trainer's next step would publish."""
+"""Copying a checkpoint with slightly changed weights, as a trainer's next step would publish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = "model.safetensors"
 def perturbed_copy(source: Path, target: Path, scale: float, seed: int = 0) -> None:
     """Copy ``source`` (one safetensors file) to the new folder ``target``, each weight times 1 + scale * N(0, 1).
 
-    bfloat16 and float32 tensors only; raises KeyError naming another dtype.
+    Supports bfloat16 and float32. Raises KeyError with the name of another dtype.
     """
     shutil.copytree(source, target)
     raw = bytearray((source / WEIGHTS).read_bytes())
@@ -34,6 +34,6 @@ def _float32(data: bytes, rng: np.random.Generator, scale: float) -> bytes:
 
 
 def _bfloat16(data: bytes, rng: np.random.Generator, scale: float) -> bytes:
-    """A bfloat16 is the upper half of a float32; the lower half is cut off here, which rounds towards zero."""
+    """Perturb bfloat16 values as float32, then cut off the lower 16 bits, which rounds towards zero."""
     wide = (np.frombuffer(data, "<u2").astype("<u4") << 16).tobytes()
     return (np.frombuffer(_float32(wide, rng, scale), "<u4") >> 16).astype("<u2").tobytes()

@@ -1,8 +1,8 @@
-"""Measures read bandwidth and bfloat16 matrix rate with the engine's probes, prints them as JSON (null without AMX).
+"""Measure read bandwidth and bfloat16 matrix rate with the engine's probes; print them as JSON (null without AMX).
 
     python -m benchmarks.lib.probe
 
-The buffer, 2 GiB, is several times any last-level cache, and each probe reads all of it once.
+The buffer has 2 GiB, several times any last-level cache. Each probe reads the whole buffer once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of a server: which they are, what CPU time they have had, and signals to all of them. Linux only."""
+"""The processes of a server: their ids, their CPU time, and signals to all of them. Linux only."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat from the third field on. Raises OSError if the process is gone."""
+    """Return the fields of /proc/PID/stat from the third on. Raises OSError if the process is gone."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def session_processes(leader: int) -> list[int]:
-    """The process ids of a session, so of everything a server started with ``start_new_session`` that did not leave."""
+    """Return the process ids of a session: all processes of a server started with ``start_new_session``, except those
+    that left the session."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and int(_fields(int(entry.name))[3]) == leader:
                 found.append(int(entry.name))
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has just ended
     return sorted(found)
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time that these processes have had so far, all threads; those that have ended count nothing."""
+    """Return the user and system time of these processes, all threads. Processes that have ended count as 0."""
     ticks = 0
     for pid in pids:
         try:
@@ -39,7 +40,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def send_all(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signal each process that is still there."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         try:
             os.kill(pid, number)

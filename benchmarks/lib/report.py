@@ -1,4 +1,4 @@
-"""Tables: rich on a terminal, plain text in a pipe; and the same as JSON."""
+"""Output of results: tables (rich on a terminal, plain text in a pipe) and JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ACCEPTANCE = (
 
 
 def plain_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Left-aligned columns, two spaces apart."""
+    """Format a table with left-aligned columns, two spaces apart."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -60,7 +60,7 @@ class Printer:
     def table(
         self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
     ) -> None:
-        """``styles``: one rich style per row for its last cell."""
+        """Print a table. styles: a rich style for the last cell of each row."""
         if not self.console.is_terminal:
             print(f"\n{title}\n{plain_table(rows, header)}", flush=True)
             return
@@ -78,7 +78,7 @@ class Printer:
             self.table(f"{scenario}", ("promise", "seen", "verdict"), rows, [COLOUR[check.ok] for check in mine])
 
     def acceptance(self, outcome: Outcome) -> None:
-        """The table by which FastDeploy accepted its own pause, with its figures beside what was seen here."""
+        """Print the acceptance table of FastDeploy's own pause, with its figures and those seen here."""
         rows = [
             (item, theirs, check.seen, VERDICT[check.ok])
             for item, scenario, promise, theirs in ACCEPTANCE
@@ -94,9 +94,9 @@ class Printer:
         rows = [[_show(value) for value in measure(run).values()][: len(header)] for run in runs]
         self.table("pause times", header, rows)
 
-    def beside(self, ours: Sequence[PauseRun], theirs: Sequence[PauseRun]) -> None:
-        """Medians over the repeats of each scenario, ours and theirs; ratio: theirs over ours, above 1 where ours is
-        the faster one."""
+    def peer_comparison(self, ours: Sequence[PauseRun], theirs: Sequence[PauseRun]) -> None:
+        """Print the medians over the repeats of each scenario, ours and the peer's. The ratio is the peer's over ours,
+        above 1 if ours is faster."""
         rows = []
         for scenario in dict.fromkeys(run.scenario for run in ours):
             for figure in ("pause_s", "pause_steps", "all_answered_s", "resume_ms", "next_token_ms"):
@@ -111,7 +111,7 @@ class Printer:
 
 
 def measure(run: PauseRun) -> dict[str, Any]:
-    """The figures of one run, seconds unless the name says otherwise; None where there is nothing to measure."""
+    """Return the figures of one run, in seconds unless the name says otherwise; None for a figure it does not have."""
     nexts = [
         min(event.at for event in log.tokens if event.at > run.resume_called_at) - run.resume_called_at
         for log in run.started
@@ -137,7 +137,7 @@ def _show(value: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge figures by: ratios carry over between machines, seconds do not."""
+    """Describe the machine of a measurement: ratios can be compared between machines, seconds cannot."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {

@@ -1,8 +1,8 @@
-"""How far a figure is from what the machine can do: the formulas, and the probe that measures the machine.
+"""The machine's roofline: formulas of the least time of a load, and the probe that measures the machine.
 
-A decode step must read every weight once, so it takes at least their bytes over the read bandwidth. A prefill must
-multiply every prompt token with every weight of the layers, so it takes at least those operations over the matrix rate.
-Reading the KV cache, norms, sampling and HTTP are not in these bounds: they are what an engine may lose.
+A decode step reads every weight once: its least time is the bytes of the weights over the read bandwidth. A prefill
+multiplies every prompt token with every weight of the layers: its least time is these operations over the matrix rate.
+Reading the KV cache, norms, sampling and HTTP are not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Qwen2 or Qwen3 model. ``heads`` and ``kv_heads`` times ``head_dim`` are the widths of q and k, v."""
+    """Sizes of a Qwen2 or Qwen3 model. The width of q is heads * head_dim, that of k and v kv_heads * head_dim."""
 
     hidden: int
     inner: int
@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, folder: Path) -> Shape:
-        """From config.json. Raises OSError or KeyError."""
+        """Read the sizes from config.json. Raises OSError or KeyError."""
         config = json.loads((folder / "config.json").read_text())
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(
@@ -55,47 +55,48 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the linears of all layers, without biases: q, k, v, o; gate, up, down."""
+        """Number of weights of the linears of all layers: q, k, v, o; gate, up, down. Biases are not counted."""
         attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * self.hidden * (attention + 3 * self.inner)
 
     @property
     def step_bytes(self) -> int:
-        """What a decode step must read: the linears of all layers and the output head, in bfloat16."""
+        """Bytes that a decode step reads: the linears of all layers and the output head, in bfloat16."""
         return BYTES * (self.layer_parameters + self.vocab * self.hidden)
 
     def prefill_operations(self, tokens: int) -> int:
-        """Of one prompt of ``tokens``: 2 per weight of the layers and token; causal attention, q.k and p.v, 2 each per
-        head, dimension and pair of positions, of which there are tokens^2 / 2. The head sees one row: left out."""
+        """Return the operations of one prompt of ``tokens``: 2 per weight of the layers and token; for q.k and p.v of
+        causal attention 2 each per head, dimension and pair of positions (tokens^2 / 2 pairs). The output head, which
+        computes one row, is not counted."""
         attention = self.layers * self.heads * self.head_dim * 2 * tokens**2
         return 2 * self.layer_parameters * tokens + attention
 
 
 def decode_share(shape: Shape, machine: Machine, token_s: float) -> float:
-    """The part of the read bandwidth that a stream with ``token_s`` seconds between tokens uses:
-    step_bytes / token_s / read. All streams of a step share one reading, so their number is not in it."""
+    """Return the share of the read bandwidth at ``token_s`` seconds between tokens: step_bytes / token_s / read. The
+    number of streams does not matter: a step reads the weights once for all."""
     return shape.step_bytes / token_s / machine.read
 
 
 def prefill_share(shape: Shape, machine: Machine, prompts: int, tokens: int, seconds: float) -> float:
-    """The part of the matrix rate in use while ``prompts`` of ``tokens`` were computed, from the first request sent to
-    the last first token: operations / seconds / peak."""
+    """Return the share of the matrix rate in the prefill of ``prompts`` of ``tokens``: operations / seconds / peak.
+    seconds: from the first request sent to the first token of the last stream."""
     return prompts * shape.prefill_operations(tokens) / seconds / machine.peak
 
 
 def group_share(
     shape: Shape, machine: Machine, groups: int, at_once: int, prompt: int, output: int, seconds: float
 ) -> float:
-    """Least time over ``seconds`` for ``groups`` of samples, ``at_once`` in flight: each prompt is prefilled once, then
-    ceil(groups / at_once) times ``output`` decode steps, every step reading the weights once for all that run."""
+    """Return the least time of ``groups`` of samples, ``at_once`` in flight, over ``seconds``. In the least time, each
+    prompt is prefilled once, then ceil(groups / at_once) * ``output`` decode steps each read the weights once."""
     prefill = groups * shape.prefill_operations(prompt) / machine.peak
     decode = -(-groups // at_once) * output * shape.step_bytes / machine.read
     return (prefill + decode) / seconds
 
 
 def probe() -> Machine | None:
-    """Measure the machine, in a process of its own that is gone afterwards. None where the probe has no kernel (it
-    needs AMX). Raises CalledProcessError."""
+    """Measure the machine, in a process of its own. None without AMX, which the probe needs. Raises
+    CalledProcessError."""
     command = [sys.executable, "-m", "benchmarks.lib.probe"]
     run = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     found: dict[str, Any] | None = json.loads(run.stdout.splitlines()[-1])
@@ -103,7 +104,7 @@ def probe() -> Machine | None:
 
 
 def middle(probes: list[Machine]) -> Machine | None:
-    """The medians of several probes; None of none."""
+    """Return the medians of several probes; None without a probe."""
     if not probes:
         return None
     return Machine(median(p.read for p in probes), median(p.peak for p in probes))

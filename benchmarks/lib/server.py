@@ -1,4 +1,4 @@
-"""Starts a server as a user would, and knows afterwards whether anything of it is left."""
+"""Starting and stopping a server, and finding processes that it left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.processes import send_all, session_processes
-from benchmarks.lib.wire import WireError
 
 MARK = "FASTDEPLOY_BENCHMARK_MARK"
 LOG_LINES = 20
-KILL_S = 10.0  # a killed process gives its memory back before it is gone
+KILL_S = 10.0  # limit of the wait for a killed process, which first frees its memory
 
 
 def free_port() -> int:
@@ -30,11 +30,11 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server, detached from our terminal. Every process that comes of it carries a mark in its environment, so that
-    :meth:`left_over` finds those that outlive it, whatever they did to their process group."""
+    """A server in a session of its own. All its processes have a mark in their environment, by which :meth:`left_over`
+    finds those that outlive the server, also in another process group."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
-        """``folder``: existing, gets server.log and, under ipc/, the socket files."""
+        """Start ``command``. folder: exists; gets server.log, and the socket files under ipc/."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
@@ -53,7 +53,8 @@ class ServerProcess:
             )
 
     async def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
-        """Seconds until ``path`` answered 200. Raises ServerError with the log's end if it does not."""
+        """Wait until ``path`` answers 200; return the seconds since the call. Raises ServerError with the end of the
+        log."""
         start, client = time.perf_counter(), Client(self.url)
         while time.perf_counter() - start < timeout_s:
             self.require_running()
@@ -66,7 +67,7 @@ class ServerProcess:
         raise ServerError(f"the server did not become ready within {timeout_s:g} s; {self._log_end()}")
 
     def require_running(self) -> None:
-        """Raise ServerError with the log's end if the process has ended."""
+        """Raise ServerError with the end of the log if the process has ended."""
         if (status := self._process.poll()) is not None:
             raise ServerError(f"the server ended with status {status}; {self._log_end()}")
 
@@ -75,12 +76,10 @@ class ServerProcess:
         return "its log ends:\n" + "\n".join(lines) if lines else "its log is empty"
 
     def stop(self, timeout_s: float) -> tuple[int | None, float]:
-        """Ctrl-C, as a terminal sends it: to all of them. Returns (exit code, seconds).
-
-        The code is None if it has not ended after ``timeout_s``.
-        """
+        """Send SIGINT to all processes, as Ctrl-C does. Return (exit code, seconds); code None: still running after
+        ``timeout_s``."""
         start = time.perf_counter()
-        with contextlib.suppress(ProcessLookupError):  # it died by itself
+        with contextlib.suppress(ProcessLookupError):  # the server has ended by itself
             os.killpg(self._process.pid, signal.SIGINT)
         try:
             code: int | None = self._process.wait(timeout_s)
@@ -89,7 +88,7 @@ class ServerProcess:
         return code, time.perf_counter() - start
 
     def left_over(self) -> list[int]:
-        """Process ids that carry the mark."""
+        """Return the ids of living processes with the mark."""
         mark = f"{MARK}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -97,16 +96,16 @@ class ServerProcess:
                 if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
                     found.append(int(entry.name))
             except OSError:
-                continue  # it ended while we looked, or belongs to somebody else
+                continue  # the process has just ended, or belongs to another user
         return found
 
     def processes(self) -> list[int]:
-        """Process ids of its session and of all that carry the mark; a program that writes its title over its
-        environment has lost that."""
+        """Return the process ids of the session and of all processes with the mark. A program that writes its
+        title over its environment has no mark."""
         return sorted({*session_processes(self._process.pid), *self.left_over()})
 
     def kill(self) -> None:
-        """End whatever is left, for good, and wait until it is gone."""
+        """Kill all processes that are left, and wait for their end."""
         send_all(self.processes(), signal.SIGKILL)
         self._process.wait()
         deadline = time.perf_counter() + KILL_S

@@ -12,7 +12,7 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and percentiles (by percent) of ``count`` values, in seconds; all zero when there are none."""
+    """Mean and percentiles (by percent) of ``count`` values, in seconds; all zero without values."""
 
     count: int
     mean: float
@@ -21,9 +21,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class ServingStats:
-    """ttft: from sending a request to its first token. tpot: per request, mean time per token after the first.
-    itl: gaps between consecutive token chunks, pooled. e2e: from sending to the final chunk.
-    tokens_per_s counts output tokens over duration_s, the time from the first request sent to the last one ended."""
+    """Figures of a load. ttft: from sending a request to its first token. tpot: mean time per token after the first, by
+    request. itl: gaps between consecutive token chunks of all requests. e2e: from sending to the final chunk.
+    duration_s: from the first request sent to the last one ended. tokens_per_s: output tokens over duration_s."""
 
     completed: int
     failed: int
@@ -39,7 +39,7 @@ class ServingStats:
 
 
 def output_tokens(log: StreamLog) -> int:
-    """From the ids where the server sends them, else from usage, else one per chunk."""
+    """Count output tokens: by ids, else by usage, else one per chunk."""
     return log.num_tokens or log.usage_tokens or len(log.tokens)
 
 
@@ -50,7 +50,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def summarize(logs: Sequence[StreamLog]) -> ServingStats:
-    """A request counts as completed when it ended once and had a token; only those enter the figures."""
+    """Return the figures of completed requests: those with a token and with exactly one end."""
     good = [log for log in logs if log.ended_once and log.tokens]
     bad = [log for log in logs if not (log.ended_once and log.tokens)]
     tokens = sum(output_tokens(log) for log in good)

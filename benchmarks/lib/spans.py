@@ -1,4 +1,4 @@
-"""Weight version labels of a stream, put together from its chunks, and the promises of an update under live streams."""
+"""The version spans of a stream, joined from its chunks, and the checks of an update while streams run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from benchmarks.lib.timeline import StreamLog, gaps, is_prefix
 from benchmarks.lib.verdicts import Check
 
 
-class Labelled(NamedTuple):
-    """Output tokens [start, end) were sampled by this version."""
+class VersionSpan(NamedTuple):
+    """Output tokens [start, end) were sampled by the weights (version, weight_epoch)."""
 
     version: str
     weight_epoch: int
@@ -18,41 +18,41 @@ class Labelled(NamedTuple):
     end: int
 
 
-class BadLabels(Exception):
-    """A token of the stream has no label, or two."""
+class BadSpans(Exception):
+    """A token of the stream is in no span, or in two."""
 
 
-def labels(log: StreamLog) -> list[Labelled]:
-    """The spans of all chunks, neighbours of the same weights joined. Raises BadLabels."""
-    spans: list[Labelled] = []
+def version_spans(log: StreamLog) -> list[VersionSpan]:
+    """Return the spans of all chunks; adjacent spans of the same weights are joined. Raises BadSpans."""
+    spans: list[VersionSpan] = []
     position = 0
     for event in log.tokens:
         for raw in event.weight_versions:
-            span = Labelled(str(raw["version"]), raw["weight_epoch"], raw["start"], raw["end"])
+            span = VersionSpan(str(raw["version"]), raw["weight_epoch"], raw["start"], raw["end"])
             if span.start != position or span.end <= span.start:
-                raise BadLabels(f"{log.request_id}: tokens labelled to {position}, then {span.start} to {span.end}")
+                raise BadSpans(f"{log.request_id}: tokens labelled to {position}, then {span.start} to {span.end}")
             position = span.end
             if spans and spans[-1][:2] == span[:2]:
                 spans[-1] = spans[-1]._replace(end=span.end)
             else:
                 spans.append(span)
     if position != log.num_tokens:
-        raise BadLabels(f"{log.request_id}: {log.num_tokens} tokens, {position} labelled")
+        raise BadSpans(f"{log.request_id}: {log.num_tokens} tokens, {position} labelled")
     return spans
 
 
 def judge_update(
     logs: Sequence[StreamLog], undisturbed: Sequence[StreamLog], after: StreamLog, version: str, tokens: int
 ) -> list[Check]:
-    """Streams that lived through an update to ``version``; ``undisturbed``: the same prompts under the old weights,
-    in the same order; ``after``: a request sent when the update had been answered."""
+    """Check streams during which the weights were updated to ``version``. undisturbed: the same prompts under the old
+    weights, in the same order. after: a request sent after the update was answered."""
     scenario = "update under live streams"
     whole = [log for log in logs if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
     switches, same, problems = [], [], []
     for log, old in zip(logs, undisturbed, strict=True):
         try:
-            spans = labels(log)
-        except BadLabels as bad:
+            spans = version_spans(log)
+        except BadSpans as bad:
             problems.append(str(bad))
             continue
         if len(spans) == 2 and spans[1].version == version and spans[0].weight_epoch < spans[1].weight_epoch:
@@ -60,8 +60,8 @@ def judge_update(
             if is_prefix(log.token_ids[: spans[1].start], old.token_ids):
                 same.append(log)
     try:
-        fresh = labels(after)
-    except BadLabels as bad:
+        fresh = version_spans(after)
+    except BadSpans as bad:
         fresh, problems = [], [*problems, str(bad)]
     where = f", at token {min(switches)} to {max(switches)}" if switches else ""
     trouble = f"; {problems[0]}" if problems else ""

@@ -1,4 +1,4 @@
-"""What a client saw on one stream, and the statistics made of it. All times are time.perf_counter() seconds."""
+"""The timeline of one stream as its client saw it, and statistics of it. All times are time.perf_counter() seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One stream chunk that carried tokens."""
+    """A chunk of a stream, with tokens."""
 
     at: float
     token_ids: list[int]
@@ -22,11 +22,11 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class StreamLog:
-    """Everything that arrived for one streamed request.
+    """All that arrived for one streamed request.
 
-    finals: (time, finish_reason) of every chunk that had a finish reason: exactly one is right.
-    loose_text: text that came without a token (held back for a stop string, or half a character), at the end.
-    status: HTTP status, 0 while no head has come. error: why the stream did not end as a stream should.
+    finals: (time, finish_reason) of every chunk with a finish reason; a correct stream has exactly one.
+    loose_text: text at the end that came without a token (held back for a stop string, or part of a character).
+    status: HTTP status, 0 before the head. error: why the stream ended with an error, or None.
     """
 
     request_id: str
@@ -60,7 +60,7 @@ class StreamLog:
 
     @property
     def ended_once(self) -> bool:
-        """HTTP 200, one chunk with a finish reason, nothing after it but one [DONE], and no broken connection."""
+        """Whether the stream is correct: HTTP 200, one finish reason, then only one [DONE], no broken connection."""
         if self.status != 200 or self.error or len(self.finals) != 1 or self.done_markers != 1:
             return False
         return not self.tokens or self.tokens[-1].at <= self.finals[0][0]
@@ -68,8 +68,8 @@ class StreamLog:
     def tokens_between(self, start: float, end: float) -> int:
         return sum(len(event.token_ids) for event in self.tokens if start < event.at < end)
 
-    def take(self, at: float, payload: bytes) -> None:
-        """Add one event of an OpenAI completions stream, as it arrived at ``at``."""
+    def add_event(self, at: float, payload: bytes) -> None:
+        """Add one event of an OpenAI completions stream, which arrived at ``at``."""
         if payload == b"[DONE]":
             self.done_markers += 1
             return
@@ -91,14 +91,15 @@ class StreamLog:
 
 
 def gaps(log: StreamLog) -> list[float]:
-    """Seconds between consecutive token chunks of one stream."""
+    """Return the seconds between consecutive token chunks of one stream."""
     return [b.at - a.at for a, b in pairwise(log.tokens)]
 
 
 def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
-    """Seconds between the tokens of a running stream from ``start`` to ``end``: median over streams, 0 if unknown.
+    """Return the seconds between tokens from ``start`` to ``end``: the mean of each stream, median over streams; 0 if
+    unknown.
 
-    Of one stream the mean is taken, not the median gap: fast steps reach us in bursts, with most gaps near zero.
+    The median gap of one stream would be wrong: tokens of fast steps arrive in bursts, with most gaps near zero.
     """
     steps = []
     for log in logs:
@@ -110,7 +111,7 @@ def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between closest ranks; ``values`` not empty, ``percent`` from 0 to 100."""
+    """Return a percentile by linear interpolation. values: not empty. percent: 0 to 100."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)

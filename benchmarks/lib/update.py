@@ -1,4 +1,4 @@
-"""Weight updates as a trainer makes them, each part timed: one class per source, and vLLM's reload of a folder."""
+"""Timed weight updates as a trainer makes them: one class per source, and vLLM's reload of a folder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import Dialect, ServerError
+from benchmarks.lib.perturb import WEIGHTS
 
-WEIGHTS = "model.safetensors"
 SHM = Path("/dev/shm")
-PIECE_BYTES = 128 << 20  # of one upload
+CHUNK_BYTES = 128 << 20  # of one upload
 
 
 @dataclass
 class UpdateTimes:
-    """Seconds. transfer: from the trainer to the server, where the source has such a part. stage: checking and
-    packing at the server, beside the steps. commit: the swap. total: of the calls, pause and resume not included."""
+    """Times of one update, in seconds. transfer: from the trainer to the server. stage: checking and packing at the
+    server, while steps go on. commit: the swap of the weights. total: of all calls, without pause and resume."""
 
     transfer: float = 0.0
     stage: float = 0.0
@@ -31,7 +31,7 @@ class UpdateTimes:
 
 
 class Source:
-    """How the new weights reach the server. ``folder`` holds one model.safetensors."""
+    """A way of sending new weights to the server. folder: contains one model.safetensors."""
 
     name: str
 
@@ -40,11 +40,11 @@ class Source:
         self._folder = folder
 
     async def send(self, session_id: str) -> list[dict[str, Any]]:
-        """Make the chunk calls of an open session; their results."""
+        """Make the chunk calls of an open session; return their results."""
         raise NotImplementedError
 
     async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
-        """begin, chunks, commit. Raises ServerError with what the server answered."""
+        """Begin a session, send the chunks, commit. Raises ServerError with the server's answer."""
         times, began = UpdateTimes(), time.perf_counter()
         begin = await self.call("begin", {"version": version, "kv": kv, "in_place": in_place})
         sending = time.perf_counter()
@@ -66,7 +66,7 @@ class Source:
 
 
 class Folder(Source):
-    """The server reads the folder itself: what it costs is in ``stage``."""
+    """The server reads the folder itself. The time to read is part of ``stage``."""
 
     name = "folder"
 
@@ -75,20 +75,20 @@ class Folder(Source):
 
 
 class Upload(Source):
-    """The trainer holds safetensors pieces in memory and sends them over HTTP."""
+    """The trainer uploads safetensors chunks from its memory over HTTP."""
 
     name = "upload"
 
     def __init__(self, client: Client, folder: Path):
         super().__init__(client, folder)
-        self._pieces = split_safetensors((folder / WEIGHTS).read_bytes(), PIECE_BYTES)
+        self._chunks = split_safetensors((folder / WEIGHTS).read_bytes(), CHUNK_BYTES)
 
     async def send(self, session_id: str) -> list[dict[str, Any]]:
-        return [await self.call("chunk", piece, f"?session_id={session_id}") for piece in self._pieces]
+        return [await self.call("chunk", chunk, f"?session_id={session_id}") for chunk in self._chunks]
 
 
 class SharedMemory(Source):
-    """The trainer writes a segment, which is part of the transfer, and names it."""
+    """The trainer writes a shared memory segment and sends its name. The time to write is part of ``transfer``."""
 
     name = "shared memory"
 
@@ -113,8 +113,8 @@ SOURCES: dict[str, type[Source]] = {kind.name: kind for kind in (Folder, Upload,
 
 
 class VllmReload:
-    """vLLM (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then its prefix cache is reset. Only while
-    it is paused: it loads into the very tensors that serve."""
+    """vLLM's update (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then a reset of the prefix cache. vLLM
+    must be paused, since it loads into the served tensors."""
 
     name = "folder"
 
@@ -134,7 +134,7 @@ class VllmReload:
 
 
 def split_safetensors(data: bytes, limit: int) -> list[bytes]:
-    """Whole safetensors files of at most about ``limit`` bytes that together hold the tensors of ``data``."""
+    """Split ``data`` into complete safetensors files of at most about ``limit`` bytes each."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     header.pop("__metadata__", None)

@@ -1,4 +1,4 @@
-"""The promises of a pause, judged from timelines alone. No I/O, so that every verdict can be tested on made-up ones."""
+"""Checks of a pause's promises on recorded timelines. No I/O, so that tests can check made-up timelines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from benchmarks.lib.dialect import Gauges
 from benchmarks.lib.timeline import StreamLog, is_prefix, median_step
 
-# A token may be on its way to us, over another socket, while the reply of the pause arrives.
+# A token may arrive this long after the reply to the pause, since it comes over another socket.
 DELIVERY_GRACE_S = 0.05
-# After a resume a stream waits for the resume itself, one scheduling round and one step; and cores are shared with us.
+# Extra gap of a resumed stream: the resume, one scheduling round and one step, on cores that this client also uses.
 RESUME_SLACK_STEPS = 5
 RESUME_SLACK_S = 0.5
 MIN_FREEZE_STEPS = 5
@@ -20,7 +20,7 @@ SAME_TEXT = "tokens and text equal, none lost, doubled or invented"
 
 @dataclass(frozen=True)
 class Check:
-    """``ok`` None: the promise does not apply to this dialect, which is neither passed nor failed."""
+    """The verdict on one promise. ok None: the promise does not apply to this dialect."""
 
     scenario: str
     promise: str
@@ -30,12 +30,13 @@ class Check:
 
 @dataclass
 class PauseRun:
-    """One pause under load. ``running``: the server's max_num_seqs; times are time.perf_counter() seconds.
+    """One pause under load. Times are time.perf_counter() seconds.
 
-    steady_at: all streams were sent and the running ones decoding; from here to the pause the step is measured.
-    before: gauges of the idle server. loaded: just before the pause. paused: after its reply. probes: requests sent
-    while paused. window_probe: sent while rejecting and not yet paused, with the time at which the flags showed that.
-    complete_tokens: what an uninterrupted stream returns (max_tokens).
+    running: the server's max_num_seqs. complete_tokens: tokens of an uninterrupted stream (max_tokens). steady_at: all
+    streams were sent and the running ones decode; the step time is measured from here to the pause. Gauges: before (of
+    the idle server), loaded (just before the pause), paused (after its reply). probes: requests sent while paused.
+    window_probe: a request sent while the server rejected but was not paused yet; window_seen_at: when its flags showed
+    that state.
     """
 
     scenario: str
@@ -68,7 +69,7 @@ class PauseRun:
 
     @property
     def started(self) -> list[StreamLog]:
-        """Streams that had a token before the resume was called: those that were running."""
+        """The running streams: those with a token before the resume was called."""
         return [log for log in self.streams if log.tokens and log.tokens[0].at < self.resume_called_at]
 
     @property
@@ -78,13 +79,13 @@ class PauseRun:
 
     @property
     def answered_s(self) -> float:
-        """Seconds from the call until the last stream had its final chunk, or where it has none, was closed."""
+        """Seconds from the pause's call until every stream had its final chunk or was closed."""
         ends = [log.finals[0][0] if log.finals else log.closed_at or self.called_at for log in self.streams]
         return max(ends) - self.called_at
 
 
 def judge_common(run: PauseRun) -> list[Check]:
-    """Checks of every mode: the load was what it should be (not vacuous), and every stream ended exactly once."""
+    """Check every mode's promises: the load was as intended (not vacuous), and every stream ended exactly once."""
     early = [log.request_id for log in run.streams if log.finals and log.finals[0][0] <= run.called_at]
     waiting = len(run.streams) - run.running
     broken = [log for log in run.streams if not log.ended_once]
@@ -134,7 +135,7 @@ def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
 
 
 def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
-    """In keep the caller sees nothing but a gap, as long as the pause."""
+    """Check mode keep: the client sees only a gap, as long as the pause."""
     checks = judge_common(run)
     frozen_s, start = run.resume_called_at - run.replied_at, run.replied_at + DELIVERY_GRACE_S
     enough = run.step_s > 0 and frozen_s >= MIN_FREEZE_STEPS * run.step_s + DELIVERY_GRACE_S
@@ -197,9 +198,10 @@ def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
 def judge_texts(
     scenario: str, logs: Sequence[StreamLog], reference: Mapping[str, StreamLog], key: Callable[[str], str]
 ) -> list[Check]:
-    """Tokens and text of interrupted streams against an undisturbed run of the same prompts (``key``: id to prompt).
+    """Compare tokens and text of interrupted streams with an undisturbed run of the same prompts. key: request id to
+    key in ``reference``.
 
-    Fails also where half of the streams or more repeat one token: equal texts would prove nothing then.
+    Also fails if half of the streams or more repeat one token, since equal texts prove nothing then.
     """
     same = []
     for log in logs:
@@ -207,13 +209,13 @@ def judge_texts(
         if whole and is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd")):
             same.append(log)
     tokens = sum(log.num_tokens for log in same)
-    telling = sum(1 for log in logs if len(set(log.token_ids)) > 1)
+    varied = sum(1 for log in logs if len(set(log.token_ids)) > 1)
     return [
         Check(
             "against an undisturbed run of the same prompts",
             f"{scenario}: {SAME_TEXT}",
-            f"{len(same)} of {len(logs)} streams, {tokens} tokens; {telling} do not repeat one token",
-            len(same) == len(logs) < 2 * telling,
+            f"{len(same)} of {len(logs)} streams, {tokens} tokens; {varied} do not repeat one token",
+            len(same) == len(logs) < 2 * varied,
         )
     ]
 
@@ -231,14 +233,14 @@ def judge_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Ga
 
 
 def token_gap(log: StreamLog, resume_called_at: float) -> float | None:
-    """Seconds between the last token before the resume and the first one after it; None if there is no such pair."""
+    """Return the seconds between the last token before the resume and the first one after it; None without both."""
     before = [event.at for event in log.tokens if event.at <= resume_called_at]
     after = [event.at for event in log.tokens if event.at > resume_called_at]
     return after[0] - before[-1] if before and after else None
 
 
 def is_refusal(log: StreamLog) -> bool:
-    """503, Retry-After, a typed JSON error, no token."""
+    """Return whether a request was refused properly: 503, Retry-After, a typed JSON error, no token."""
     if log.status != 503 or log.tokens or "retry-after" not in log.headers:
         return False
     try:
@@ -259,7 +261,7 @@ def _refusal_check(run: PauseRun, rejects: bool) -> Check:
 
 
 def _window_check(run: PauseRun, rejects: bool) -> Check:
-    """The refusal must have come while is_paused was still false, that is before the pause replied."""
+    """Check the probe between the two flags: it is refused while is_paused is false, so before the pause's reply."""
     promise = "refused in the window: rejecting_new_requests true, is_paused false"
     if not rejects:
         return _check(run, promise, "no such flag in this dialect", None)
@@ -298,7 +300,7 @@ def _each(counts: Sequence[int]) -> str:
 
 
 def _text_of(logs: Sequence[StreamLog]) -> str:
-    """What is wrong with streams that should have no text."""
+    """Describe the text of streams that should have none."""
     found = [log for log in logs if log.text]
     return f", {len(found)} have text: {found[0].text[:20]!r}" if found else ""
 

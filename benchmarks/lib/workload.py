@@ -1,4 +1,4 @@
-"""Seeded requests: random token ids as prompts, greedy, no end of sequence; and how a closed loop sends them."""
+"""Seeded greedy requests with random token ids and ignore_eos, and a closed loop that sends them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-MAX_PROMPT_ID = 254  # byte-level ids; every checkpoint used here has them
+MAX_PROMPT_ID = 254  # byte-level ids, which every checkpoint used here has
 
 
 Result = TypeVar("Result")
 
 
 def prompt_ids(seed: int | str, index: int, length: int) -> list[int]:
-    """Prompt number ``index`` of workload ``seed``; prompts of one workload share no prefix but by chance."""
+    """Return prompt number ``index`` of workload ``seed``. Prompts share a prefix only by chance."""
     rng = random.Random(f"{seed}/{index}")
     return [rng.randrange(MAX_PROMPT_ID + 1) for _ in range(length)]
 
 
 def completion(model: str, prompt: list[int], max_tokens: int, request_id: str = "") -> dict[str, Any]:
-    """Body of a streamed POST /v1/completions which runs to max_tokens and tells the ids it made."""
+    """Return the body of a streamed POST /v1/completions that runs to max_tokens and returns token ids."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -38,8 +38,8 @@ def completion(model: str, prompt: list[int], max_tokens: int, request_id: str =
 async def closed_loop(
     send: Callable[[int], Awaitable[Result]], count: int, clients: int, first: int = 0
 ) -> list[Result]:
-    """Call ``send(first)`` to ``send(first + count - 1)``, by ``clients`` that each start their next one when their
-    last one ended. Results by client, then in the order of starting."""
+    """Call ``send(first)`` to ``send(first + count - 1)`` by ``clients``. Each client makes its next call when its last
+    one ended. Return the results by client, then in the order of starting."""
     indices = iter(range(first, first + count))
 
     async def client() -> list[Result]:

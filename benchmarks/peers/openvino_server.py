@@ -1,8 +1,8 @@
 """OpenVINO GenAI's ContinuousBatchingPipeline behind POST /v1/completions, for comparisons. Run by openvino.sh.
 
-The HTTP layer is ours, and as lean as it can be: one thread, no framework, ids in and ids out, no text. A step of the
-pipeline holds the interpreter lock, so sockets are served between two steps; a second thread would only wait.
-Needs openvino-genai and numpy; nothing of this repository.
+The HTTP layer is ours and minimal: one thread, no framework, ids in and ids out, no text. Sockets are served between
+steps: a step holds the interpreter lock, so a second thread would only wait.
+Needs openvino-genai, numpy and uvloop; nothing of this repository.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import openvino
 import openvino_genai
 import uvloop
 
-END_OF_TEXT = 257  # any id of the vocabulary will do: requests ignore it
-SOCKET_TURNS = 4  # passes of the event loop between two steps: accept, read, start, write
+END_OF_TEXT = 257  # any id of the vocabulary: requests ignore it
+SOCKET_TURNS = 4  # rounds of the event loop between two steps: accept, read, start, write
 
 
 class Engine:
-    """The pipeline, and the requests in it. All on the event loop's thread."""
+    """The pipeline and its requests. All calls are on the event loop's thread."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         config = openvino_genai.SchedulerConfig()
@@ -44,7 +44,7 @@ class Engine:
         self._work = asyncio.Event()
 
     def add(self, completion: Completion, body: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError, ValueError or RuntimeError if the body is not one that the pipeline takes."""
+        """Start a request. Raises KeyError, TypeError, ValueError or RuntimeError if the pipeline refuses the body."""
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = body["max_tokens"]
         config.ignore_eos = body.get("ignore_eos", False)
@@ -54,7 +54,7 @@ class Engine:
         if config.do_sample:
             config.temperature = float(temperature)
         config.num_return_sequences = body.get("n", 1)
-        config.rng_seed = self._count  # or requests with one prompt would all draw the same tokens
+        config.rng_seed = self._count  # otherwise requests with the same prompt get the same tokens
         prompt = openvino.Tensor(np.array([body["prompt"]], np.int64))
         self._live[completion] = self._pipe.add_request(self._count, prompt, config)
         self._count += 1
@@ -74,7 +74,7 @@ class Engine:
             self._pipe.step()
             for completion, handle in list(self._live.items()):
                 while handle.can_read() and not completion.ended:
-                    completion.take(handle.read())
+                    completion.add_outputs(handle.read())
                 if completion.ended:
                     del self._live[completion]
 
@@ -87,7 +87,7 @@ class Completion(asyncio.Protocol):
         self._engine, self._model = engine, model
         self._buffer = b""
         self._stream = False
-        self._choices: dict[int, tuple[int, list[int]]] = {}  # by sequence id: index, tokens
+        self._choices: dict[int, tuple[int, list[int]]] = {}  # by sequence id: (index, tokens)
         self._wanted = 0
         self._per_choice = 0
         self._prompt_tokens = 0
@@ -130,9 +130,9 @@ class Completion(asyncio.Protocol):
         if self._stream:
             self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
 
-    def take(self, outputs: dict[int, Any]) -> None:
-        """What one step has for this request: new tokens by sequence id. The pipeline streams requests of one choice,
-        and hands over those of several when all have ended."""
+    def add_outputs(self, outputs: dict[int, Any]) -> None:
+        """Send new tokens, by sequence id. The pipeline returns tokens after each step for a request of one choice, and
+        at the end for a request of several."""
         chunks = []
         for sequence, output in outputs.items():
             index, tokens = self._choices.setdefault(sequence, (len(self._choices), []))

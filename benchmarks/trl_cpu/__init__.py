@@ -1,7 +1,7 @@
-"""What TRL's AsyncGRPOTrainer needs on a machine without a GPU: stand-ins, put on the path before TRL is imported.
+"""Stand-in modules for TRL's AsyncGRPOTrainer on a machine without a GPU, put on the path before TRL is imported.
 
-TRL itself stays as it is. Its trainer asks for flash attention kernels (``kernels``), for a distribution called vllm
-(to be sure that there is a server to talk to), and for the name of a CUDA device (to estimate its peak).
+TRL is not changed. Its trainer imports flash attention kernels (``kernels``), checks that a distribution called vllm is
+installed, and asks for the name of the CUDA device, to estimate its peak.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-VLLM_VERSION = "0.27.0"  # one that TRL 1.16 accepts and that needs no trainer engine of vLLM's
+VLLM_VERSION = "0.27.0"  # a version that TRL 1.16 accepts and that needs no trainer engine of vLLM
 
 
 def install() -> None:
-    """Put the stand-ins on the path of this process and of those it starts."""
+    """Put the stand-ins on the path of this process and of its children."""
     folder = Path(tempfile.mkdtemp(prefix="trl-cpu-"))
     info = folder / f"vllm-{VLLM_VERSION}.dist-info"
     info.mkdir()

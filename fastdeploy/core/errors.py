@@ -65,7 +65,9 @@ class FastDeployError(Exception):
     def __init__(self, message: str, **detail: Any):
         self.message = shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(self.message)
-        self.detail = {k: shortened(v, MAX_NAME_CHARS) if isinstance(v, str) else v for k, v in detail.items()}
+        self.detail: dict[str, Any] = {
+            k: shortened(v, MAX_NAME_CHARS) if isinstance(v, str) else v for k, v in detail.items()
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.args, self.__dict__)  # constructors differ; trainers send errors on (Ray)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -38,10 +38,8 @@ HELDOUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """``prompt`` is what the model reads ("347+85="), ``solution`` one full correct completion, ``answer`` its result.
-
-    operands: the numbers in the order of the prompt.
-    """
+    """prompt: the model's input ("347+85="). solution: one full correct completion. answer: the result. operands: in
+    the order of the prompt."""
 
     kind: str
     level: int
@@ -52,12 +50,12 @@ class Problem:
 
 
 def problems(seed: int, n: int, split: Split = "heldout") -> list[Problem]:
-    """``n`` problems of the documented mix. Same arguments, same problems; a problem may repeat within a list."""
+    """Return ``n`` problems. The same arguments give the same problems. A problem may repeat within a list."""
     return list(islice(stream(seed, split), n))
 
 
 def stream(seed: int, split: Split) -> Iterator[Problem]:
-    """An endless stream of problems; ``problems`` is its beginning."""
+    """Yield problems without end; ``problems`` returns the first of them."""
     rng = random.Random(f"{split}/{seed}")
     while True:
         kind = rng.choice(KINDS)
@@ -69,23 +67,24 @@ def stream(seed: int, split: Split) -> Iterator[Problem]:
 
 
 def split_of(kind: str, operands: tuple[int, ...]) -> Split:
-    """The split that a problem belongs to, for good. Swapping commuting operands does not change it."""
+    """Return the split of a problem, which depends on its operands only. The order of commuting operands does not
+    matter."""
     key = operands if kind == "sub" else tuple(sorted(operands))
     digest = zlib.crc32(f"{kind}:{key}".encode())
     return "heldout" if digest % HELDOUT_ONE_IN == 0 else "train"
 
 
 def make_problem(kind: str, level: int, operands: tuple[int, ...]) -> Problem:
-    """The problem with these operands, with its worked solution."""
+    """Return the problem with these operands and its solution."""
     sign = {"add": "+", "sum": "+", "sub": "-", "mul": "*"}[kind]
     steps, result = _SOLVERS[kind](*operands)
     return Problem(kind, level, operands, sign.join(map(str, operands)) + "=", f"{steps}#{result}", str(result))
 
 
 def is_correct(problem: Problem, completion: str) -> bool:
-    """Whether ``completion`` (text, special tokens left out) states the right answer after its last ``#``.
+    """Return whether ``completion`` (text without special tokens) has the right answer after its last ``#``.
 
-    Only the answer is checked, not the steps. Surrounding white space is allowed; anything else after it is not.
+    The steps are not checked. White space around the answer is allowed, other text after the answer is not.
     """
     _, mark, stated = completion.rpartition("#")
     return mark == "#" and stated.strip() == problem.answer
@@ -102,13 +101,13 @@ def _draw_operands(rng: random.Random, kind: str, level: int) -> tuple[int, ...]
     if kind == "mul":
         left, right = (((1, 2), (1, 1)), ((3, 4), (1, 1)), ((2, 3), (2, 2)), ((3, 3), (3, 3)))[level - 1]
         return number(*left), number(*right)
-    digits = ((1, 2), (3, 4), (5, 6), (7, 9))[level - 1]
-    a, b = number(*digits), number(*digits)
+    low, high = ((1, 2), (3, 4), (5, 6), (7, 9))[level - 1]
+    a, b = number(low, high), number(low, high)
     return (max(a, b), min(a, b)) if kind == "sub" else (a, b)
 
 
 def _columns(a: int, b: int) -> Iterator[tuple[int, int, bool]]:
-    """The digits of a and b from the right, the shorter one padded with 0; the flag marks the last column."""
+    """Yield the digits of a and b from the right, padded with 0, and a flag that marks the last column."""
     width = max(len(str(a)), len(str(b)))
     for i in range(width):
         yield a // 10**i % 10, b // 10**i % 10, i == width - 1
@@ -158,7 +157,7 @@ def _mul_digit(a: int, digit: int) -> str:
 
 
 def _mul(a: int, b: int) -> tuple[str, int]:
-    """Partial products by the digits of b from the right, each added to the running total."""
+    """Add up the partial products of a and each digit of b, from the right."""
     if b < 10:
         return _mul_digit(a, b), a * b
     lines, total = [], 0
@@ -171,4 +170,4 @@ def _mul(a: int, b: int) -> tuple[str, int]:
     return "\n".join(lines), total
 
 
-_SOLVERS = {"add": _add, "sub": _sub, "sum": _sum, "mul": _mul}
+_SOLVERS: dict[str, Callable[..., tuple[str, int]]] = {"add": _add, "sub": _sub, "sum": _sum, "mul": _mul}

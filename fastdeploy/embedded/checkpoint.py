@@ -1,8 +1,9 @@
-"""The embedded model's checkpoint folder: written in Hugging Face format, weights in bfloat16, and read back."""
+"""Writing and reading of the embedded model's checkpoint folder: Hugging Face format, weights in bfloat16."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def save(model: Qwen3, folder: Path) -> None:
 
 
 def load(folder: Path) -> Qwen3:
-    """The model that ``save`` wrote to ``folder``, its weights widened to float32."""
+    """Load the model that ``save`` wrote to ``folder``, with weights in float32."""
     settings = json.loads((folder / "config.json").read_text())
     config = ModelConfig(**{field.name: settings[field.name] for field in fields(ModelConfig)})
     raw = (folder / "model.safetensors").read_bytes()
@@ -63,13 +64,13 @@ def load(folder: Path) -> Qwen3:
 
 
 def _to_bf16(array: np.ndarray) -> np.ndarray:
-    """float32 -> the upper 16 bits, rounded to nearest even (weights are finite)."""
+    """Round float32 to the upper 16 bits, to nearest even (weights are finite)."""
     bits = array.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """The safetensors layout: header length, JSON header padded to 8 bytes, then the data (here all bfloat16)."""
+    """Write the safetensors layout: header length, JSON header padded to 8 bytes, data (here all bfloat16)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, array in arrays.items():
@@ -80,5 +81,5 @@ def _write_safetensors(path: Path, arrays: dict[str, np.ndarray]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(a.tobytes() for a in arrays.values()))
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""How many held-out problems the embedded model solves: ``python -m fastdeploy.embedded.evaluate``."""
+"""Measure how many held-out problems the embedded model solves: ``python -m fastdeploy.embedded.evaluate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdeploy.embedded.model import Cache, Qwen3
 
 @paddle.no_grad()
 def generate(model: Qwen3, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int) -> list[list[int]]:
-    """Completions of ``prompts``, token ids up to and with <|end|>. temperature 0 is greedy."""
+    """Return the completions of ``prompts`` as token ids, <|end|> included. temperature 0 is greedy."""
     rng = np.random.default_rng(seed)
     width = max(map(len, prompts))
     ids = np.array([[tokenizer.PAD_ID] * (width - len(p)) + p for p in prompts])
@@ -29,26 +29,26 @@ def generate(model: Qwen3, prompts: list[list[int]], max_tokens: int, temperatur
         chosen = _sample(logits, temperature, rng)
         for row, token in zip(live, chosen, strict=True):
             completions[row].append(int(token))
-        going = np.flatnonzero(chosen != tokenizer.END_ID)
-        if not going.size:
+        unfinished = np.flatnonzero(chosen != tokenizer.END_ID)
+        if not unfinished.size:
             break
-        if going.size < live.size:
-            kept = paddle.to_tensor(going)
+        if unfinished.size < live.size:
+            kept = paddle.to_tensor(unfinished)
             cache = [(k.index_select(kept), v.index_select(kept)) for k, v in cache]
-        live, ids = live[going], chosen[going, None]
-        visible = np.pad(visible[going], ((0, 0), (0, 1)), constant_values=True)
+        live, ids = live[unfinished], chosen[unfinished, None]
+        visible = np.pad(visible[unfinished], ((0, 0), (0, 1)), constant_values=True)
     return completions
 
 
 def _sample(logits: np.ndarray, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """Token ids [B] from logits [B, V], by the Gumbel trick where temperature is not 0."""
+    """Sample token ids [B] from logits [B, V]: by the Gumbel-max trick, or greedily if temperature is 0."""
     if temperature > 0:
         logits = logits / temperature + rng.gumbel(size=logits.shape)
     return logits.argmax(-1)
 
 
 def report(problems: list[arithmetic.Problem], completions: list[list[int]]) -> str:
-    """The solved fraction, overall and by kind and level, and the distribution of completion lengths in tokens."""
+    """Return a text with the fraction of solved problems, by kind and level, and with the lengths in tokens."""
     solved = [
         arithmetic.is_correct(problem, tokenizer.decode(completion))
         for problem, completion in zip(problems, completions, strict=True)

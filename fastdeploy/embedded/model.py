@@ -1,7 +1,7 @@
-"""A Qwen3 decoder in plain Paddle with gradients: what trains the embedded model and, in tests, checks it.
+"""A Qwen3 decoder in plain Paddle with gradients, for the training of the embedded model and for tests.
 
-It is written for training and small evaluations; serving has its own model on paged KV.
-Weights are a dict from Hugging Face name to float32 tensor, linear weights [out_features, in_features].
+The server has its own model, on paged KV. Weights are a dict from Hugging Face name to float32 tensor, linear weights
+[out_features, in_features].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModelConfig:
 
 
 def initial_weights(config: ModelConfig, seed: int) -> Weights:
-    """Random weights: normal(0.02), the projections back into the residual smaller with depth, norms 1."""
+    """Draw random weights: normal(0, 0.05), divided by sqrt(2 * layers) for o_proj and down_proj; norms are 1."""
     rng = np.random.default_rng(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -70,7 +70,7 @@ def initial_weights(config: ModelConfig, seed: int) -> Weights:
 
 
 class Rope:
-    """Rotary embedding: at position p the pair (i, i + head_dim/2) turns by the angle p * theta^(-2i/head_dim)."""
+    """Rotary embedding: at position p, the pair (i, i + head_dim/2) rotates by p * theta^(-2i/head_dim)."""
 
     def __init__(self, config: ModelConfig):
         half = config.head_dim // 2
@@ -78,15 +78,15 @@ class Rope:
         angle = np.concatenate([angle, angle], 1)
         self._cos = paddle.to_tensor(np.cos(angle).astype(np.float32))
         self._sin = paddle.to_tensor(np.sin(angle).astype(np.float32))
-        # x @ quarter = (-second half of x, first half of x): much faster here, with gradients, than split and concat.
-        quarter = np.zeros((2 * half, 2 * half), np.float32)
-        quarter[half:, :half], quarter[:half, half:] = -np.eye(half), np.eye(half)
-        self._quarter = paddle.to_tensor(quarter)
+        # x @ quarter_turn = (-second half of x, first half of x): faster with gradients than split and concat.
+        quarter_turn = np.zeros((2 * half, 2 * half), np.float32)
+        quarter_turn[half:, :half], quarter_turn[:half, half:] = -np.eye(half), np.eye(half)
+        self._quarter_turn = paddle.to_tensor(quarter_turn)
 
     def rotate(self, x: paddle.Tensor, past: int) -> paddle.Tensor:
-        """Rotate x [B, heads, T, head_dim], whose first row stands at position ``past``."""
+        """Rotate x [B, heads, T, head_dim], whose first token has position ``past``."""
         at = slice(past, past + x.shape[2])
-        return x * self._cos[at] + paddle.matmul(x, self._quarter) * self._sin[at]
+        return x * self._cos[at] + paddle.matmul(x, self._quarter_turn) * self._sin[at]
 
 
 class Qwen3:
@@ -100,10 +100,10 @@ class Qwen3:
     def logits(
         self, ids: paddle.Tensor, visible: paddle.Tensor | None = None, cache: Cache | None = None
     ) -> paddle.Tensor:
-        """ids [B, T] -> logits [B, T, vocab_size].
+        """Return the logits [B, T, vocab_size] of ids [B, T].
 
-        cache: one (k, v) pair [B, kv_heads, past, head_dim] per layer, or empty; extended in place by these T tokens.
-        visible: bool [B, past + T], False for padding; None where there is none.
+        cache: one (k, v) pair [B, kv_heads, past, head_dim] per layer, or empty; extended in place by the T tokens.
+        visible: bool [B, past + T], False for padding; None: no padding.
         """
         x = F.embedding(ids, self.weights["model.embed_tokens.weight"])
         past = cache[0][0].shape[2] if cache else 0
@@ -123,12 +123,12 @@ class Qwen3:
     def _norm(self, x: paddle.Tensor, name: str) -> paddle.Tensor:
         scale = paddle.rsqrt((x * x).mean(-1, keepdim=True) + self.config.rms_norm_eps)
         weight = self.weights[name + ".weight"]
-        # An outer product and not a broadcast: its gradient is a matmul, ten times faster here than a reduction.
+        # An outer product instead of a broadcast: its gradient is a matmul, ten times faster than a reduction here.
         rows = paddle.matmul(paddle.ones([x.size // weight.size, 1]), weight.unsqueeze(0))
         return x * scale * rows.reshape(x.shape)
 
     def _attention_bias(self, batch: int, past: int, length: int, visible: paddle.Tensor | None) -> paddle.Tensor:
-        """0 where a row may look and -1e9 where not, laid out like the scores (see _attention)."""
+        """Return 0 for keys that a query attends to and -1e9 for others, in the shape of the scores in _attention."""
         allowed = paddle.tril(paddle.ones([length, past + length]), diagonal=past)
         if visible is not None:
             allowed = allowed * visible.astype("float32")[:, None, None, None, :]
@@ -136,7 +136,7 @@ class Qwen3:
         return ((allowed - 1.0) * 1e9).expand([batch, heads[1], heads[0] // heads[1], length, past + length])
 
     def _heads(self, x: paddle.Tensor, heads: int) -> paddle.Tensor:
-        """[B, T, heads * head_dim] -> [B, heads, T, head_dim]."""
+        """Reshape [B, T, heads * head_dim] to [B, heads, T, head_dim]."""
         return x.reshape([x.shape[0], x.shape[1], heads, self.config.head_dim]).transpose([0, 2, 1, 3])
 
     def _attention(

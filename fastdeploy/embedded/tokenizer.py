@@ -1,6 +1,6 @@
 """The embedded model's tokenizer: one token per UTF-8 byte (id = byte value), and a few special tokens.
 
-Any text encodes and decodes without loss. ``build`` writes it in the form that transformers reads.
+Every text is encoded and decoded without loss. ``build`` writes the tokenizer's files for transformers.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ CHAT_TEMPLATE = (
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of text without special tokens."""
+    """Return the token ids of a text without special tokens."""
     return list(text.encode())
 
 
 def decode(ids: list[int]) -> str:
-    """Text of ids up to the first <|end|>, other special tokens left out; malformed UTF-8 becomes U+FFFD."""
+    """Return the text of ids up to the first <|end|>, without special tokens. Malformed UTF-8 becomes U+FFFD."""
     ids = ids[: ids.index(END_ID)] if END_ID in ids else ids
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 def chat_ids(content: str, system: str | None = None) -> list[int]:
-    """What the chat template makes of a user message (after a system message), up to where the answer begins."""
+    """Return the token ids of a user message (after a system message) by the chat template, up to the answer."""
     head = [] if system is None else [SYSTEM_ID, *encode(system)]
     return [*head, USER_ID, *encode(content), ASSISTANT_ID]
 
 
 def prompt_ids(problem: Problem, chat: bool) -> list[int]:
-    """The problem as a chat message, or as a bare prompt for plain completions."""
+    """Return the token ids of a problem as a chat message, or as the prompt of a plain completion."""
     return chat_ids(problem.prompt) if chat else encode(problem.prompt)
 
 
@@ -69,7 +69,7 @@ def build(folder: Path) -> None:
 
 
 def _byte_chars() -> list[str]:
-    """The printable stand-in that byte-level BPE gives each byte: Latin-1 where printable, else from U+0100 on."""
+    """Return the character that byte-level BPE uses for each byte: Latin-1 if printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

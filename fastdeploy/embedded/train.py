@@ -1,8 +1,7 @@
-"""Train the embedded model from nothing and write its checkpoint: ``python -m fastdeploy.embedded.train``.
+"""Train the embedded model from random weights and write its checkpoint: ``python -m fastdeploy.embedded.train``.
 
-One process, a fixed seed, a fixed number of steps; the text is made as it goes (see arithmetic.py). The learning rate
-warms up and then falls linearly. It takes about six minutes of one core. The same kind of CPU and the same thread count
-give the same checkpoint bit for bit.
+One process, a fixed seed and a fixed number of steps; arithmetic.py generates the text. Training takes about six
+minutes on one core. The same kind of CPU and the same number of threads give the same checkpoint bit for bit.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ SEED = 20
 MODEL_CONFIG = ModelConfig()
 STEPS = 900
 ROW_LENGTHS = (160, 352)
-"""Documents are packed into rows of the shortest of these lengths that holds them."""
+"""Each document is packed into a row of the smallest of these lengths that is long enough."""
 TOKENS_PER_STEP = 2048
 PEAK_LR, WARMUP_STEPS = 3e-3, 100
 PROMPT_WEIGHT = 0.1
-"""Loss weight of a token that the model will be given, against 1 for one that it must write. Not 0, so that a run
-past the end of an answer (ignore_eos) goes on with another problem."""
+"""Loss weight of a prompt's token; a token of the answer has 1. Not 0, so that the model continues with another problem
+where ignore_eos lets it generate past the end of an answer."""
 
 CHAT_FORMS = ("{}=", "{}", "What is {}?")
 SYSTEM_LINES = ("You are a helpful assistant.", "Show every step.", "Answer the question.")
 
 
 class Batch(NamedTuple):
-    """ids, targets int64 [B, T]; weight float32 [B, T] of each target in the loss."""
+    """ids, targets: int64 [B, T]. weight: float32 [B, T], of each target in the loss."""
 
     ids: np.ndarray
     targets: np.ndarray
@@ -46,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def document(problem: arithmetic.Problem, rng: random.Random) -> tuple[list[int], int]:
-    """One training text, and how many of its first ids are the prompt. Half are chats, half plain completions."""
+    """Return the ids of a training text and the length of its prompt. Half of the texts are chats, half are plain."""
     prompt = tokenizer.encode(problem.prompt)
     if rng.random() < 0.5:
         (form,) = rng.choices(CHAT_FORMS, (0.8, 0.1, 0.1))
@@ -56,7 +55,7 @@ def document(problem: arithmetic.Problem, rng: random.Random) -> tuple[list[int]
 
 
 def batches(seed: int) -> Iterator[Batch]:
-    """An endless stream of batches. Rows hold whole documents, packed in the order they come, then padding."""
+    """Yield batches without end. A row holds whole documents, in the order they are generated, then padding."""
     rng = random.Random(seed)
     full: dict[int, list[list[tuple[list[int], int]]]] = {length: [[]] for length in ROW_LENGTHS}
     for problem in arithmetic.stream(seed, "train"):
@@ -85,7 +84,7 @@ def _collate(rows: list[list[tuple[list[int], int]]], length: int) -> Batch:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear from 0 to PEAK_LR over the warm-up, then linear to 0 at the last step."""
+    """Return the learning rate: linear from 0 to PEAK_LR over the warm-up, then linear to 0 at the last step."""
     return PEAK_LR * min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 

@@ -1,1 +1,12 @@
-"""The trainer's side: clients and adapters. Imports no Paddle, and nothing of the engine."""
+"""The trainer's side: a client of one or many servers, and integrations of RL frameworks. Imports no Paddle.
+
+client, sync_client   the public classes: RolloutClient, and the same without an event loop
+generate              one request until it is finished, over many attempts; continuation joins the attempts
+rollout, staleness    the result of a generation, and how old the weights of its tokens are
+routing, replica      the choice of a server for a request; one server
+replies               parsing of a server's replies
+fan_out               one call to all servers
+holds, hold_renewal   pause and resume of all servers as one, and the renewal of a pause's ttl
+publish               weights to all servers in two phases; state_transfer chunks them, state_encoding encodes them
+frameworks/           integrations of TRL, verl and SkyRL
+"""

@@ -1,7 +1,7 @@
-"""Going on after an abort: what is left to ask for, and how the attempts join into one answer. No I/O here.
+"""Continuation after an abort: the request for the rest of an answer, and the join of all attempts. No I/O here.
 
-A choice that was cut off is submitted again with its prompt and the tokens it has, and with what is left of its budget.
-The random number of a token is keyed by (seed, choice, position), so the joined answer is that of an undisturbed run.
+An aborted choice is requested again with its prompt, the tokens so far, and the rest of its token budget. The random
+number of a token depends on (seed, choice, position) only, so the joined answer equals that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.errors import MalformedReply
 from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 
-# The client sets these itself.
+# Fields that the client sets itself.
 OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "request_id", "resumed_tokens", "echo"})
-# An abort for these reasons is what the caller asked for; every other abort is gone on from.
+# Stop reasons of an abort that the caller asked for. A choice continues after every other abort.
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
-REST_OF_CONTEXT = 2**31 - 1  # a server cuts max_tokens to what is left of its context
-MAX_ID_CHARS = 448  # of the server's 512: the ids of later attempts are longer
+REST_OF_CONTEXT = 2**31 - 1  # a server reduces max_tokens to the rest of its context
+MAX_ID_CHARS = 448  # the server allows 512; the ids of later attempts are longer than the caller's
 
 
-class Request:
-    """A request of the caller. The caller's ``params`` are copied, never changed.
+class RolloutRequest:
+    """A generation that the caller asked for: one prompt, ``n`` choices. ``params`` are copied, never changed.
 
-    seed is chosen here if absent, so that every attempt draws the same numbers. eos_ids: where the client knows them, a
-    cut-off choice that ends in one of them is complete. max_tokens absent: what is left of the context.
+    Without a seed, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer may fill the
+    rest of the context. eos_ids: an aborted choice whose last token is one of them is complete.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Request:
         eos_ids: Sequence[int] = (),
     ):
         for name in OWN_FIELDS & params.keys():
-            raise InvalidField(name, "set by the client itself, expected not to be among the sampling parameters")
+            raise InvalidField(name, "expected no such sampling parameter, since the client sets this field itself")
         if n < 1:
             raise InvalidField("n", f"expected an integer >= 1, got {n}")
         if len(request_id) > MAX_ID_CHARS:
@@ -60,18 +60,18 @@ class Request:
         self.n = n
         self.request_id = request_id
         self._restarts = 0
-        self._ends = set(self.params.get("stop_token_ids", ()))
+        self._end_ids = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
-            self._ends |= set(eos_ids)
+            self._end_ids |= set(eos_ids)
 
     def start_over(self) -> None:
-        """Discard the answers so far: the next attempts begin at the prompt, and are new requests to a server that has
-        kept the old ones (retain_s)."""
+        """Begin again at the prompt. The next attempts get new ids, since a server may have kept the results of the old
+        ones (retain_s)."""
         self._restarts += 1
 
-    def body(self, choices: Sequence[Partial]) -> dict[str, Any]:
-        """The next request for these choices, which have begun an attempt: all of the group without a token, or one
-        with what it has."""
+    def body(self, choices: Sequence[PartialRollout]) -> dict[str, Any]:
+        """Return the request body of an attempt that ``choices`` have begun: the whole group, without a token yet, or
+        one choice with its tokens so far."""
         first = choices[0]
         assert len(choices) == 1 or not any(c.token_ids for c in choices)
         done = len(first.token_ids)
@@ -98,26 +98,25 @@ class Request:
             body["request_id"] = self._attempt_id(first)
         return body
 
-    def _attempt_id(self, choice: Partial) -> str:
-        """An id that no other attempt has, since one that was cut off may live on at the server for a moment. The first
-        has the caller's, the others "caller's~restart.choice.attempt". A choice counts the attempts that it made
-        together with its group, so the ids of a group and of its first choice alone differ."""
+    def _attempt_id(self, choice: PartialRollout) -> str:
+        """Return an id that no other attempt has, since an aborted attempt may still be live at the server for a
+        moment. The first attempt has the caller's id, a later one "<caller's id>~restart.choice.attempt". A choice also
+        counts the attempts of its whole group, so the ids of a group and of its first choice alone differ."""
         attempt = choice.num_attempts - 1
         if not attempt and not self._restarts:
             return self.request_id
         return f"{self.request_id}~{self._restarts}.{choice.index}.{attempt}"
 
-    def ended_by(self, token: int, count: int) -> bool:
-        """Whether ``token``, the last of ``count``, ends the answer."""
-        return token in self._ends and count >= self.min_tokens
+    def is_last_token(self, token: int, count: int) -> bool:
+        """Return whether ``token``, the last of ``count``, ends the answer."""
+        return token in self._end_ids and count >= self.min_tokens
 
 
 @dataclass
-class Partial:
-    """One choice as it grows over its attempts. ``begin`` an attempt, ``take`` what it sends; ``finish_reason`` is set
-    when there is nothing left to ask for."""
+class PartialRollout:
+    """One choice that grows over its attempts. ``finish_reason`` is None until the choice is complete."""
 
-    request: Request
+    request: RolloutRequest
     index: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -130,31 +129,32 @@ class Partial:
     num_preempted: int = 0
     replicas: list[str] = field(default_factory=list)
     _base: int = 0
-    _fresh: bool = True
+    _is_new_attempt: bool = True
     _preempted_before: int = 0
 
     @property
     def num_attempts(self) -> int:
         return len(self.replicas)
 
-    def begin(self, replica: str) -> None:
-        """A new attempt, on ``replica``: its counts and its text start anew."""
+    def begin_attempt(self, replica: str) -> None:
+        """Start an attempt on ``replica``, whose spans, text and count of preemptions begin at zero again."""
         self._base = len(self.token_ids)
-        self._fresh = True
+        self._is_new_attempt = True
         self._preempted_before = self.num_preempted
         self.replicas.append(replica)
 
-    def take(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
-        """Add one chunk's choice. Raises MalformedReply for what would make unusable training data."""
+    def add_chunk(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
+        """Add the part of a stream's chunk for this choice. Raises MalformedReply if tokens and logprobs do not match,
+        or if there are more tokens than max_tokens."""
         ids = choice.get("token_ids") or []
-        self._take_logprobs(ids, choice.get("logprobs"))
-        # The text of an attempt covers the resumed tokens too: a stop string or a character may lie over the seam.
-        self.text = ("" if self._fresh else self.text) + (choice.get("text") or "")
-        self._fresh = False
+        self._add_logprobs(ids, choice.get("logprobs"))
+        # The text of an attempt includes that of the resumed tokens: a stop string may span two attempts.
+        self.text = ("" if self._is_new_attempt else self.text) + (choice.get("text") or "")
+        self._is_new_attempt = False
         self.token_ids += ids
         if self.request.max_tokens is not None and len(self.token_ids) > self.request.max_tokens:
-            raise MalformedReply(f"{len(self.token_ids)} tokens came where {self.request.max_tokens} were asked for")
-        self._take_spans(choice.get("weight_versions") or [], boot_id)
+            raise MalformedReply(f"expected at most {self.request.max_tokens} tokens, got {len(self.token_ids)}")
+        self._add_spans(choice.get("weight_versions") or [], boot_id)
         if choice.get("prompt_logprobs") is not None and self.prompt_logprobs is None:
             whole = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
             self.prompt_logprobs = [e and {int(token): entry for token, entry in e.items()} for e in whole]
@@ -163,19 +163,20 @@ class Partial:
         if choice.get("finish_reason") is not None:
             self._finish(choice["finish_reason"], choice.get("stop_reason"))
 
-    def _take_logprobs(self, ids: list[int], logprobs: Mapping[str, Any] | None) -> None:
+    def _add_logprobs(self, ids: list[int], logprobs: Mapping[str, Any] | None) -> None:
         if self.request.params["logprobs"] is None:
             return
-        values = (logprobs or {}).get("token_logprobs") or []
+        logprobs = logprobs or {}
+        values = logprobs.get("token_logprobs") or []
         if len(values) != len(ids) or None in values:
-            raise MalformedReply(f"{len(ids)} tokens came with {len(values)} logprobs")
+            raise MalformedReply(f"expected a logprob for each of {len(ids)} tokens, got {len(values)}")
         self.logprobs += values
         if self.request.params["logprobs"] and ids:
             self.top_logprobs += [
                 {int(name.rpartition(":")[2]): value for name, value in top.items()} for top in logprobs["top_logprobs"]
             ]
 
-    def _take_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
+    def _add_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
         for s in spans:
             span = TokenSpan(
                 str(s["version"]),
@@ -196,30 +197,30 @@ class Partial:
         if reason != "abort" or stop_reason in FINAL_ABORTS:
             self.finish_reason, self.stop_reason = reason, stop_reason
         else:
-            self.cut_off()
+            self.end_attempt_early()
 
-    def cut_off(self) -> None:
-        """The attempt ended early. What it brought may be all there is to ask for."""
+    def end_attempt_early(self) -> None:
+        """End an aborted attempt. The choice is complete if its last token ends it or max_tokens is reached."""
         count = len(self.token_ids)
-        if count and self.request.ended_by(self.token_ids[-1], count):
+        if count and self.request.is_last_token(self.token_ids[-1], count):
             self.finish_reason = "stop"
         elif count == self.request.max_tokens:
             self.finish_reason = "length"
 
     def rollout(self) -> Rollout:
-        """The joined answer so far; finish_reason "abort" if it has not ended."""
-        asked = self.request.params["logprobs"]
+        """Return the joined answer so far; its finish_reason is "abort" if the choice is not complete."""
+        num_top = self.request.params["logprobs"]
         return Rollout(
             prompt_ids=self.request.prompt_ids,
             token_ids=self.token_ids,
-            logprobs=None if asked is None else self.logprobs,
+            logprobs=None if num_top is None else self.logprobs,
             spans=self.spans,
             finish_reason=self.finish_reason or "abort",
             stop_reason=self.stop_reason,
             text=self.text,
             seed=self.request.seed,
             index=self.index,
-            top_logprobs=self.top_logprobs if asked else None,
+            top_logprobs=self.top_logprobs if num_top else None,
             prompt_logprobs=self.prompt_logprobs,
             num_preempted=self.num_preempted,
             num_resumes=max(len(self.replicas) - 1, 0),

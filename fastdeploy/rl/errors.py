@@ -2,12 +2,12 @@
 
 FastDeployError
 └── RolloutError
-    ├── Unreachable       a replica could not be talked to, or the connection broke
-    ├── RolloutFailed     a generation was given up (failures, or time was over); ``partial`` has its tokens
-    ├── TooStale          a token is older than the bound allows; ``rollouts`` are the results
-    ├── MalformedReply    the server broke its contract (logprobs of another length, too many tokens)
-    └── FleetError        a call over all replicas failed on some; ``reports`` has one entry per replica
-        └── HoldLost      a hold of this client ended before it was released: the servers may have run meanwhile
+    ├── Unreachable       a replica cannot be reached, or the connection broke
+    ├── RolloutFailed     a generation was given up (failures or time-out); ``partial`` has its tokens
+    ├── TooStale          a token's weights lack more publications than allowed; ``rollouts`` are the results
+    ├── MalformedReply    the server broke its contract (other number of logprobs than tokens, too many tokens)
+    └── FleetError        a call to all replicas failed on some; ``reports`` has one entry per replica
+        └── HoldLost      a hold of this client ended before its release: the servers may have run meanwhile
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy.rl.rollout import Rollout
 
 
-# Answers of a replica that is well but takes no requests just now.
+# Error codes of a healthy replica that takes no requests at the moment.
 BUSY = frozenset({"rejecting_new_requests", "queue_full"})
 
 
@@ -55,7 +55,7 @@ class MalformedReply(RolloutError):
 
 @dataclass(frozen=True)
 class Report:
-    """What one replica answered: ``result``, or ``error``."""
+    """The answer of one replica: ``result``, or ``error``."""
 
     replica: str
     result: dict[str, Any] | None = None
@@ -64,6 +64,13 @@ class Report:
     @property
     def ok(self) -> bool:
         return self.error is None
+
+    def unwrap(self) -> dict[str, Any]:
+        """Return ``result``, or raise ``error``."""
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
 
 
 class FleetError(RolloutError):
@@ -80,12 +87,12 @@ class HoldLost(FleetError):
 
 
 def is_busy(error: FastDeployError) -> bool:
-    """Return whether the replica works, but takes no requests at the moment. ``detail["retry_after"]`` says when, in
-    seconds."""
+    """Return whether the replica is healthy, but takes no requests at the moment. ``detail["retry_after"]`` has the
+    wait in seconds, if the replica told one."""
     return error.code in BUSY or error.detail.get("status") == 429
 
 
-def may_pass(error: FastDeployError) -> bool:
+def is_retryable(error: FastDeployError) -> bool:
     """Return whether another attempt may succeed: the replica was at fault or busy, and the request and its key were
     not."""
     if isinstance(error, RolloutError):

@@ -24,7 +24,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. A caller that is interrupted (Ctrl-C) cancels it."""
+        """Return the result of ``work``. An interrupt of the caller (Ctrl-C) cancels ``work``."""
         future = self.submit(work)
         try:
             return future.result()

@@ -1,6 +1,6 @@
-"""Publishing weights to many replicas in two phases: the tensors everywhere, then the commits.
+"""Publishing weights to many replicas in two phases: first stage the tensors on all, then commit on all.
 
-If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and nobody has committed.
+If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and no replica commits.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy.rl.errors import FleetError, Report, Unreachable
-from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
-from fastdeploy.rl.pause import Holds
+from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
+from fastdeploy.rl.holds import Holds
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.routing import Router
-from fastdeploy.rl.staleness import Ledger
+from fastdeploy.rl.staleness import PublicationLedger
 
-CONFIRM_S = 30.0  # given to abort a session, and to learn whether a commit took place whose answer was lost
-Chunks = AsyncGenerator[dict[str, Any], None]
+CONFIRM_S = 30.0  # limit of each call that begins or aborts a session, or asks what a replica serves
+NOT_COMMITTED = "nobody has committed"
+ChunkCalls = AsyncGenerator[dict[str, Any], None]  # keyword arguments of Replica.call for each /v1/weights/chunk
 
 
 @dataclass(frozen=True)
 class Publication:
-    """number: of this client's publications, from 1. version: the label, as the first replica has it (without one given
-    each replica makes its own, of its epoch). reports: of the commits. tensors, nbytes: sent to each replica."""
+    """Weights that all replicas have committed.
+
+    number: counts this client's publications from 1. version: the label on the first replica (without a given version,
+    each replica makes its own from its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
 
     number: int
     version: str
@@ -35,72 +38,75 @@ class Publication:
 
 
 class Publisher:
-    """One publication at a time. ``Chunks`` yields keyword arguments of Replica.call for /v1/weights/chunk."""
+    """Publishes weights, one publication at a time: callers of :meth:`publish` hold ``lock``."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: Ledger, holds: Holds):
+    def __init__(self, replicas: Sequence[Replica], router: Router, ledger: PublicationLedger, holds: Holds):
         self._replicas = replicas
         self._router = router
         self._ledger = ledger
         self._holds = holds
         self.lock = asyncio.Lock()
-        self.held: dict[str, tuple[str, int]] = {}  # replica -> (boot id, weight_epoch) of its last commit of ours
+        # By replica: (boot id, weight_epoch) of this client's last commit.
+        self._last_commits: dict[str, tuple[str, int]] = {}
 
-    async def up_to_date(self) -> bool:
-        """Whether every replica still serves what this client committed last, and nobody else has since."""
+    async def serves_last_publication(self) -> bool:
+        """Return whether every replica still serves this client's last publication."""
         reports = await fan_out(self._replicas, lambda r: r.call("GET", "/v1/weights"), CONFIRM_S)
-        return all(
-            r.ok and self.held.get(r.replica) == (r.result["boot_id"], r.result["weight_epoch"]) for r in reports
-        )
+        return all(r.ok and self._last_commits.get(r.replica) == _identity(r.unwrap()) for r in reports)
 
-    async def publish(self, options: dict[str, Any], chunks: Callable[[], Chunks], deadline_s: float) -> Publication:
+    async def publish(
+        self, options: dict[str, Any], chunk_calls: Callable[[], ChunkCalls], deadline_s: float
+    ) -> Publication:
         """Stage chunks on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with a
-        report per replica: while staging, no replica has committed; at the commit, those that failed are left out until
-        they are published to again. Raises HoldLost, and no replica has committed, if the client believes the replicas
-        paused and they are not."""
+        report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
+        requests until the next publication. Raises HoldLost, and no replica has committed, if a hold of this client
+        has ended on a replica."""
         sessions: dict[str, dict[str, Any]] = {}
         tensors = nbytes = 0
         try:
             async with asyncio.timeout(deadline_s):
                 await self._begin(options, sessions)
-                async with aclosing(chunks()) as parts:
-                    async for chunk in parts:
-                        staged = await self._stage(sessions, chunk, deadline_s)
+                async with aclosing(chunk_calls()) as calls:
+                    async for call in calls:
+                        staged = await self._stage(sessions, call, deadline_s)
                         tensors, nbytes = tensors + staged["tensors"], nbytes + staged["nbytes"]
                 await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
-            await to_the_end(self._abort(sessions))
+            await run_shielded(self._abort(sessions))
             if isinstance(error, TimeoutError):
                 late = Unreachable(f"not staged within {deadline_s} s")
-                raise FleetError("nobody has committed", [Report(r.url, error=late) for r in self._replicas]) from error
+                raise FleetError(NOT_COMMITTED, [Report(r.url, error=late) for r in self._replicas]) from error
             raise
-        number = self._ledger.begin()
-        reports = await to_the_end(self._commit(sessions, number))
+        number = self._ledger.begin_publication()
+        reports = await run_shielded(self._commit(sessions, number))
         require_all("the commit failed on some replicas, which are left out until they are published to", reports)
-        return Publication(number, str(reports[0].result["version"]), reports, tensors, nbytes)
+        return Publication(number, str(reports[0].unwrap()["version"]), reports, tensors, nbytes)
 
     async def _begin(self, options: dict[str, Any], sessions: dict[str, dict[str, Any]]) -> None:
         async def begin(replica: Replica) -> dict[str, Any]:
             sessions[replica.url] = await replica.call("POST", "/v1/weights/begin", json=options)
             return sessions[replica.url]
 
-        require_all("nobody has committed", await fan_out(self._replicas, begin, CONFIRM_S))
+        require_all(NOT_COMMITTED, await fan_out(self._replicas, begin, CONFIRM_S))
 
-    async def _stage(self, sessions: dict[str, dict[str, Any]], chunk: dict[str, Any], deadline_s: float) -> dict:
+    async def _stage(
+        self, sessions: dict[str, dict[str, Any]], chunk_call: dict[str, Any], deadline_s: float
+    ) -> dict[str, Any]:
         async def stage(replica: Replica) -> dict[str, Any]:
             session = {"session_id": sessions[replica.url]["session_id"]}
-            body = {"json": chunk["json"] | session} if "json" in chunk else {}
-            params = {"params": chunk.get("params", {}) | session} if "content" in chunk else {}
-            return await replica.call("POST", "/v1/weights/chunk", deadline_s, **(chunk | body | params))
+            place = "json" if "json" in chunk_call else "params"
+            arguments = chunk_call | {place: chunk_call.get(place, {}) | session}
+            return await replica.call("POST", "/v1/weights/chunk", deadline_s, **arguments)
 
-        reports = require_all("nobody has committed", await fan_out(self._replicas, stage, deadline_s))
-        return reports[0].result
+        reports = require_all(NOT_COMMITTED, await fan_out(self._replicas, stage, deadline_s))
+        return reports[0].unwrap()
 
     async def _abort(self, sessions: dict[str, dict[str, Any]]) -> None:
         async def abort(replica: Replica) -> dict[str, Any]:
             session = {"session_id": sessions[replica.url]["session_id"]}
             return await replica.call("POST", "/v1/weights/abort", json=session)
 
-        # One that cannot be reached drops its session when the lease ends.
+        # A replica that cannot be reached drops its session when the lease ends.
         await fan_out([r for r in self._replicas if r.url in sessions], abort, CONFIRM_S)
 
     async def _commit(self, sessions: dict[str, dict[str, Any]], number: int) -> list[Report]:
@@ -110,30 +116,28 @@ class Publisher:
                 done = await replica.call("POST", "/v1/weights/commit", json={"session_id": session["session_id"]})
             except Unreachable:
                 done = await self._confirm(replica, session)
-            self._ledger.committed(number, replica.url, done["boot_id"], done["weight_epoch"])
-            self._router.published(replica, done["boot_id"])
-            self.held[replica.url] = (done["boot_id"], done["weight_epoch"])
+            self._ledger.record_commit(number, replica.url, done["boot_id"], done["weight_epoch"])
+            self._router.note_published(replica, done["boot_id"])
+            self._last_commits[replica.url] = _identity(done)
             return done
 
         reports = await fan_out(self._replicas, commit, 3 * CONFIRM_S)
-        self._ledger.end()
+        self._ledger.end_publication()
         if any(report.ok for report in reports):
             for replica, report in zip(self._replicas, reports, strict=True):
-                if not report.ok:
-                    self._router.left_behind(replica, f"its commit failed: {report.error.message}")
-                    self.held.pop(replica.url, None)
+                if report.error is not None:
+                    self._router.exclude(replica, f"its commit failed: {report.error.message}")
+                    self._last_commits.pop(replica.url, None)
         return reports
 
     async def _confirm(self, replica: Replica, session: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a commit was lost: what became of it. Raises Unreachable if it did not take place."""
-
-        async def info(replica: Replica) -> dict[str, Any]:
-            return await replica.call("GET", "/v1/weights")
-
-        (report,) = await fan_out([replica], info, CONFIRM_S, retry=True)
-        if report.error is not None:
-            raise report.error
-        now = report.result
-        if (now["boot_id"], now["weight_epoch"]) != (session["boot_id"], session["weight_epoch"] + 1):
+        """Find out whether a commit whose answer was lost took place. Raises Unreachable if it did not."""
+        (report,) = await fan_out([replica], lambda r: r.call("GET", "/v1/weights"), CONFIRM_S, retry=True)
+        now = report.unwrap()
+        if _identity(now) != (session["boot_id"], session["weight_epoch"] + 1):
             raise Unreachable("the connection broke at the commit, which did not take place")
         return now | {"status": "committed"}
+
+
+def _identity(weights: dict[str, Any]) -> tuple[str, int]:
+    return weights["boot_id"], weights["weight_epoch"]

@@ -1,4 +1,4 @@
-"""What a generation gives back."""
+"""The results of a generation: Rollout, and TokenSpan for the weights that sampled its tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 class TokenSpan:
     """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
 
-    An epoch counts the commits of one start of one engine, which ``boot_id`` names. publication: number of the last
-    publication of this client that those weights hold; 0 = weights from before the first.
+    weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. publication: number of this
+    client's last publication that those weights contain; 0 = weights from before the first publication.
     """
 
     version: str
@@ -28,14 +28,13 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One choice, over all attempts that it took.
+    """One finished choice, joined from all its attempts.
 
-    logprobs: one per token, or None if not asked for. top_logprobs: {token id: logprob} per token where more than the
-    sampled one were asked for. prompt_logprobs: one entry per token of ``prompt_ids``, the first of them None.
-    spans: cover all tokens, in order. finish_reason: stop | length | abort (only by a deadline_s or max_queue_s that
-    the caller set) | error (only within RolloutFailed). staleness: how many publications of this client the oldest
-    token's weights lack.
-    num_resumes: attempts beyond the first. replicas: url of each attempt.
+    logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
+    prompt_logprobs: one entry per token of ``prompt_ids``, the first of them None. spans: cover all tokens, in order.
+    finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s) | error (only within
+    RolloutFailed). staleness: number of this client's publications that the oldest token's weights lack.
+    num_resumes: attempts after the first. replicas: url of each attempt.
     """
 
     prompt_ids: list[int]

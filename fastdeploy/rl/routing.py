@@ -1,4 +1,4 @@
-"""Which replica takes a request: that of its session, else the one with the fewest choices in flight."""
+"""Choosing the replica of a request: the replica of its session, else the one with the fewest choices in flight."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.rl.errors import is_busy, may_pass
+from fastdeploy.rl.errors import is_busy, is_retryable
 from fastdeploy.rl.replica import Replica
 
 MAX_SESSIONS = 100_000
 
 
 class Router:
-    """Replicas that failed, reject requests or hold other weights are avoided. A session moves only when its replica
-    is gone or failed, not when it merely rejects for a moment."""
+    """Chooses a replica per request, and avoids those that failed, reject requests or serve other weights. A session
+    moves to another replica only if its own failed or is stale, not if it rejects requests for a moment."""
 
     def __init__(self, replicas: Sequence[Replica]):
         self.replicas = list(replicas)
@@ -26,7 +26,7 @@ class Router:
 
     @asynccontextmanager
     async def lease(self, session: Hashable | None, choices: int) -> AsyncIterator[Replica]:
-        """A replica that was well when last heard of, with ``choices`` added to its load. Waits while there is none."""
+        """Lease a healthy replica, with ``choices`` added to its load meanwhile. Waits while there is none."""
         replica = await self._acquire(session, choices)
         try:
             yield replica
@@ -41,7 +41,7 @@ class Router:
                 continue
             replica.in_flight += choices
             try:
-                if not replica.doubtful or await self._probe(replica):
+                if not replica.needs_probe or await self._probe(replica):
                     return replica
             except BaseException:
                 replica.in_flight -= choices
@@ -63,7 +63,7 @@ class Router:
         return best
 
     async def _wait(self) -> None:
-        """Until a replica may be tried again, or :meth:`wake`."""
+        """Wait until a replica may be tried again, or until :meth:`retry_now`."""
         self._changed.clear()
         due = min((r.retry_at for r in self.replicas if r.stale is None), default=None)
         try:
@@ -73,54 +73,55 @@ class Router:
             return
 
     async def _probe(self, replica: Replica) -> bool:
-        """Ask a replica that failed, or was never used, for its identity and whether it takes requests. One probe
-        serves all callers. Raises the replica's answer if no later probe can succeed: the key is wrong, or the service
-        is another one."""
-        async with replica.probing:
-            if not replica.doubtful:
+        """Return whether a replica that failed or was never used takes requests, and note its boot id. Callers at the
+        same time share one probe. Raises the replica's error if no later probe can succeed: the key is wrong, or the
+        address is that of another service."""
+        async with replica.probe_lock:
+            if not replica.needs_probe:
                 return replica.stale is None
             if replica.retry_at > _now():
                 return False
             try:
-                self.seen(replica, (await replica.call("GET", "/health")).get("boot_id"))
-                replica.well()
+                self.note_engine(replica, (await replica.call("GET", "/health")).get("boot_id"))
+                replica.mark_healthy()
                 await replica.call("GET", "/ready")
             except FastDeployError as error:
-                if not may_pass(error):
+                if not is_retryable(error):
                     raise
-                self.refused(replica, error)
+                self.note_refusal(replica, error)
                 return False
             return replica.stale is None
 
-    def refused(self, replica: Replica, error: FastDeployError) -> None:
-        """``replica`` failed with ``error``, or says that it takes no requests just now."""
+    def note_refusal(self, replica: Replica, error: FastDeployError) -> None:
+        """Avoid ``replica`` for a while: ``error`` says that it failed, or takes no requests at the moment."""
         wait = error.detail.get("retry_after", 0.0)
         if is_busy(error):
-            replica.busy(_now(), wait)
+            replica.mark_busy(_now(), wait)
         else:
-            replica.failed(_now(), wait)
+            replica.mark_failed(_now(), wait)
 
-    def seen(self, replica: Replica, boot_id: str | None) -> bool:
-        """Note the engine that ``replica`` runs. False if it is another one, without what was published."""
+    def note_engine(self, replica: Replica, boot_id: str | None) -> bool:
+        """Note the boot id of the engine of ``replica``. Return False if the engine restarted without the published
+        weights."""
         restarted = boot_id is not None and replica.boot_id is not None and boot_id != replica.boot_id
         if restarted and self._anything_published:
             replica.stale = "its engine restarted without the published weights"
         replica.boot_id = boot_id or replica.boot_id
         return replica.stale is None
 
-    def published(self, replica: Replica, boot_id: str | None) -> None:
-        """``replica`` holds what was published last."""
+    def note_published(self, replica: Replica, boot_id: str | None) -> None:
+        """Note that ``replica`` serves the last publication."""
         self._anything_published = True
         replica.boot_id, replica.stale = boot_id or replica.boot_id, None
-        replica.well()
+        replica.mark_healthy()
         self._changed.set()
 
-    def left_behind(self, replica: Replica, why: str) -> None:
-        """``replica`` does not hold what the others do: no requests until it is published to."""
+    def exclude(self, replica: Replica, why: str) -> None:
+        """Send ``replica`` no requests until it is published to, since it does not serve the weights of the others."""
         replica.stale = why
 
-    def wake(self) -> None:
-        """Replicas that rejected requests may take them again."""
+    def retry_now(self) -> None:
+        """Try replicas that rejected requests again at once."""
         for replica in self.replicas:
             if not replica.failures:
                 replica.retry_at = 0.0

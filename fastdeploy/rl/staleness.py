@@ -1,7 +1,7 @@
-"""How old a token is, counted in publications of this client.
+"""The age of a token's weights, counted in publications of this client.
 
-Epochs count the commits of one start of one engine, and labels may repeat: neither can be compared between replicas.
-What can be compared is the publication whose weights made the token, and each commit tells which epoch it became.
+weight_epoch counts the commits of one engine since its start, and versions may repeat, so neither can be compared
+between replicas. Publications can. The answer to each commit has the weight_epoch that the publication got there.
 """
 
 from __future__ import annotations
@@ -12,43 +12,44 @@ from operator import itemgetter
 
 from fastdeploy.rl.rollout import Rollout, TokenSpan
 
-KEPT = 1024  # epochs remembered per engine
+MAX_COMMITS = 1024  # remembered per engine
 
 
-class Ledger:
-    """``newest`` is the number of publications so far. Number 0 is what served before the first."""
+class PublicationLedger:
+    """Maps weight epochs to publications. ``newest`` is the number of publications so far; 0 stands for the weights
+    before the first."""
 
     def __init__(self) -> None:
         self.newest = 0
         self._pending = 0
         self._commits: dict[tuple[str, str | None], list[tuple[int, int]]] = {}
 
-    def begin(self) -> int:
-        """The number of the next publication; it counts from its first commit on."""
+    def begin_publication(self) -> int:
+        """Return the number of the next publication, which becomes ``newest`` with its first commit."""
         self._pending = self.newest + 1
         return self._pending
 
-    def committed(self, number: int, replica: str, boot_id: str | None, weight_epoch: int) -> None:
-        """``replica`` serves publication ``number`` as ``weight_epoch``."""
+    def record_commit(self, number: int, replica: str, boot_id: str | None, weight_epoch: int) -> None:
+        """Note that ``replica`` serves publication ``number`` as ``weight_epoch``."""
         self.newest = max(self.newest, number)
         commits = self._commits.setdefault((replica, boot_id), [])
         insort(commits, (weight_epoch, number))
-        del commits[:-KEPT]
+        del commits[:-MAX_COMMITS]
 
-    def end(self) -> None:
-        """All replicas have answered the commit."""
+    def end_publication(self) -> None:
+        """Note that every replica has answered the commit."""
         self._pending = 0
 
     def publication_of(self, span: TokenSpan) -> int:
-        """The newest publication that had reached the replica when it made the span's tokens."""
+        """Return the newest publication that the replica had committed when it sampled the span's tokens."""
         commits = self._commits.get((span.replica, span.boot_id), [])
         at = bisect_right(commits, span.weight_epoch, key=itemgetter(0))
         if at == len(commits) and self._pending and span.weight_epoch > (commits[-1][0] if commits else 0):
-            return self._pending  # its first tokens may overtake the answer to the commit
+            return self._pending  # the first tokens of new weights may arrive before the answer to their commit
         return commits[at - 1][1] if at else 0
 
-    def label(self, rollout: Rollout) -> Rollout:
-        """``rollout`` with the publication of each span, and its staleness now."""
+    def with_staleness(self, rollout: Rollout) -> Rollout:
+        """Return ``rollout`` with the publication of each span, and its staleness now."""
         spans = [replace(span, publication=self.publication_of(span)) for span in rollout.spans]
         oldest = min((span.publication for span in spans), default=self.newest)
         return replace(rollout, spans=spans, staleness=max(self.newest - oldest, 0))

@@ -1,8 +1,9 @@
-"""A trainer's tensors as safetensors: in memory, in shared memory, or in a folder. No HTTP here, and no framework: a
-tensor of Paddle or torch is asked for its bytes, so whichever the trainer uses is the one that is imported.
+"""Encoding of a trainer's tensors as safetensors: in memory, in shared memory, or in a folder. No HTTP here.
 
-The layout is that of https://github.com/huggingface/safetensors: the header's length in 8 bytes, little endian; the
-header, JSON padded with spaces to 8 bytes; the tensors' bytes.
+Paddle and torch are not imported unless the trainer's tensors are of that framework.
+
+Layout (https://github.com/huggingface/safetensors): length of the header in 8 bytes, little endian; the header, JSON
+padded with spaces to 8 bytes; the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ DTYPES = {
 
 
 class HostTensor(NamedTuple):
-    """dtype: as safetensors spells it. data: the bytes in row-major order, valid as long as the tensor is unchanged."""
+    """A tensor in host memory. dtype: as safetensors spells it. data: the bytes in row-major order, valid until the
+    trainer changes the tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +48,8 @@ class HostTensor(NamedTuple):
 
 
 def host_tensors(state: Mapping[str, Any]) -> dict[str, HostTensor]:
-    """The tensors of ``state`` (Paddle, torch or numpy, on any device), copied only where they are not in host memory
-    in row-major order already. Raises InvalidField for what is no tensor."""
+    """Return the tensors of ``state`` (Paddle, torch or numpy, on any device). Row-major tensors in host memory are not
+    copied. Raises InvalidField for a value that is no tensor."""
     return {name: _host_tensor(name, value) for name, value in state.items()}
 
 
@@ -57,16 +59,16 @@ def _host_tensor(name: str, value: Any) -> HostTensor:
         array, dtype = np.asarray(value), str(value.dtype)
     elif hasattr(value, "detach") and hasattr(value, "dtype"):
         dtype = str(value.dtype).rpartition(".")[2]
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sharded over a mesh
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor, sharded over a device mesh
         flat = whole.detach().cpu().contiguous().reshape([-1])
-        # numpy has no bfloat16: torch shows the bytes, Paddle gives them as they are
+        # numpy has no bfloat16. Paddle converts bfloat16 to uint16; torch needs a view as bytes.
         array = flat.numpy() if framework == "paddle" else _torch_bytes(flat)
     else:
         raise InvalidField(name, f"expected a tensor of Paddle, torch or numpy, got {type(value).__name__}")
     if dtype not in DTYPES:
         raise InvalidField(name, f"expected one of {', '.join(DTYPES)}, got {dtype}")
-    data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return HostTensor(DTYPES[dtype], tuple(map(int, value.shape)), data)
+    data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return HostTensor(DTYPES[dtype], tuple(map(int, value.shape)), memoryview(data))
 
 
 def _torch_bytes(flat: Any) -> np.ndarray:
@@ -76,26 +78,26 @@ def _torch_bytes(flat: Any) -> np.ndarray:
 
 
 def digests(tensors: Mapping[str, HostTensor]) -> dict[str, str]:
-    """sha256 of each tensor's bytes, in hex: what /v1/weights/chunk takes as checksums."""
+    """Return the sha256 of each tensor's bytes, in hex (the checksums of /v1/weights/chunk)."""
     return {name: hashlib.sha256(tensor.data).hexdigest() for name, tensor in tensors.items()}
 
 
-def chunks(tensors: Mapping[str, HostTensor], max_bytes: int) -> Iterator[dict[str, HostTensor]]:
-    """``tensors`` in their order, in groups of at most ``max_bytes``; a larger tensor goes alone."""
-    group: dict[str, HostTensor] = {}
+def split(tensors: Mapping[str, HostTensor], max_bytes: int) -> Iterator[dict[str, HostTensor]]:
+    """Yield ``tensors``, in their order, in chunks of at most ``max_bytes``. A larger tensor is a chunk of its own."""
+    chunk: dict[str, HostTensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        if group and size + tensor.data.nbytes > max_bytes:
-            yield group
-            group, size = {}, 0
-        group[name] = tensor
+        if chunk and size + tensor.data.nbytes > max_bytes:
+            yield chunk
+            chunk, size = {}, 0
+        chunk[name] = tensor
         size += tensor.data.nbytes
-    if group:
-        yield group
+    if chunk:
+        yield chunk
 
 
 def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
-    """One safetensors file, piece by piece."""
+    """Yield the header of a safetensors file, then the bytes of each tensor."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -109,14 +111,14 @@ def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
 
 
 def encode(tensors: Mapping[str, HostTensor]) -> bytes:
-    """One safetensors file, as the body of an upload."""
+    """Return a safetensors file, as the body of an upload."""
     return b"".join(pieces(tensors))
 
 
 @contextmanager
-def shared(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
-    """A POSIX shared memory segment in safetensors layout: its name and size. It is gone on exit. Raises OSError where
-    there is no room: it is written, not mapped, so that a full /dev/shm is an error and no signal."""
+def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
+    """Write a POSIX shared memory segment in safetensors layout; give its name and size; delete it on exit. The segment
+    is written and not mapped, so that a full /dev/shm raises OSError instead of a SIGBUS."""
     path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
     try:
         yield path.name, _write(path, tensors, 0o600)
@@ -126,7 +128,7 @@ def shared(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
 
 
 def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> int:
-    """Write ``folder``/model.safetensors, for everybody to read; returns its size. The folder must exist."""
+    """Write ``folder``/model.safetensors, readable by all users; return its size. The folder must exist."""
     return _write(Path(folder) / "model.safetensors", tensors, 0o644)
 
 

@@ -9,23 +9,23 @@ from typing import Any, Literal, Unpack
 
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
+from fastdeploy.rl.holds import new_hold_id, note_cleanup_failure
 from fastdeploy.rl.loop_thread import LoopThread
-from fastdeploy.rl.pause import beside, new_hold_id
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
-from fastdeploy.rl.state_source import Pairs
+from fastdeploy.rl.state_transfer import NamedTensors
 
 
 class SyncRolloutClient:
-    """Takes what RolloutClient takes. Its methods may be called from many threads at once; one that is interrupted
-    (Ctrl-C) cancels what it began."""
+    """RolloutClient with blocking methods and the same arguments. Many threads may call them at once. A call that is
+    interrupted (Ctrl-C) cancels its work."""
 
     def __init__(self, urls: str | Sequence[str], **options: Any):
         self._thread = LoopThread("rollout-client")
         self._run = self._thread.run
         self._closed = False
         try:
-            self._client = self._run(_made(urls, options))
+            self._client = self._run(_make_client(urls, options))
         except BaseException:
             self._thread.stop()
             raise
@@ -67,8 +67,8 @@ class SyncRolloutClient:
         params: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[Rollout]:
-        """One answer to each prompt, all at once, in their order. Answer i is choice i, so that equal prompts draw
-        apart under one seed too."""
+        """Generate one answer to each prompt, all at the same time; return them in the order of the prompts. Answer i
+        has choice index i, so that equal prompts get different answers under one seed."""
         first = (params or {}).get("first_choice", 0)
         numbered = [{**(params or {}), "first_choice": first + i} for i in range(len(prompts))]
 
@@ -95,7 +95,7 @@ class SyncRolloutClient:
         try:
             yield reports
         except BaseException as error:
-            with beside(error):
+            with note_cleanup_failure(error):
                 self.resume(hold_id)
             raise
         self.resume(hold_id)
@@ -107,7 +107,7 @@ class SyncRolloutClient:
         return self._run(self._client.abort_all())
 
     def publish(
-        self, state: Mapping[str, Any] | Pairs, version: str | int | None = None, **options: Any
+        self, state: Mapping[str, Any] | NamedTensors, version: str | int | None = None, **options: Any
     ) -> Publication:
         return self._run(self._client.publish(state, version, **options))
 
@@ -130,5 +130,5 @@ class SyncRolloutClient:
         return self._run(self._client.health())
 
 
-async def _made(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:
+async def _make_client(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:
     return RolloutClient(urls, **options)

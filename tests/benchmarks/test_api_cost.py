@@ -1,4 +1,4 @@
-"""benchmarks/api_cost.py, end to end on a server of the embedded model, its arithmetic, and what it refuses."""
+"""benchmarks/api_cost.py: a run on a server of the embedded model, its arithmetic, and refused arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = Path(fastdeploy.embedded.__file__).with_name("model")
 
 
 def one_round(output_len: int = 40, pids: tuple[int, ...] = (), defect: str | None = None) -> Cost:
-    """Of three completions from a FakeServer in this process."""
+    """Measure a round of three completions on a FakeServer in this process."""
 
     async def run() -> Cost:
         async with FakeServer(defect=defect) as server:
@@ -33,7 +33,7 @@ def one_round(output_len: int = 40, pids: tuple[int, ...] = (), defect: str | No
     return asyncio.run(run())
 
 
-def test_every_case_is_measured_on_a_server_that_is_gone_afterwards(
+def test_every_case_is_measured_and_the_server_is_stopped_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     file, started = tmp_path / "out.json", []
@@ -59,7 +59,7 @@ def test_every_case_is_measured_on_a_server_that_is_gone_afterwards(
     assert all(case.name in shown for case in CASES)
 
 
-def test_a_cost_is_told_by_core_by_token_and_by_second():
+def test_a_cost_has_figures_per_core_per_token_and_per_second():
     cost = Cost(wall_s=4.0, cpu_s=0.2, tokens=1000)
     assert cost.core_percent == pytest.approx(5)
     assert cost.us_per_token == pytest.approx(200)
@@ -72,7 +72,7 @@ def test_a_row_has_medians_and_extremes_of_the_rounds_without_errors():
     assert api_cost.row("chat", rounds[3:]) == ("chat", "-", "-", "-", "-")
 
 
-def test_the_tokens_counted_are_those_between_the_last_first_one_and_the_first_end():
+def test_tokens_are_counted_from_the_last_streams_first_token_to_the_first_end():
     cost = one_round(pids=(os.getpid(),))
     assert not cost.errors
     assert 0 < cost.tokens <= 3 * 39 and cost.wall_s > 0

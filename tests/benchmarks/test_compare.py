@@ -1,4 +1,4 @@
-"""benchmarks/compare.py, end to end on two servers of the embedded model, and what it refuses."""
+"""benchmarks/compare.py: a run on two servers of the embedded model, failing peers, and refused arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def twins() -> list[Engine]:
     return [engine, replace(engine, name="twin")]
 
 
-def test_two_servers_are_started_compared_and_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "out.json"
     args = compare.parse(["--model-path", str(MODEL), "--repeats", "2", "--json", str(file)])
     started = []
@@ -61,7 +61,7 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: 
     assert "no such model" in capsys.readouterr().err
 
 
-# Peers that fail: at start, by never being ready, in the middle of a load.
+# Peers that fail: at the start, by never being ready, during a load.
 EXITS = "import sys; print('no float32 KV here'); sys.exit(3)"
 NEVER_READY = "import time; print('still loading', flush=True); time.sleep(600)"
 DIES_LATER = """
@@ -78,7 +78,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever(
 """
 
 
-def test_peers_that_fail_are_left_out_with_their_reasons_and_the_others_are_compared(
+def test_a_failing_peer_is_removed_with_a_reason_and_the_others_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     failing = {
@@ -99,17 +99,17 @@ def test_peers_that_fail_are_left_out_with_their_reasons_and_the_others_are_comp
     assert list(content["engines"]) == list(content["loads"][0]["engines"]) == ["ours", "twin"]
 
 
-def test_a_peer_that_is_never_ready_is_left_out_after_the_limit():
+def test_a_peer_that_is_never_ready_is_removed_after_the_limit():
     said: list[str] = []
-    field = compare.Field(said.append)
+    running = compare.RunningEngines(said.append)
     engines = [Engine(name, "1", (sys.executable, "-c", code), "/ready")
                for name, code in (("first", DIES_LATER), ("peer", NEVER_READY))]  # fmt: skip
-    with field.started(engines, ready_s=8):
-        assert [contender.engine.name for contender in field.contenders] == ["first"]
+    with running.started(engines, ready_s=8):
+        assert [contender.engine.name for contender in running.contenders] == ["first"]
     assert "without peer: the server did not become ready within 8 s" in said[-1] and "still loading" in said[-1]
 
 
-def test_a_peer_that_is_not_installed_is_left_out_by_name(
+def test_a_peer_that_is_not_installed_is_reported_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("PEERS_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""benchmarks/pause.py and benchmarks/serving.py as commands, against servers that are right, wrong, or not there."""
+"""benchmarks/pause.py and benchmarks/serving.py as commands, on correct, defective and missing servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL += ["--before", "20", "--freeze", "0.3"]
 
 
 def command(script: str, *args: str, defect: str | None = None, url: str | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``script`` run against a FakeServer (or ``url``)."""
+    """Run ``script`` against a FakeServer (or ``url``); return exit code, stdout and stderr."""
 
     async def run() -> tuple[int, str, str]:
         async with FakeServer(defect=defect) as server:
@@ -58,13 +58,13 @@ def test_pause_asks_the_server_how_many_sequences_run_at_once(tmp_path: Path):
     assert "abort: starting 15 streams, 3 of them running" in err
 
 
-def test_pause_says_which_flag_is_missing_where_the_server_does_not_tell():
+def test_pause_names_the_missing_flag_if_the_server_has_no_route_for_it():
     code, _, err = command("pause.py", "--dialect", "vllm")
     assert code == 2 and "--running" in err
 
 
 @pytest.mark.slow
-def test_pause_holds_against_the_server_that_make_serve_starts():
+def test_all_promises_of_a_pause_hold_on_our_own_server():
     server = Server().wait_ready()
     try:
         code, out, err = command("pause.py", url=server.url)

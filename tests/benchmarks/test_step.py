@@ -1,4 +1,4 @@
-"""The two benchmarks of a step run through on the embedded model, and the step's bounds are those of the roofline."""
+"""Both benchmarks of a step run on the embedded model, and the step's bounds are those of the roofline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_cpu_ops = pytest.mark.skipif(get_ops("bfloat16").name != "cpu", reason="th
 
 
 @needs_cpu_ops
-def test_the_step_benchmark_tells_every_step_and_its_part_of_the_roofline(monkeypatch, tmp_path, capsys):
+def test_the_step_benchmark_reports_every_step_and_its_share_of_the_roofline(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(step, "PROBE_ROWS", 1 << 10)
     arguments = ["--running", "1,3", "--context", "20", "--chunk", "40", "--repeats", "1"]
     told = tmp_path / "report.json"
@@ -41,7 +41,7 @@ def test_the_step_benchmark_tells_every_step_and_its_part_of_the_roofline(monkey
     assert "prefill 40" in capsys.readouterr().out
 
 
-def test_host_time_tells_the_parts_of_a_step_and_their_sum():
+def test_host_time_reports_the_parts_of_a_step_and_their_sum():
     arguments = ["--running", "3", "--waiting", "4", "--context", "40", "--steps", "5", "--json"]
     command = [sys.executable, "-m", "benchmarks.host_time", *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)}

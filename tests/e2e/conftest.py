@@ -1,4 +1,4 @@
-"""One server for the tests that leave it as they found it, and a maker of servers for those that kill it."""
+"""One server shared by the tests that restore its state, and a maker of servers for tests that kill processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdeploy.embedded import MODEL_DIR
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The embedded model, two API servers. A test must leave it resumed and idle, with the weights that it had."""
+    """The embedded model behind two API servers. A test must leave it resumed and idle, with the weights it had."""
     server = Server("--workers", "2", *SMALL).wait_ready()
     yield server
     server.stop()
@@ -66,7 +66,7 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., Server]]:
-    """``start_server(*flags)``: a server of the test's own, gone afterwards whatever happened to it."""
+    """Start a server for one test by ``start_server(*flags)``; stop it after the test."""
     made: list[Server] = []
 
     def start(*flags: str, ready: bool = True, env: dict[str, str] | None = None) -> Server:

@@ -1,4 +1,4 @@
-"""A real server in real processes, for the tests that kill parts of it."""
+"""A real server in real processes, for tests that kill some of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Wait for ``condition`` to be true and return its value; a bound, not a measurement."""
+    """Wait until ``condition`` is true and return its value. ``seconds`` is only a limit."""
     end = time.monotonic() + seconds
     while True:
         value = condition()
@@ -49,7 +49,7 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def descendants(pid: int) -> list[int]:
-    """Live processes below ``pid``, itself not included."""
+    """Return the live descendants of process ``pid``, without the process itself."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -86,13 +86,13 @@ class Reply:
 
     @property
     def result(self) -> Any:
-        """The result of a native control envelope."""
+        """Return the result of a native control envelope."""
         assert self.status == 200, (self.status, self.body)
         return self.json["result"]
 
 
 class Server:
-    """``fastdeploy serve`` with the flags given, in a process group of its own and a socket folder of its own."""
+    """``fastdeploy serve`` with ``flags``, in a process group and with a socket folder of its own."""
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None):
         self.port = free_port()
@@ -134,7 +134,7 @@ class Server:
     # ---------------------------------------------------------------- processes
 
     def pids(self, of: str) -> list[int]:
-        """Processes of this server whose command line contains ``of``."""
+        """Return the processes of this server whose command line contains ``of``."""
         return [p for p in descendants(self.process.pid) if of in _cmdline(p)]
 
     @property
@@ -156,7 +156,7 @@ class Server:
         return code
 
     def kill_everything(self) -> None:
-        """For teardown: whatever a test left."""
+        """Kill all processes that a test left."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -165,7 +165,7 @@ class Server:
         self.process.wait(10)
 
     def remove(self) -> None:
-        """Kill everything that a test left, and delete the server's files."""
+        """Kill all processes that a test left, and delete the server's files."""
         self.kill_everything()
         shutil.rmtree(self.ipc_root, ignore_errors=True)
         self.log_path.unlink(missing_ok=True)
@@ -190,7 +190,7 @@ class Server:
         return self.request("POST", path, body, timeout)
 
     def finished(self, reason: str) -> int:
-        """Sequences that ended for ``reason`` since the engine started."""
+        """Return the number of sequences that ended for ``reason`` since the engine's start."""
         return int(self.metric(f'request_finished_total{{reason="{reason}"}}'))
 
     def metric(self, name: str) -> float:
@@ -204,7 +204,7 @@ class Server:
         return self.get(f"/v1/weights?checksums={str(checksums).lower()}").result
 
     def complete(self, prompt: Any, **params: Any) -> Any:
-        """A completion that must succeed; returns its first choice."""
+        """Make a completion that must succeed; return its first choice."""
         body = {"prompt": prompt, "return_token_ids": True, "temperature": 0, **params}
         reply = self.post("/v1/completions", body)
         assert reply.status == 200, (reply.status, reply.body)
@@ -212,8 +212,8 @@ class Server:
 
 
 class LiveStream(threading.Thread):
-    """A streaming completion read by a thread of its own. ``tokens`` grows; ``ended`` is set when the server has said
-    its last word; ``error`` holds an error event or a broken connection."""
+    """A streaming completion, read by a thread. ``tokens`` grows. ``ended`` is set at the end of the stream; ``error``
+    is then an error event or a broken connection, or None."""
 
     def __init__(self, server: Server, prompt: list[int], **params: Any):
         super().__init__(daemon=True)

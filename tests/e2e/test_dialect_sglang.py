@@ -1,4 +1,4 @@
-"""SGLang's routes on a live server with the embedded model: what slime, AReaL and verl do to it in a step."""
+"""SGLang's routes on a live server with the embedded model: the calls that slime, AReaL and verl make in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from e2e.server import PROMPT, Server, until
 
 @pytest.fixture
 def resumed(server) -> Iterator[Server]:
-    """The server that all share; running again whatever a test did."""
+    """The shared server, resumed again after each test."""
     yield server
     server.post("/abort_request", {"abort_all": True})
     server.post("/continue_generation")
@@ -30,7 +30,7 @@ def generate(server, count: int, **more):
 
 
 class InFlight(threading.Thread):
-    """One /generate in a thread; ``reply`` when it has come."""
+    """One /generate call in a thread; ``reply`` is set at its end."""
 
     def __init__(self, server, count: int, rid: str):
         super().__init__(daemon=True)
@@ -74,8 +74,8 @@ def test_a_generation_equals_the_native_one_and_its_logprobs_are_after_the_tempe
     assert default["meta_info"]["output_token_logprobs"] == told["temperature"] != told["raw"]
 
 
-def test_an_abort_pause_ends_what_runs_holds_what_comes_and_the_load_falls_to_0(resumed):
-    """slime: pause, flush, update, continue; AReaL resubmits while it stands"""
+def test_an_abort_pause_ends_running_requests_holds_new_ones_and_the_load_falls_to_0(resumed):
+    """slime: pause, flush, update, continue. AReaL: submits again during the pause."""
     server = resumed
     runs = [InFlight(server, 3000, f"run-{i}") for i in range(2)]
     running(server, 2)
@@ -94,8 +94,7 @@ def test_an_abort_pause_ends_what_runs_holds_what_comes_and_the_load_falls_to_0(
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_frozen_request_goes_on_with_the_same_tokens_even_over_a_flush(resumed, alone, mode):
-    """known failure 29"""
+def test_a_frozen_request_continues_with_the_same_tokens_even_after_a_flush(resumed, alone, mode):
     server = resumed
     run = InFlight(server, 1200, f"frozen-{mode}")
     running(server, 1)
@@ -106,8 +105,7 @@ def test_a_frozen_request_goes_on_with_the_same_tokens_even_over_a_flush(resumed
     assert run.wait()["output_ids"] == alone[:1200]
 
 
-def test_an_abort_by_the_clients_id_hits_it(resumed):
-    """known failure 11"""
+def test_a_request_is_aborted_by_the_clients_id(resumed):
     server = resumed
     run = InFlight(server, 3000, "mine")
     running(server, 1)
@@ -117,8 +115,7 @@ def test_an_abort_by_the_clients_id_hits_it(resumed):
     assert ok(server.post("/abort_request", {"rid": "mine"}))["not_found"] == ["mine"]
 
 
-def test_an_update_from_a_folder_aborts_nobody_unless_asked_to(to_update, new_weights):
-    """known failure 26"""
+def test_an_update_from_a_folder_aborts_no_request_unless_asked_to(to_update, new_weights):
     server = to_update
     run = InFlight(server, 3000, "survivor")
     running(server, 1)
@@ -140,7 +137,7 @@ def test_an_update_from_a_folder_aborts_nobody_unless_asked_to(to_update, new_we
 
 
 def halves(folder: Path) -> list[str]:
-    """The checkpoint as two safetensors files in base64."""
+    """Return the checkpoint as two safetensors files in base64."""
     raw = (folder / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
@@ -158,7 +155,7 @@ def halves(folder: Path) -> list[str]:
 
 
 def test_tensors_arrive_in_buckets_and_are_one_commit(to_update, new_weights, on_new_weights):
-    """Two API servers: the session is the engine's, whichever of them a call reaches."""
+    """With two API servers, each call may reach another one: the session belongs to the engine."""
     server, start = to_update, to_update.weights()["weight_epoch"]
     before = generate(server, 12)
     ok(server.post("/begin_weight_update", {"selector": "all"}))
@@ -175,8 +172,8 @@ def test_tensors_arrive_in_buckets_and_are_one_commit(to_update, new_weights, on
     assert generate(server, 12)["meta_info"]["weight_versions"][0]["weight_epoch"] == start + 2
 
 
-def test_memory_is_released_and_taken_back_in_steps(to_update, new_weights):
-    """verl: release all, take the weights, update, take the KV cache"""
+def test_memory_is_released_and_resumed_in_steps(to_update, new_weights):
+    """verl: release all, resume the weights, update, resume the KV cache."""
     server = to_update
     before = generate(server, 12)["output_ids"]
     assert ok(server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}))["freed_bytes"] > 0

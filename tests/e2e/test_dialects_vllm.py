@@ -1,4 +1,4 @@
-"""vLLM's routes on a live server with the embedded model: what SkyRL, TRL and AReaL do to it in a step."""
+"""vLLM's routes on a live server with the embedded model: the calls that SkyRL, TRL and AReaL make in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from e2e.server import PROMPT, LiveStream, Reply, Server, until
 
 @pytest.fixture
 def live(server) -> Iterator[Server]:
-    """The server that all share; awake, running and idle again whatever a test did."""
+    """The shared server, awake, running and idle again after each test."""
     yield server
     server.post("/wake_up")
     server.post("/abort_requests", {"request_ids": []})
@@ -28,7 +28,7 @@ def generate(server, count: int, **more) -> dict:
 
 
 class InFlight(threading.Thread):
-    """One generation in a thread; ``choice`` when it has come."""
+    """One generation in a thread; ``choice`` is set at its end."""
 
     def __init__(self, server, count: int, **more):
         super().__init__(daemon=True)
@@ -63,8 +63,8 @@ def test_tokens_in_tokens_out_equals_a_completion(live):
     assert choice["finish_reason"] == "length"
 
 
-def test_keep_freezes_streams_and_holds_what_comes(live, alone):
-    """What SkyRL and TRL count on: nothing is aborted, nothing refused, and no token changes."""
+def test_keep_freezes_streams_and_holds_new_requests(live, alone):
+    """SkyRL and TRL need this: nothing is aborted or refused, and no token changes."""
     before = live.metric("generation_tokens_total")
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
     ok(live.post("/pause?mode=keep&clear_cache=false"))
@@ -81,7 +81,6 @@ def test_keep_freezes_streams_and_holds_what_comes(live, alone):
 
 
 def test_the_cache_can_be_reset_while_frozen_and_nothing_changes(live, alone):
-    """known failure 29"""
     stream = LiveStream(live, PROMPT, max_tokens=1200).wait_for_tokens(5)
     ok(live.post("/pause?mode=keep&clear_cache=false"))
     reset = ok(live.post("/reset_prefix_cache", {"reset_running_requests": True}))
@@ -90,8 +89,8 @@ def test_the_cache_can_be_reset_while_frozen_and_nothing_changes(live, alone):
     assert stream.wait_end().tokens == alone[:1200]
 
 
-def test_an_aborted_generation_is_a_whole_reply(live):
-    """known failure 11: by the id the client gave, told apart from one that is not there."""
+def test_an_aborted_generation_is_a_complete_reply(live):
+    """The abort names the client's id; an unknown id is reported as not found."""
     flight = InFlight(live, 3000, request_id="mine")
     until(lambda: counts(live)["running"] == 1, 30, "it to run")
     result = ok(live.post("/abort_requests", {"request_ids": ["mine", "other"]}))
@@ -102,7 +101,6 @@ def test_an_aborted_generation_is_a_whole_reply(live):
 
 
 def test_a_new_label_aborts_nothing(live):
-    """known failure 26"""
     before = ok(live.get("/weight_info"))
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
     ok(live.post("/update_weight_version", {"new_version": "relabelled", "abort_all_requests": True}))
@@ -148,8 +146,8 @@ def test_skyrls_colocated_step_discards_the_weights_and_publishes_new_ones(to_up
     assert compared["match"] is False
 
 
-def test_trls_update_cycle_freezes_replaces_and_goes_on(to_update, new_weights):
-    """Paused with cleared caches, an upload as the one chunk, resumed: later tokens are the new policy's."""
+def test_trls_update_cycle_freezes_requests_replaces_weights_and_resumes(to_update, new_weights):
+    """Pause with cleared caches, upload in one chunk, resume: later tokens come from the new weights."""
     server = to_update
     stream = LiveStream(server, PROMPT, max_tokens=2000).wait_for_tokens(5)
     ok(server.post("/pause?mode=keep"))
@@ -168,7 +166,7 @@ def test_trls_update_cycle_freezes_replaces_and_goes_on(to_update, new_weights):
 
 
 def test_a_half_sent_update_leaves_the_old_weights(live, new_weights):
-    """TRL finishes an update whose sending failed."""
+    """TRL finishes an update also if its sending failed."""
     before = ok(live.post("/weight_checker", {"action": "checksum"}))["checksums"]
     ok(live.post("/start_weight_update"))
     assert live.post("/finish_weight_update").status == 400

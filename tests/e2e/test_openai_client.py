@@ -1,4 +1,4 @@
-"""The ``openai`` package, unmodified, against a real server."""
+"""The unmodified ``openai`` package with a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pause, resume and abort over real sockets, on the embedded model, seen from two API servers."""
+"""Pause, resume and abort over real sockets, with the embedded model and two API servers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def first_tokens(running, count):
     return [s for s in running if s.tokens]
 
 
-def test_abort_returns_what_ran_at_once_whole_and_without_an_invented_end(server):
-    """known failures 1, 9, 10, 20: 4 places, 10 streams over two API servers."""
+def test_abort_returns_running_requests_at_once_with_all_tokens_and_no_invented_eos(server):
+    """Four places in the batch, 10 streams over two API servers."""
     alone = server.complete([*PROMPT, 0], max_tokens=400, ignore_eos=True)["token_ids"]
     all_streams = streams(server, 10)
     first_tokens(all_streams, 4)
@@ -55,8 +55,7 @@ def test_abort_returns_what_ran_at_once_whole_and_without_an_invented_end(server
     assert len(server.complete(PROMPT, max_tokens=3, ignore_eos=True)["token_ids"]) == 3
 
 
-def test_an_aborted_reply_has_its_full_shape_even_without_a_token(server):
-    """known failure 8, and rule 4 of the HTTP contract."""
+def test_an_aborted_reply_has_all_fields_even_without_a_token(server):
     busy = streams(server, 4)
     first_tokens(busy, 4)
     got = []
@@ -73,14 +72,14 @@ def test_an_aborted_reply_has_its_full_shape_even_without_a_token(server):
     assert choice["logprobs"]["token_logprobs"] == [] and choice["logprobs"]["tokens"] == []
 
 
-def test_keep_is_only_a_gap(server, alone):
-    """Nothing is returned, no token falls into the pause, and the text is that of an undisturbed run."""
+def test_keep_only_delays_the_tokens_of_a_stream(server, alone):
+    """Nothing is returned and no token arrives during the pause; the text equals that of an undisturbed run."""
     stream = LiveStream(server, PROMPT, max_tokens=1500).wait_for_tokens(5)
     assert server.post("/v1/pause", {"mode": "keep"}).result["counts"]["kept"] == 1
     assert not stream.ended.is_set(), "not vacuous: it must still be running"
     seen = len(stream.tokens)
     time.sleep(0.5)
-    assert len(stream.tokens) <= seen + 2 and not stream.ended.is_set()  # the reading thread may lag by a chunk
+    assert len(stream.tokens) <= seen + 2 and not stream.ended.is_set()  # the reading thread may be one chunk late
     settled = len(stream.tokens)
     time.sleep(0.3)
     assert len(stream.tokens) == settled
@@ -89,8 +88,9 @@ def test_keep_is_only_a_gap(server, alone):
     assert stream.tokens == alone[:1500] and stream.finals == ["length"]
 
 
-def test_the_state_can_be_asked_and_requests_aborted_during_a_drain(server):
-    """known failures 2, 5 and 14: on the same loop that drains; the resumed caller gets 409 with its report."""
+def test_state_queries_and_aborts_are_answered_during_a_drain(server):
+    """The loop that drains also answers queries. A resume during the drain gives the pause's caller 409 with a
+    report."""
     running = streams(server, 2)
     first_tokens(running, 2)
     answers = []
@@ -109,8 +109,8 @@ def test_the_state_can_be_asked_and_requests_aborted_during_a_drain(server):
     assert not any(s.ended.is_set() for s in running)
 
 
-def test_requests_still_being_tokenised_meet_the_pause_at_the_door(server):
-    """known failure 13: long texts arrive while a pause lands; what it did not end may not run before the resume."""
+def test_requests_that_are_tokenised_while_a_pause_begins_are_held(server):
+    """Long texts arrive while a pause begins. A request that the pause did not end may not run before the resume."""
     text = "12+34=" * 150
     replies = []
 
@@ -140,8 +140,8 @@ def test_requests_still_being_tokenised_meet_the_pause_at_the_door(server):
     assert {r.json["choices"][0]["finish_reason"] for r in replies} == {"abort"}
 
 
-def test_two_controllers_hold_the_engine_until_the_last_lets_go(server):
-    """known failures 4 and 18: every caller is answered, and nobody clears somebody else's hold."""
+def test_the_engine_stays_paused_until_the_last_of_two_controllers_resumes(server):
+    """Every caller gets an answer, and no caller releases the hold of another."""
     assert server.post("/v1/pause", {"mode": "keep", "hold_id": "trainer"}).status == 200
     assert server.post("/v1/pause", {"mode": "keep"}).status == 200
     assert server.post("/v1/resume").result["still_held_by"] == ["trainer"]
@@ -151,12 +151,11 @@ def test_two_controllers_hold_the_engine_until_the_last_lets_go(server):
 
 
 def test_an_unpaired_pause_with_a_ttl_ends_by_itself(server):
-    """known failure 18."""
     server.post("/v1/pause", {"mode": "keep", "ttl_s": 0.5})
     until(lambda: not server.get("/v1/is_paused").result["is_paused"], 10, "the hold expires")
 
 
-def test_held_requests_run_after_the_resume_and_are_cancelled_when_their_client_goes(server):
+def test_held_requests_run_after_the_resume_and_are_cancelled_when_their_client_disconnects(server):
     server.post("/v1/pause", {"mode": "keep"})
     stays = LiveStream(server, PROMPT, max_tokens=4)
     with httpx.Client(timeout=0.5) as client, pytest.raises(httpx.TimeoutException):
@@ -166,7 +165,7 @@ def test_held_requests_run_after_the_resume_and_are_cancelled_when_their_client_
     assert stays.wait_end(20).finals == ["length"]
 
 
-def test_a_frozen_stream_gets_comments_so_that_nobody_times_out(strict_server):
+def test_a_frozen_stream_gets_comments_that_prevent_time_outs(strict_server):
     server = strict_server
     with httpx.Client(timeout=30) as client:
         body = {"prompt": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": 3000}

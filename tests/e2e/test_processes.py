@@ -1,4 +1,4 @@
-"""What dies, dies alone: every open call is answered, nothing is left behind, and the server serves again."""
+"""The death of one process: every open call is answered, nothing is left behind, and the server serves again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def impatient_server():
 
 
 class PauseCall(threading.Thread):
-    """A pause over HTTP, in flight while the test does something else."""
+    """A call of /v1/pause in a thread, while the test continues."""
 
     def __init__(self, server, **args):
         super().__init__(daemon=True)
@@ -61,7 +61,7 @@ for line in urllib.request.urlopen(request):
 
 
 def start_client(server, stream):
-    """A client in a process of its own, whose request would run for seconds."""
+    """Start a client process whose request runs for seconds."""
     body = {"prompt": PROMPT, "stream": stream, "ignore_eos": True, "max_tokens": 3900}
     command = [sys.executable, "-c", CLIENT, server.url + "/v1/completions", json.dumps(body)]
     return subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -80,8 +80,8 @@ def draining(server):
     return until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
 
 
-def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boot_id(server_that_recovers):
-    """known failure 16; the stream keeps every token it was sent, and ends once."""
+def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(server_that_recovers):
+    """The stream keeps every token that it got, and ends once."""
     server = server_that_recovers
     boot = server.get("/v1/is_paused").result["boot_id"]
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(3)]
@@ -101,8 +101,8 @@ def test_killed_engine_in_a_drain_answers_everyone_and_comes_back_with_a_new_boo
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unasked(server_that_recovers):
-    """known failure 33: it stays held until weights are published again."""
+def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_weights_by_itself(server_that_recovers):
+    """The engine stays paused until weights are published again."""
     server = server_that_recovers
     model = server.get("/v1/models").json["data"][0]
     assert server.post("/v1/update_weights", {"model_path": model["root"], "version": "p1"}).status == 200
@@ -124,8 +124,8 @@ def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_policy_unaske
     assert held.finals == ["length"] and {s["version"] for s in held.spans} == {"p2"}
 
 
-def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_server):
-    """known failure 36: the drain does not wait for requests nobody reads."""
+def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server):
+    """The drain does not wait for requests of a dead API server."""
     server = start_server("--workers", "2")
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(4)]
     pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
@@ -147,8 +147,7 @@ def test_killed_api_server_in_a_drain_takes_only_its_own_requests_along(start_se
     until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
 
 
-def test_killed_client_in_a_drain_is_cancelled_and_the_drain_ends(server):
-    """known failure 19, and 8 of the HTTP contract: a dropped connection cancels its request."""
+def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(server):
     aborted, whole = ended(server)
     client = start_client(server, stream=True)
     assert client.stdout.readline(), "it streams"
@@ -173,8 +172,8 @@ def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
     assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
 
 
-def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(impatient_server):
-    """design, section 3: never half-paused, never "already paused" after a failure (known failure 3)."""
+def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(impatient_server):
+    """The server is never half paused, and never answers "already paused" after a failure."""
     server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
@@ -190,7 +189,7 @@ def test_a_stuck_engine_is_noticed_by_its_heartbeat_answered_504_and_replaced(im
     server.post("/v1/resume")
 
 
-def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(impatient_server):
+def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
@@ -204,14 +203,14 @@ def test_a_stuck_engine_is_noticed_and_replaced_though_clients_only_generate(imp
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuck(impatient_server):
+def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuck(impatient_server):
     server = impatient_server
     boot = server.get("/v1/is_paused").result["boot_id"]
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     pause = PauseCall(server, mode="wait", timeout_s=0.5, on_timeout="keep")
     draining(server)
     os.kill(server.api_pids[0], signal.SIGSTOP)
-    time.sleep(3)  # past the deadline and the stall time; the engine beats all the while
+    time.sleep(3)  # longer than the deadline and the stall time; the engine sends heartbeats meanwhile
     os.kill(server.api_pids[0], signal.SIGCONT)
     pause.wait(20)
     assert pause.reply.result["is_paused"] and pause.reply.result["boot_id"] == boot
@@ -220,7 +219,7 @@ def test_an_api_server_that_stood_still_itself_does_not_take_the_engine_for_stuc
 
 
 @pytest.mark.parametrize(("how", "paused"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, how, paused):
+def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server, how, paused):
     server = start_server("--workers", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     if paused:
@@ -235,7 +234,7 @@ def test_a_stop_ends_within_its_bound_and_leaves_nothing_behind(start_server, ho
     assert set(os.listdir("/dev/shm")) <= shared_before
 
 
-def test_killed_supervisor_takes_everything_along(start_server):
+def test_a_killed_supervisor_ends_all_its_processes(start_server):
     server = start_server("--workers", "2")
     pids = [server.engine_pid, *server.api_pids]
     server.process.kill()

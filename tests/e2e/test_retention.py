@@ -1,4 +1,4 @@
-"""retain_s over real sockets: a client that lost its connection gets its answer, and it was computed once."""
+"""retain_s over real sockets: a client that lost its connection gets its answer, which is computed only once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(request_id: str, **more) -> dict:
 
 
 def send(server: Server, content: dict) -> socket.socket:
-    """POST it and read nothing yet."""
+    """Send a POST without reading the answer."""
     raw = json.dumps(content).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     lines = (
@@ -43,7 +43,7 @@ def tokens_made(server: Server) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_lost_its_connection_gets_every_token_and_none_is_made_twice(server, stream):
+def test_a_client_that_lost_its_connection_gets_every_token_and_none_is_computed_twice(server, stream):
     name, before = uuid.uuid4().hex, tokens_made(server)
     connection = send(server, body(name, stream=stream))
     until(lambda: tokens_made(server) > before + 20, 30, "the request runs")

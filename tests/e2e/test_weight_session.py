@@ -1,4 +1,4 @@
-"""Weight sessions, sleep and reset on real processes: all sources give the same weights; what fails changes none."""
+"""Weight sessions, sleep and reset in real processes: all sources give the same weights; a failure changes none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OCTETS = {"content-type": "application/octet-stream"}
 
 
 def read_tensors() -> tuple[dict[str, dict], bytes]:
-    """Header entries and data of the embedded checkpoint."""
+    """Return header entries and data of the embedded checkpoint."""
     raw = (MODEL_DIR / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + size])
@@ -26,11 +26,11 @@ def read_tensors() -> tuple[dict[str, dict], bytes]:
 
 
 def blob(names: list[str], scale: float = 0.0) -> bytes:
-    """A safetensors file of these tensors of the embedded model, moved a little."""
+    """Return a safetensors file of these tensors of the embedded model, slightly changed."""
     header, data = read_tensors()
     rng = np.random.default_rng(5)
     entries, parts, at = {}, [], 0
-    for name in header:  # the same numbers for a tensor, whichever others go along
+    for name in header:  # the same numbers for a tensor, whatever the other tensors are
         begin, end = header[name]["data_offsets"]
         kind = {"BF16": np.uint16, "F32": np.float32}[header[name]["dtype"]]
         values = np.frombuffer(data[begin:end], kind)
@@ -92,7 +92,8 @@ def test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and
 def test_a_folder_an_upload_shared_memory_and_a_session_in_two_parts_give_the_same_weights(
     server, http, names, tmp_path
 ):
-    """Each time from other weights, so that nothing could be left from before; and then back, bit for bit."""
+    """Each update starts from other weights, so that none can be left over; the last one restores the first, bit for
+    bit."""
     start, first = checksum(http), outputs(server)
     whole, sums = blob(names, 0.02), set()
     for name in ("config.json", "generation_config.json"):
@@ -119,7 +120,7 @@ def test_a_folder_an_upload_shared_memory_and_a_session_in_two_parts_give_the_sa
     assert not list(Path("/dev/shm").glob("fastdeploy-upload-*"))
 
 
-def test_a_trainer_that_is_gone_leaves_the_old_weights_serving(server, http, names):
+def test_the_old_weights_serve_on_after_a_trainer_died(server, http, names):
     before = outputs(server)
     session = post(http, "/v1/weights/begin", json={"lease_s": 1.5})["session_id"]
     post(http, "/v1/weights/chunk", params={"session_id": session}, content=blob(names, 0.02), headers=OCTETS)

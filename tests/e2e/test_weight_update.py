@@ -1,4 +1,4 @@
-"""POST /v1/update_weights on a live server: new weights for new tokens, the old ones for as long as it fails."""
+"""POST /v1/update_weights on a live server: new weights for new tokens; a failed update keeps the old weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def update(server, folder, **more):
     return server.post("/v1/update_weights", {"model_path": str(folder), **more})
 
 
-def test_a_live_stream_goes_on_and_says_which_token_is_whose(to_update, alone, new_weights):
-    """known failure 22: the switch is at one token, and an update never resumes or aborts anything."""
+def test_a_live_stream_continues_and_labels_each_token_with_its_version(to_update, alone, new_weights):
+    """The version changes at one token; an update neither resumes nor aborts anything."""
     server, before = to_update, to_update.weights()["weight_epoch"]
     stream = LiveStream(server, PROMPT, max_tokens=2500).wait_for_tokens(5)
     report = update(server, new_weights, version="step-7").result
@@ -39,7 +39,7 @@ def test_a_live_stream_goes_on_and_says_which_token_is_whose(to_update, alone, n
 def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
     to_update, new_weights, on_new_weights, paused
 ):
-    """known failures 21 and 35: with a warm prefix cache, and without a label."""
+    """With a warm prefix cache, and without a given version."""
     server, wanted = to_update, on_new_weights
     weight_epoch = server.weights()["weight_epoch"] + 1
     old = server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
@@ -62,7 +62,7 @@ def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
 
 
 def test_kept_and_recomputed_requests_differ_only_as_asked(to_update, new_weights):
-    """recompute: the continuation equals a fresh server given prompt + tokens so far."""
+    """kv=recompute: the continuation equals that of a fresh server given prompt and tokens so far."""
     server = to_update
     stream = LiveStream(server, PROMPT, max_tokens=1500).wait_for_tokens(5)
     server.post("/v1/pause", {"mode": "keep"})
@@ -76,7 +76,6 @@ def test_kept_and_recomputed_requests_differ_only_as_asked(to_update, new_weight
 
 
 def test_a_refused_update_leaves_the_old_weights_serving_bit_for_bit(server, tmp_path):
-    """known failure 24."""
     before = server.complete(PROMPT, max_tokens=20, ignore_eos=True, logprobs=0)
     half = tmp_path / "half"
     shutil.copytree(MODEL_DIR, half)

@@ -1,4 +1,4 @@
-"""The task itself: right solutions, a held-out split that stays apart, and a verifier that is not fooled."""
+"""The arithmetic task: correct solutions, disjoint splits, and a strict verifier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEP = re.compile(r"([0-9+*-]+)=([0-9]+)")
 
 
 def evaluate(expression: str) -> int:
-    """The value of numbers joined by + - *; leading zeros allowed."""
+    """Return the value of numbers joined by + - *; leading zeros allowed."""
     return eval(compile(ast.parse(re.sub(r"\b0+(?=\d)", "", expression), mode="eval"), "", "eval"))
 
 
@@ -40,7 +40,7 @@ def test_the_documented_example_is_what_the_solver_writes():
     assert make_problem("add", 2, (347, 85)).solution == "7+5+0=12>2;4+8+1=13>32;3+0+1=04>432#432"
 
 
-def test_heldout_and_training_problems_are_disjoint_whatever_the_seed():
+def test_heldout_and_training_problems_are_disjoint_for_every_seed():
     heldout = {p.prompt for seed in range(3) for p in problems(seed, 2000, "heldout")}
     training = {p.prompt for seed in range(3) for p in problems(seed, 8000, "train")}
     assert len(heldout) > 4000
@@ -89,7 +89,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("completion", WRONG.values(), ids=WRONG.keys())
-def test_the_verifier_rejects(completion: str):
+def test_the_verifier_rejects_wrong_answers(completion: str):
     assert not is_correct(make_problem("add", 2, (347, 85)), completion)
 
 

@@ -1,4 +1,4 @@
-"""The committed checkpoint: transformers reads it and agrees, and it solves a third to a half of its task."""
+"""The committed checkpoint: transformers computes the same, and the model solves a third to a half of its task."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Answer:
 
 
 def answers(chat: bool) -> list[Answer]:
-    """To 200 held-out problems, greedy, as chat messages or bare, the shorter solutions first."""
+    """Answer 200 held-out problems greedily, as chat messages or plain prompts, shorter solutions first."""
     problems = sorted(arithmetic.problems(0, 200), key=lambda p: len(p.solution))
     prompts = [tokenizer.prompt_ids(problem, chat) for problem in problems]
     found = generate(load(MODEL_DIR), prompts, max_tokens=400, temperature=0.0, seed=0)
@@ -73,7 +73,7 @@ def test_our_batched_decoding_gives_the_completions_of_transformers(chats: list[
     reply = torch_process.run(solve, MODEL_DIR, [a.problem.prompt for a in some], chat=True, max_tokens=400)
     wanted = zip(reply["completions"], reply["lengths"], reply["ended"], strict=True)
     agreeing = sum((a.text, a.length, a.ended) == other for a, other in zip(some, wanted, strict=True))
-    assert agreeing >= len(some) - 1  # one near-tie may fall the other way
+    assert agreeing >= len(some) - 1  # one near-tie may be decided the other way
 
 
 def test_the_model_solves_a_third_to_a_half_of_heldout_problems(chats: list[Answer]):
@@ -95,7 +95,7 @@ def test_easy_problems_are_solved_more_often_than_hard_ones(chats: list[Answer])
     assert rate((1, 2)) > rate((3, 4))
 
 
-def test_a_bare_prompt_is_answered_too():
+def test_a_plain_prompt_is_answered_too():
     bare = answers(chat=False)
     assert statistics.mean(a.solved for a in bare) > 0.25
     assert statistics.mean(a.ended for a in bare) > 0.97

@@ -1,4 +1,4 @@
-"""Any text survives the tokenizer, and every way of making a prompt gives the ids that training used."""
+"""The tokenizer keeps any text, and every way of making a prompt gives the ids that training used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: the same seed gives the same model, on training problems only, and the loss is where it should be."""
+"""Training: the same seed gives the same model, only training problems are used, and answers have the full loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def documents(batch_ids: np.ndarray) -> list[str]:
     return [piece.decode("latin1") for row in rows for piece in row.split(b"\xff") if b"#" in piece]
 
 
-def test_batches_hold_worked_training_problems_whole():
+def test_batches_contain_complete_training_problems_with_solutions():
     known = {p.solution for p in arithmetic.problems(9, 3000, "train")}
     for batch in islice(batches(9), 6):
         texts = documents(batch.ids)
@@ -65,7 +65,7 @@ def test_targets_are_the_next_ids_and_only_answers_weigh_fully():
         assert (batch.weight[after_prompt] == 1).all()
 
 
-def test_documents_are_chats_and_bare_prompts_in_equal_measure():
+def test_half_of_the_documents_are_chats_and_half_plain_prompts():
     rng = random.Random(0)
     chats = 0
     for problem in arithmetic.problems(0, 1000, "train"):

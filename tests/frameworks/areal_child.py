@@ -1,7 +1,7 @@
-"""AReaL's own remote inference engine, unmodified, with both of its backends, on a server of ours. Run by
-test_clients.py in the environment of the frameworks; prints one line of JSON.
+"""AReaL's own remote inference engine, unmodified, with both of its backends, on one of our servers. Run by
+test_areal.py in the environment of the frameworks; prints one line of JSON.
 
-usage: areal_child.py URL FOLDER...      (FOLDER: other weights of the model that the server serves, one per backend)
+usage: areal_child.py URL FOLDER...      (FOLDER: other weights of the served model, one per backend)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[s
 
 
 async def some_tokens(url: str) -> None:
-    """Return when the server has made tokens since this was called."""
+    """Wait until the server has generated tokens since this call."""
     async with httpx.AsyncClient() as client:
 
         async def made() -> float:
@@ -83,7 +83,7 @@ async def some_tokens(url: str) -> None:
 
 
 async def main(url: str, folders: list[str]) -> dict[str, Any]:
-    # Where AReaL's trainer tells its rollout side that a checkpoint has been saved.
+    # The key by which AReaL's trainer announces a saved checkpoint to its rollout side.
     with tempfile.TemporaryDirectory() as records:
         name_resolve.reconfigure(NameResolveConfig(nfs_record_root=records))
         return {

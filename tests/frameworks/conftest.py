@@ -1,4 +1,4 @@
-"""Servers and the environment of the frameworks' own clients, which `make test-slow` sets up in .venv-frameworks."""
+"""Servers, and the environment of the frameworks' own clients (.venv-frameworks, made by `make test-slow`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Server]:
-    """A server of the module's own, with the embedded model. The clients of the module change its weights."""
+    """A server per module, with the embedded model. The module's clients change its weights."""
     server = Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048").wait_ready()
     yield server
     server.remove()
 
 
 def run_child(name: str, *arguments: Any) -> dict[str, Any]:
-    """Run tests/frameworks/NAME in the environment of the frameworks; what it printed after RESULT."""
+    """Run tests/frameworks/NAME in the environment of the frameworks; return what it printed after RESULT."""
     child = subprocess.run(
         [PYTHON, str(ROOT / "tests" / "frameworks" / name), *map(str, arguments)],
         capture_output=True,

@@ -1,7 +1,7 @@
-"""SkyRL's own client and its weight-sync client, unmodified, on a server of ours. Run by test_clients.py in the
-environment of the frameworks; prints one line of JSON.
+"""SkyRL's own client and weight-sync client, unmodified, on one of our servers. Run by test_skyrl.py in the environment
+of the frameworks; prints one line of JSON.
 
-usage: skyrl_child.py URL FOLDER      (FOLDER: other weights of the model that the server serves)
+usage: skyrl_child.py URL FOLDER      (FOLDER: other weights of the served model)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import typing_extensions
 
 if sys.version_info < (3, 12):
-    # SkyRL 0.4 asks for Python 3.12, where pydantic takes typing's own TypedDict. Nothing else of it needs that.
+    # SkyRL 0.4 requires Python 3.12, only since pydantic accepts typing's TypedDict there.
     typing.TypedDict = typing_extensions.TypedDict
 
 import aiohttp
@@ -32,7 +32,7 @@ SAMPLING = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "logpr
 
 
 async def main(url: str, folder: str) -> dict[str, Any]:
-    # data_parallel_size has no default; the model is named "default" unless told.
+    # data_parallel_size has no default; the model is named "default" unless given.
     client = RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1)
     sync = SkyrlWeightSyncClient([url])
     told: dict[str, Any] = {"tokens": TOKENS, "world": await client.get_world_size()}

@@ -18,7 +18,7 @@ def told(live, child, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])
-def test_an_answer_that_was_aborted_is_resumed_to_the_same_tokens(told, backend):
+def test_an_aborted_answer_is_continued_to_the_same_tokens(told, backend):
     seen = told[backend]
     assert len(seen["alone"]["ids"]) == len(seen["alone"]["logprobs"]) == seen["tokens"]
     assert seen["resumed"]["ids"] == seen["alone"]["ids"] and seen["resumed"]["stop"] == "length"

@@ -1,4 +1,4 @@
-"""A real sglang-router (from PyPI) before a server of ours: what slime sends goes through it."""
+"""A real sglang-router (from PyPI) in front of one of our servers, as slime uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = list(range(40, 60))
 
 @pytest.fixture(scope="module")
 def router(live) -> Iterator[str]:
-    """The address of a router that was started without workers. Ours joins as slime registers an engine."""
+    """The address of a router that was started without workers. Our server joins as slime registers an engine."""
     port, metrics = free_port(), free_port()
     command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
                "--prometheus-port", str(metrics)]  # fmt: skip
@@ -57,7 +57,7 @@ def registered(url: str) -> list[str]:
 
 
 def generate(url: str, tokens: int) -> Any:
-    """Without custom_params: this router drops it. slime has a build of its own, which passes it on."""
+    """Generate without custom_params, which this router drops; slime has a build of the router that forwards it."""
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "top_p": 0.9, "sampling_seed": 5, "ignore_eos": True}
     return call(f"{url}/generate", {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True})
 
@@ -69,7 +69,7 @@ def test_a_generation_through_the_router_is_that_of_the_server(router, live):
         assert through["meta_info"][field] == direct["meta_info"][field]
 
 
-def test_a_paused_server_stays_in_the_router_and_holds_what_comes(router, live):
+def test_a_paused_server_stays_in_the_router_and_holds_new_requests(router, live):
     replies: list[Any] = []
     assert live.post("/pause_generation").status == 200
     waiting = threading.Thread(target=lambda: replies.append(generate(router, 5)), daemon=True)

@@ -17,37 +17,38 @@ def told(live, child, tmp_path_factory) -> dict[str, Any]:
 
 
 def whole(answers: dict[str, Any], tokens: int) -> bool:
-    """Every answer has all its tokens and logprobs, and none was aborted: SkyRL would train on it as finished."""
+    """Check that every answer has all tokens and logprobs and was not aborted; SkyRL trains on every answer as
+    finished."""
     lengths = [len(row) for row in answers["ids"] + answers["logprobs"]]
     return lengths == [tokens] * 8 and answers["stops"] == ["length"] * 4 and all(answers["texts"])
 
 
-def test_answers_are_whole_and_a_pause_leaves_no_trace_in_them(told):
+def test_answers_are_complete_and_a_pause_does_not_change_them(told):
     assert told["world"] == [1, 1]
     assert whole(told["alone"], told["tokens"])
     assert told["frozen"] == [4, True], "not vacuous: all were frozen"
     assert told["kept"] == told["alone"]
 
 
-def test_a_weight_sync_amid_requests_keeps_them_and_later_ones_have_the_new_weights(told):
+def test_a_weight_sync_keeps_running_requests_and_later_ones_use_the_new_weights(told):
     assert whole(told["straddling"], told["tokens"]) and whole(told["after"], told["tokens"])
     assert told["straddling"]["ids"] != told["alone"]["ids"] != told["after"]["ids"]
     assert told["version"] == "step-1"
     assert told["asleep"] == [["weight"], []], "the KV of frozen requests stayed"
 
 
-def test_the_sender_of_ours_publishes_as_skyrls_own_client_does(told):
+def test_our_weight_sender_publishes_as_skyrls_own_client_does(told):
     assert told["sent_version"] == "1"
     assert told["again"] == told["after"], "the same weights, another way"
 
 
-def test_the_tinker_interface_of_the_client(told):
+def test_the_clients_tinker_interface_works(told):
     assert told["sample"] == [[5, 5], [5, 5]] and told["prompt_logprobs"] == 21
     assert told["tokenized"] == ["hello there"]
     assert told["sleeping"] == [True, False]
 
 
-def test_what_is_not_here_is_an_error_that_says_what_works(told):
+def test_an_unsupported_call_raises_an_error_that_names_the_alternative(told):
     adapter, delta, fetch = told["refused"]
     assert "adapters" in adapter
     assert "fastdeploy.rl.frameworks.skyrl" in delta and "fastdeploy.rl.frameworks.skyrl" in fetch

@@ -31,7 +31,7 @@ def test_every_completion_of_a_chat_has_a_logprob_for_each_token(told, way):
 
 
 def test_tools_are_rendered_by_the_template_that_is_in_force(told):
-    """The embedded model's own template knows no tools."""
+    """The embedded model's own template has no tools."""
     prompts = told["prompts"]
     assert prompts["tools"] == prompts["plain"] == prompts["null"]
     assert not any("[add]" in prompt for prompt in prompts["plain"])

@@ -1,5 +1,5 @@
-"""TRL's own synchronous VLLMClient on a server of ours: chat with tools and a template, completions, logprobs of given
-tokens. Run by test_trl_client.py in the environment of the frameworks; prints one line of JSON.
+"""TRL's own synchronous VLLMClient on one of our servers: chat with tools and a template, completions, logprobs of
+given tokens. Run by test_trl_client.py in the environment of the frameworks; prints one line of JSON.
 
 usage: trl_child.py URL
 """
@@ -30,7 +30,7 @@ def add(a: int, b: int) -> int:
 
 
 def main(url: str) -> dict[str, Any]:
-    module.is_vllm_available = lambda: True  # it is asked for before the first request, and not used by what follows
+    module.is_vllm_available = lambda: True  # read before the first request, and not used later
     client = module.VLLMClient(url)
     messages = [[{"role": "user", "content": "7 + 5"}], [{"role": "user", "content": "8 * 4"}]]
     sampling = {"n": 2, "max_tokens": 6, "temperature": 1.0, "logprobs": 0}
@@ -54,7 +54,7 @@ def main(url: str) -> dict[str, Any]:
 
 
 def shape(reply: dict[str, Any]) -> list[list[int]]:
-    """Tokens and logprobs of each completion."""
+    """Return the tokens and logprobs of each completion."""
     pairs = zip(reply["completion_ids"], reply["logprobs"], strict=True)
     return [[len(ids), len(logprobs)] for ids, logprobs in pairs]
 

@@ -18,6 +18,6 @@ def shared_victim(tmp_path_factory) -> Iterator[Victim]:
 
 @pytest.fixture
 def victim(shared_victim: Victim) -> Iterator[Victim]:
-    """The server. After the test it can be brought back to what it was, or the test fails."""
+    """The fuzzed server. After each test its state is restored, or the test fails."""
     yield shared_victim
     shared_victim.restore()

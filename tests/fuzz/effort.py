@@ -1,4 +1,4 @@
-"""How much is tried. The suite tries the same few examples in every run; ``make fuzz`` tries many random ones."""
+"""Number of fuzz examples. The suite runs the same few in every run; ``make fuzz`` runs many random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 
 def effort(few: int, share: float = 1.0) -> settings:
-    """``few`` examples in the suite; ``share`` of FUZZ_EXAMPLES where that is set."""
+    """Return settings with ``few`` examples; with ``share`` of FUZZ_EXAMPLES if that variable is set."""
     return settings(
         max_examples=max(int(EXAMPLES * share), few),
         derandomize=not EXAMPLES,

@@ -1,4 +1,4 @@
-"""Bodies that no schema describes: other types under the right names, broken JSON, other bytes."""
+"""Bodies outside any schema: other types for known fields, broken JSON, other bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUES = st.recursive(
 
 
 def posts() -> list[tuple[str, list[str]]]:
-    """Every POST route with the names of the fields that it knows."""
+    """Return every POST route with the names of its fields."""
     found = []
     for path, item in DOCUMENT["paths"].items():
         content = item.get("post", {}).get("requestBody", {}).get("content", {})
@@ -40,14 +40,14 @@ POSTS = posts()
 
 
 def odd_bodies(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
-    """Objects with the fields of the route and odd values, and now and then a field of another name."""
+    """Draw objects with the route's fields and odd values, sometimes with an unknown field."""
     known = st.sampled_from(names) if names else st.text(max_size=8)
     return st.dictionaries(known | st.text(max_size=8), VALUES, max_size=5)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("path", "names"), POSTS, ids=[path for path, _ in POSTS])
-def test_odd_values_under_the_right_names(victim: Victim, path: str, names: list[str]):
+def test_odd_values_for_known_fields_cause_no_internal_error(victim: Victim, path: str, names: list[str]):
     @effort(few=2)
     @given(odd_bodies(names))
     def send(body: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def test_odd_values_under_the_right_names(victim: Victim, path: str, names: list
     | st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"1" * 100_000, b'{"a":1,"a":2}', b"\xff", b"null", b"nan"]),
     kind=st.sampled_from([JSON, "application/octet-stream", "text/plain", "", "multipart/form-data", "\xff"]),
 )
-def test_bytes_that_are_no_json_object(victim: Victim, path: str, content: bytes, kind: str):
+def test_bytes_that_are_no_json_object_cause_no_internal_error(victim: Victim, path: str, content: bytes, kind: str):
     victim.send("POST", path, content=content, headers={"content-type": kind.encode("latin-1")})
 
 
@@ -75,6 +75,8 @@ def test_bytes_that_are_no_json_object(victim: Victim, path: str, content: bytes
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "\x21ODD"]),
     query=st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=4),
 )
-def test_any_method_and_query_on_any_route(victim: Victim, path: str, method: str, query: dict[str, str]):
+def test_any_method_and_query_on_any_route_causes_no_internal_error(
+    victim: Victim, path: str, method: str, query: dict[str, str]
+):
     query = {k: v for k, v in query.items() if (k + v).isprintable()}
     victim.send(method, path, params=query)

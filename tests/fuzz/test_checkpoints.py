@@ -1,4 +1,4 @@
-"""Damaged checkpoints by every way in: refused by name, or taken whole; the old weights serve on bit for bit."""
+"""Damaged checkpoints from every source: refused by name, or loaded completely; the old weights stay bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def header_of(edit: Callable[[dict[str, Any]], None]) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """The embedded model's file with one kind of damage that a reader must find. None leaves it loadable."""
+    """Draw the embedded model's file with one kind of damage, each of which makes the file unloadable."""
     name = draw(st.sampled_from(NAMES))
     match draw(st.integers(0, 6)):
         case 0:

@@ -1,4 +1,4 @@
-"""The server that is fuzzed, and what must be true of it whatever it was sent."""
+"""The fuzzed server, and the conditions that it must meet whatever it gets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = [5, 6, 7, 8]
 MAX_ERROR_BYTES = 8192
-# Answers of 5xx that are right: a pause rejects, there is no room, or the time that the call gave is over.
+# Correct answers of 5xx: a pause rejects, there is no room, or the call's time limit has passed.
 RIGHT_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "staging_timeout"}
-PATIENCE_S = 3.0  # a client that goes after this time; a request that is held or long is cancelled by that
+PATIENCE_S = 3.0  # time-out of the client, by which held or long requests are cancelled
 
 
 class Victim:
-    """A real server on the embedded model. ``folder`` is the only root that it may read weights from."""
+    """A real server of the embedded model. It may read weights from ``folder`` only."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -32,7 +32,7 @@ class Victim:
         self._tokens = self._continuation()
 
     def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response | None:
-        """The answer, checked; None if the client had to leave before one came. ``kwargs``: as httpx takes them."""
+        """Return the checked answer, or None if the client gave up before. kwargs: of httpx."""
         try:
             reply = self.http.request(method, path, timeout=PATIENCE_S, **kwargs)
         except httpx.ReadTimeout:
@@ -42,7 +42,7 @@ class Victim:
         return reply
 
     def check_answer(self, status: int, headers: Any, content: bytes) -> None:
-        """An error is JSON of a bounded size that says what was wrong, and none is the server's own fault."""
+        """Check that an error is JSON of a bounded size with a message, and is not an internal error."""
         if status >= 400:
             assert headers["content-type"].startswith("application/json"), (status, headers, content[:500])
             assert len(content) <= MAX_ERROR_BYTES, (status, len(content), content[:500])
@@ -52,11 +52,11 @@ class Victim:
         self.check_alive()
 
     def check_alive(self) -> None:
-        """The engine is the same as at the start: nothing that was sent has ended it."""
+        """Check that the engine is the one of the start: no request has ended it."""
         assert self._health()["boot_id"] == self._boot_id, self.server.log()
 
     def restore(self) -> None:
-        """Undo what a call may legally have done, and see that the server is as it was."""
+        """Undo the legal effects of a call, and check that the server is as before."""
         assert self.http.post("/v1/abort_requests", json={"abort_all": True}).status_code == 200
         self.http.post("/v1/weights/abort", json={})
         if self._weights_info()["asleep"]:
@@ -81,7 +81,7 @@ class Victim:
         self.server.stop()
         self.server.kill_everything()
 
-    # ------------------------------------------------------------------ what is asked
+    # ------------------------------------------------------------------ queries
 
     def _health(self) -> dict[str, Any]:
         reply = self.http.get("/health")

@@ -1,4 +1,4 @@
-"""Faults are scripted here, so nobody needs to wait long for them to pass."""
+"""Short waits in the client, since faults are scripted here."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy.rl import fleet, pause, publish, renewal, replica
+from fastdeploy.rl import fan_out, hold_renewal, holds, publish, replica
 
 
 @pytest.fixture(scope="session", autouse=True)
 def short_waits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica, "BACKOFF_S", 0.002)
-        patch.setattr(fleet, "RETRY_S", 0.01)
-        patch.setattr(pause, "RELEASE_S", 0.5)
-        patch.setattr(renewal, "PERIOD", 0.005)  # of a ttl of 60 s
+        patch.setattr(fan_out, "RETRY_S", 0.01)
+        patch.setattr(holds, "RELEASE_S", 0.5)
+        patch.setattr(hold_renewal, "PERIOD", 0.005)  # a ttl of 60 s is renewed every 0.3 s
         patch.setattr(publish, "CONFIRM_S", 0.5)
         yield

@@ -1,5 +1,5 @@
-"""A scripted server for the faults that a real one has seldom: aborts at every token, broken connections, refusals,
-restarts. It speaks enough of the HTTP contract for RolloutClient, in the event loop of the test.
+"""A scripted server for faults that are rare on a real one: aborts at any token, broken connections, refusals,
+restarts. Runs in the event loop of the test, with as much of the HTTP contract as RolloutClient needs.
 
 Its model is a pure function of (seed, choice, absolute position), as the real sampler's random numbers are.
 """
@@ -21,9 +21,9 @@ VOCAB = 64
 
 
 class Fault(NamedTuple):
-    """What becomes of one generation request after ``tokens`` tokens of each choice: "abort" (a final chunk says so),
-    "drop" (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for),
-    "reject" (503 before anything), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
+    """The fate of one generation request after ``tokens`` tokens of each choice: "abort" (by a final chunk), "drop"
+    (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for), "reject"
+    (503 at once), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
 
     kind: str
     tokens: int = 0
@@ -38,8 +38,9 @@ def logprob_of(token: int, position: int) -> float:
 
 
 class FakeServer:
-    """faults: one per generation request, in order; then none. refuse: (path, status, code) answers for control calls,
-    used up in order. requests: bodies of the generations seen. calls: (path, body) of the control calls."""
+    """A scripted server. faults: one per generation request, in order; then none. refuse: (status, code) answers of
+    control calls by path, used in order. requests: bodies of the generations. calls: (path, body) of the control
+    calls."""
 
     def __init__(self, *faults: Fault | None):
         self.faults: deque[Fault | None] = deque(faults)
@@ -53,7 +54,7 @@ class FakeServer:
         self.before_token: Callable[[int], None] = lambda position: None
         self.down = False
         self.streams = 0
-        self.ids: set[str] = set()  # of the requests that were taken
+        self.ids: set[str] = set()  # ids of accepted requests
         self.tenants: set[str | None] = set()  # X-Tenant of every request
         self.keys: list[tuple[str, str]] = []  # (path, authorization) of every request
 
@@ -72,7 +73,7 @@ class FakeServer:
             writer.transport.abort()
 
     def restart(self) -> None:
-        """Another engine, with the start-up weights."""
+        """Start another engine, with the start-up weights."""
         self.boot_id, self.weight_epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
         self.drop_all()
 
@@ -152,7 +153,7 @@ class FakeServer:
             self.streams -= 1
 
     async def _choice(self, writer: asyncio.StreamWriter, body: dict, k: int, fault: Fault | None) -> bool:
-        """Stream one choice; False if the connection is gone."""
+        """Stream one choice; return False if the connection is gone."""
         fault = None if k and fault is not None and fault.kind == "non_finite" else fault
         prompt, resumed = body["prompt"], body.get("resumed_tokens", 0)
         index, seed, budget = body.get("first_choice", 0) + k, body["seed"], body.get("max_tokens", 10_000)
@@ -202,7 +203,7 @@ class FakeServer:
         return True
 
     async def _end_with_error(self, writer: asyncio.StreamWriter, k: int, last: bool) -> bool:
-        """As the real server tells it: with the choice, and once more if no choice is left."""
+        """End a choice with an error as the real server does: with the choice, and again if no choice is left."""
         error = {"error": {"message": "not finite", "code": "non_finite_logits"}}
         choice = {"index": k, "finish_reason": "error", "stop_reason": "non_finite_logits", **error}
         events = [{"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else [])]

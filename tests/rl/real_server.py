@@ -1,5 +1,5 @@
-"""A real server in this process: HTTP, ZMQ and the engine's loop, on the fake runner. It can restart its engine, and a
-faulty wire can be put before it. What a client is told is what a deployed server says."""
+"""A real server in this process: HTTP, ZMQ and the engine's loop, on the fake runner. The engine can be restarted, and
+a proxy with faults can be put before the server. Clients get the answers of a deployed server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.fake_runner import FakeRunner
 
 
 class Killed(BaseException):
-    """The engine's process is gone: it answers nobody."""
+    """Raised in the engine's loop to end it without an answer to anyone."""
 
 
 class MortalTransport(ZmqRouterTransport):
@@ -41,8 +41,8 @@ class MortalTransport(ZmqRouterTransport):
 
 
 class PacedRunner(FakeRunner):
-    """Gives the others time in each step, so that something can happen to a request while it runs. script: tokens that
-    every choice gets, one after the other, instead of hashes."""
+    """A fake runner that yields the CPU in each step, so that events can happen while a request runs. script: tokens
+    that every choice gets in turn, instead of hashes."""
 
     def __init__(self, step_s: float = 0.0, script: list[int] | None = None, **sizes: int):
         super().__init__(**sizes)
@@ -63,8 +63,8 @@ class PacedRunner(FakeRunner):
 
 
 class RealServer:
-    """``url`` is its address. engine: settings of EngineConfig. runner: arguments of PacedRunner. skew_s: how far the
-    engine's clock is ahead."""
+    """A real server at ``url``. engine: settings of EngineConfig. runner: arguments of PacedRunner. skew_s: seconds
+    that the engine's clock is ahead."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, runner: dict[str, Any] | None = None, **engine: Any):
         self._folder = ipc_dir.create()
@@ -113,7 +113,8 @@ class RealServer:
         transport.close()
 
     def restart_engine(self) -> None:
-        """As after a crash: nobody is answered, and the next engine has the start-up weights and no hold."""
+        """Restart the engine as after a crash: nobody is answered; the new engine has the start-up weights and no
+        hold."""
         self._kill_engine()
         self._start_engine()
 
@@ -158,8 +159,8 @@ def real_server(**options: Any) -> Iterator[RealServer]:
 
 
 class Wire:
-    """A TCP proxy before a server. ``cut`` breaks what is open; each connection takes the next of ``budgets``, the
-    bytes after which its reply breaks off (None: never)."""
+    """A TCP proxy before a server. ``cut`` breaks all open connections. Each new connection takes the next of
+    ``budgets``: the number of bytes after which its reply breaks off (None: never)."""
 
     def __init__(self, target: str):
         self._host, port = target.removeprefix("http://").split(":")

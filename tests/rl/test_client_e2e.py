@@ -15,9 +15,10 @@ from e2e.server import Server, until
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import Partial, Request
+from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
+from rl.coroutines import run
 
 PROMPT = list(range(40, 60))
 LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
@@ -34,12 +35,8 @@ def servers() -> Iterator[list[Server]]:
             server.remove()
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 100))
-
-
 def state(scale: float = 0.0) -> dict[str, np.ndarray]:
-    """The embedded weights as float32, as a trainer has them, with every other tensor moved by ``scale``."""
+    """Return the embedded weights as float32 tensors of a trainer, every other one changed by ``scale``."""
     raw = (MODEL_DIR / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
     tensors = {}
@@ -71,7 +68,7 @@ async def checksums(client: RolloutClient) -> set[str]:
     return {reply["checksum"] for reply in replies}
 
 
-def test_every_way_of_publishing_ends_in_the_same_weights_on_both(servers, tmp_path):
+def test_every_way_of_publishing_gives_both_replicas_the_same_weights(servers, tmp_path):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             start, moved = state(), state(0.02)
@@ -95,7 +92,7 @@ def test_every_way_of_publishing_ends_in_the_same_weights_on_both(servers, tmp_p
     run(go())
 
 
-def test_nothing_changed_is_nothing_sent_but_a_new_label(servers):
+def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(servers):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             await client.publish(state(), "one")
@@ -108,7 +105,7 @@ def test_nothing_changed_is_nothing_sent_but_a_new_label(servers):
     run(go())
 
 
-def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
+def test_a_tensor_refused_by_one_replica_is_committed_on_none(servers):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             before = await checksums(client)
@@ -118,7 +115,7 @@ def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
                 with pytest.raises(FleetError, match="no.such.tensor") as failed:
                     await client.publish(wrong, via=via)
                 assert [r.ok for r in failed.value.reports] == [False, False]
-            # Another trainer's session stands on one of them: the other one must not commit alone.
+            # Another trainer has a session on one replica: the other replica must not commit alone.
             session = await client.replicas[1].call("POST", "/v1/weights/begin", json={})
             with pytest.raises(FleetError) as failed:
                 await client.publish(state(0.1))
@@ -131,7 +128,7 @@ def test_a_tensor_that_one_replica_refuses_is_committed_nowhere(servers):
     run(go())
 
 
-def test_rollouts_in_flight_go_through_a_paused_publication_and_say_which_token_is_whose(servers):
+def test_rollouts_survive_a_paused_publication_and_label_each_token_with_its_version(servers):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             await client.publish(state(), "old")
@@ -152,8 +149,8 @@ def test_rollouts_in_flight_go_through_a_paused_publication_and_say_which_token_
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}])
-def test_aborts_at_any_moment_and_replicas_that_change_leave_no_trace(servers, params):
-    """known failure 31: greedy or sampled, penalties included, on whichever replica it goes on."""
+def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, params):
+    """Greedy or sampled, with penalties, on whichever replica the generation continues."""
 
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
@@ -175,7 +172,7 @@ def test_aborts_at_any_moment_and_replicas_that_change_leave_no_trace(servers, p
     run(go())
 
 
-def test_a_pause_that_aborts_and_rejects_is_only_a_gap(servers):
+def test_a_pause_that_aborts_and_rejects_only_delays_an_answer(servers):
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
             alone = await client.generate(PROMPT, LONG)
@@ -191,8 +188,8 @@ def test_a_pause_that_aborts_and_rejects_is_only_a_gap(servers):
     run(go())
 
 
-def test_a_stop_string_over_the_seam_is_found(servers):
-    """known failure 31: half of it came before the abort, half after."""
+def test_a_stop_string_across_two_attempts_is_found(servers):
+    """Half of the stop string was generated before the abort, half after it."""
 
     async def go():
         async with RolloutClient([s.url for s in servers]) as client:
@@ -202,15 +199,15 @@ def test_a_stop_string_over_the_seam_is_found(servers):
             alone = await client.generate(list(b"347+85="), asked)
             assert (alone.finish_reason, alone.stop_reason) == ("stop", stop) and alone.text == free.text[:8]
             cut = 11  # tokens are bytes here
-            request = Request(list(b"347+85="), asked)
-            choice = Partial(request)
-            choice.begin("first")
+            request = RolloutRequest(list(b"347+85="), asked)
+            choice = PartialRollout(request)
+            choice.begin_attempt("first")
             head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
-            choice.take(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
-            choice.begin("second")
+            choice.add_chunk(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
+            choice.begin_attempt("second")
             async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
                 async for event in events:
-                    choice.take(event["choices"][0], None)
+                    choice.add_chunk(event["choices"][0], None)
             assert said(choice.rollout()) == said(alone)
 
     run(go())

@@ -1,4 +1,4 @@
-"""Failure 31: what a client makes of an answer that was cut off. The joined answer is that of an undisturbed run."""
+"""Continuation of an aborted answer: the joined answer equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import REST_OF_CONTEXT, Partial, Request
+from fastdeploy.rl.continuation import REST_OF_CONTEXT, PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import MalformedReply, RolloutFailed
 from fastdeploy.rl.rollout import Rollout
+from rl.coroutines import run
 from rl.fake_server import EOS, FakeServer, Fault, token_at
 
 PROMPT = [11, 12, 13, 14, 15]
 PARAMS = {"max_tokens": 12, "seed": 3, "ignore_eos": True, "prompt_logprobs": 0}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def rollouts(*faults: Fault | None, params=PARAMS, n: int = 1) -> tuple[list[Rollout], FakeServer]:
@@ -44,7 +41,7 @@ def said(r: Rollout) -> tuple:
 
 @pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
 @pytest.mark.parametrize("k", range(13))
-def test_cut_off_at_any_token_the_joined_answer_is_that_of_an_undisturbed_run(k, kind):
+def test_an_answer_aborted_at_any_token_equals_that_of_an_undisturbed_run(k, kind):
     alone, _ = rollout()
     assert len(alone.token_ids) == 12 == len(alone.logprobs) and alone.finish_reason == "length"
     joined, server = rollout(Fault(kind, k))
@@ -68,7 +65,7 @@ def test_cut_off_at_any_token_the_joined_answer_is_that_of_an_undisturbed_run(k,
         },
     ),
 )
-def test_any_schedule_of_faults_leaves_no_trace_in_the_answer(faults, n, params):
+def test_any_schedule_of_faults_gives_the_undisturbed_answer(faults, n, params):
     before = copy.deepcopy(params)
     alone, _ = rollouts(params=params, n=n)
     joined, server = rollouts(*faults, params=params, n=n)
@@ -79,7 +76,7 @@ def test_any_schedule_of_faults_leaves_no_trace_in_the_answer(faults, n, params)
     assert params == before, "the caller's parameters are its own"
 
 
-def test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_are_the_same():
+def test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_choice():
     joined, server = rollout(Fault("abort", 4), Fault("drop", 3), params=PARAMS | {"min_tokens": 6, "temperature": 0.7})
     first, second, third = server.requests
     assert [b["max_tokens"] for b in server.requests] == [12, 8, 5]
@@ -90,24 +87,24 @@ def test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_ar
     assert third["prompt"] == PROMPT + joined.token_ids[:7]
     assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "they are asked for once"
     assert len(joined.prompt_logprobs) == len(PROMPT) and joined.prompt_logprobs[1] == {12: {"logprob": -0.5}}
-    assert joined.num_preempted == 2  # of the attempts that lived to tell: the first and the last
+    assert joined.num_preempted == 2  # of the two attempts that reported it: the first and the last
 
 
 def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_original_prompt():
-    request = Request(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
-    partial = Partial(request)
-    partial.begin("a")
-    partial.take({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    request = RolloutRequest(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
+    partial = PartialRollout(request)
+    partial.begin_attempt("a")
+    partial.add_chunk({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
-    partial.begin("b")
+    partial.begin_attempt("b")
     whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
-    partial.take({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    partial.add_chunk({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 
 
-def test_a_group_of_which_some_are_cut_off_goes_on_with_the_others_numbers():
+def test_aborted_choices_of_a_group_continue_without_changing_the_others():
     group, server = rollouts(Fault("drop", 5), n=4)
     assert [r.token_ids for r in group] == [[token_at(3, k, position) for position in range(5, 17)] for k in range(4)]
     assert server.requests[0]["n"] == 4 and "first_choice" not in server.requests[0]
@@ -128,27 +125,27 @@ def test_without_max_tokens_the_rest_of_the_context_is_asked_for():
     assert {b["max_tokens"] for b in server.requests} == {REST_OF_CONTEXT} and joined.finish_reason == "stop"
 
 
-def test_an_end_that_was_asked_for_is_not_resumed():
+def test_an_abort_by_the_callers_own_deadline_is_not_continued():
     done, server = rollout(Fault("deadline", 4), params=PARAMS | {"deadline_s": 1.0})
     assert (done.finish_reason, done.stop_reason, len(done.token_ids)) == ("abort", "deadline", 4)
     assert len(server.requests) == 1
 
 
-def test_a_deadline_is_that_of_all_attempts_together():
+def test_a_deadline_covers_all_attempts_together():
     _, server = rollout(Fault("abort", 4), Fault("abort", 3), params=PARAMS | {"deadline_s": 5.0})
     given = [b["deadline_s"] for b in server.requests]
     assert 5.0 > given[0] > given[1] > given[2] > 0
-    request = Request(PROMPT, {"deadline_s": 1e-9})
-    assert request.body([Partial(request)])["deadline_s"] > 0, "0 would be refused"
+    request = RolloutRequest(PROMPT, {"deadline_s": 1e-9})
+    assert request.body([PartialRollout(request)])["deadline_s"] > 0, "0 would be refused"
 
 
-def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
-    request = Request(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
+def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
+    request = RolloutRequest(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
-        partial = Partial(request)
-        partial.begin("a")
-        partial.take({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
-        partial.cut_off()
+        partial = PartialRollout(request)
+        partial.begin_attempt("a")
+        partial.add_chunk({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial.end_attempt_early()
         assert partial.finish_reason == end, tokens
 
 
@@ -161,28 +158,28 @@ def test_an_eos_that_the_cut_off_attempt_ended_in_is_the_end():
         {"token_ids": [1] * 4, "logprobs": {"token_logprobs": [-1.0] * 4}},
     ],
 )
-def test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data(chunk):
-    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
-    partial.begin("a")
+def test_missing_logprobs_and_too_many_tokens_raise(chunk):
+    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
+    partial.begin_attempt("a")
     with pytest.raises(MalformedReply):
-        partial.take(chunk, None)
+        partial.add_chunk(chunk, None)
 
 
-def test_a_budget_that_was_reached_though_the_last_chunk_was_lost_is_not_asked_for_again():
-    partial = Partial(Request(PROMPT, {"max_tokens": 3}))
-    partial.begin("a")
-    partial.take({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
-    partial.cut_off()
+def test_a_choice_with_max_tokens_is_complete_although_its_last_chunk_was_lost():
+    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
+    partial.begin_attempt("a")
+    partial.add_chunk({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+    partial.end_attempt_early()
     assert partial.finish_reason == "length"
 
 
 @pytest.mark.parametrize("field", ["n", "stream", "prompt", "request_id", "resumed_tokens"])
 def test_a_parameter_that_the_client_sets_itself_is_refused_by_name(field):
     with pytest.raises(InvalidField, match=field):
-        Request(PROMPT, {field: 1})
+        RolloutRequest(PROMPT, {field: 1})
 
 
-def test_a_request_that_makes_no_sense_is_told_at_once_and_not_repeated():
+def test_an_invalid_request_raises_at_once_and_is_not_repeated():
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             with pytest.raises(InvalidField):
@@ -193,7 +190,7 @@ def test_a_request_that_makes_no_sense_is_told_at_once_and_not_repeated():
     run(go())
 
 
-def test_what_is_given_up_keeps_its_tokens():
+def test_a_failed_rollout_keeps_its_tokens():
     async def go():
         async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
             async with RolloutClient(server.url, max_failures=3) as client:
@@ -209,7 +206,7 @@ def test_what_is_given_up_keeps_its_tokens():
     run(go())
 
 
-def test_a_caller_that_goes_takes_its_stream_with_it():
+def test_a_cancelled_generation_closes_its_stream():
     async def go():
         async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
             task = asyncio.create_task(client.generate(PROMPT, PARAMS))
@@ -224,7 +221,7 @@ def test_a_caller_that_goes_takes_its_stream_with_it():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_logits_that_are_not_finite_are_a_failure_with_all_tokens_and_not_tried_again(n):
+def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
     async def go():
         async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
             with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:

@@ -1,4 +1,4 @@
-"""Errors travel between the processes of a trainer."""
+"""Errors keep their content when they are sent between the processes of a trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MADE = [
 
 
 @pytest.mark.parametrize("error", MADE, ids=lambda e: type(e).__name__)
-def test_an_error_arrives_whole_in_another_process(error):
+def test_an_error_keeps_its_content_in_another_process(error):
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error) and again.detail == error.detail
     assert vars(again).keys() == vars(error).keys() and again.status == error.status

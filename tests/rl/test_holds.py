@@ -1,4 +1,4 @@
-"""Failure 47: a client's hold lives as long as its process renews it; one that ended early is told."""
+"""A client's hold stands while its process renews it. A hold that ended early is reported."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.sync_client import SyncRolloutClient
+from rl.coroutines import run
 from rl.real_server import RealServer, real_server
 
 
@@ -27,14 +28,10 @@ def shared() -> Iterator[RealServer]:
 
 @pytest.fixture
 def server(shared) -> Iterator[RealServer]:
-    """Without a hold, before and after."""
+    """The shared server, without a hold before and after each test."""
     yield shared
     for hold in shared.holds():
         shared.post("/v1/resume", hold_id=hold["id"])
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def until(condition) -> None:
@@ -45,7 +42,7 @@ def until(condition) -> None:
 
 
 class Renewals:
-    """Those that the engine makes. ``outlive`` lets time pass between them, in all three times a ttl of 60 s."""
+    """Counts the renewals at the engine. ``outlive`` lets three times a ttl of 60 s pass, with renewals in between."""
 
     def __init__(self, server: RealServer, monkeypatch):
         self._server, self._made = server, threading.Semaphore(0)
@@ -61,13 +58,13 @@ class Renewals:
     def outlive(self) -> None:
         for _ in range(6):
             while self._made.acquire(blocking=False):
-                pass  # of those before: the next one is to come
+                pass  # ignore earlier renewals, and wait for the next one
             assert self._made.acquire(timeout=30)
             self._server.pass_time(30.0)
 
 
 def expire(server: RealServer) -> None:
-    """End all holds as their ttl would, at the engine's next turn."""
+    """End all holds at the engine's next turn, as the end of their ttl does."""
     for hold in list(server.engine.pause.holds.values()):
         hold.expires_at = 0.0
     until(lambda: not server.holds())
@@ -108,7 +105,7 @@ def test_a_hold_stands_while_the_trainers_event_loop_is_blocked(server, monkeypa
 
 
 @pytest.mark.parametrize("how", ["ttl", "restart", "somebody"])
-def test_a_hold_that_ended_early_is_told_at_the_end_and_stops_a_publication(server, tmp_path, how):
+def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication(server, tmp_path, how):
     (tmp_path / "w1").mkdir()
 
     async def go():
@@ -130,8 +127,8 @@ def test_a_hold_that_ended_early_is_told_at_the_end_and_stops_a_publication(serv
                 server.engine.weight_epoch,
                 None,
             ) and server.runner.weights == 0
-            await client.resume()  # it is told once
-            async with client.paused():  # and the client goes on
+            await client.resume()  # raised only once
+            async with client.paused():  # and the client still works
                 pass
 
     run(go())
@@ -175,7 +172,7 @@ def test_a_pause_without_a_block_is_renewed_until_the_resume_or_the_end_of_the_c
 
 
 def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, monkeypatch):
-    """The pause is answered only at its end."""
+    """The pause is answered only at the end of the drain."""
     renewals, drained = Renewals(server, monkeypatch), threading.Event()
     effects = server.engine.lifecycle
     monkeypatch.setattr(effects, "fence_passed", drained.is_set)
@@ -193,7 +190,7 @@ def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, mon
     run(go())
 
 
-def test_the_sync_client_and_trls_adapter_renew_and_tell_too(server, monkeypatch):
+def test_the_sync_client_and_the_trl_integration_renew_and_report_too(server, monkeypatch):
     renewals = Renewals(server, monkeypatch)
     with SyncRolloutClient(server.url) as client:
         with client.paused():
@@ -211,7 +208,7 @@ def test_the_sync_client_and_trls_adapter_renew_and_tell_too(server, monkeypatch
     transfer.destroy()
 
 
-def test_a_ttl_that_makes_no_sense_is_refused_and_nothing_is_held(server):
+def test_an_invalid_ttl_is_refused_and_no_hold_is_placed(server):
     async def go():
         async with RolloutClient(server.url) as client:
             with pytest.raises(FleetError, match="ttl_s"):

@@ -1,4 +1,4 @@
-"""Each route gets the key that it needs, at the address where it is; a wrong key is the caller's error."""
+"""Each route gets its key, at its address. A wrong key is the caller's error."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
+from rl.coroutines import run
 from rl.fake_server import FakeServer
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
 DATA = {"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"}
 LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def use_everything(client: RolloutClient) -> None:
@@ -79,7 +76,7 @@ def test_the_renewals_of_a_hold_carry_the_control_key_and_the_callers_headers():
     run(go())
 
 
-def test_one_key_alone_is_sent_everywhere_and_none_is_none(monkeypatch):
+def test_a_single_key_is_sent_to_all_routes_and_without_keys_none_is_sent(monkeypatch):
     monkeypatch.setenv("FASTDEPLOY_API_KEY", "of the environment")
 
     async def go(**access):
@@ -92,7 +89,7 @@ def test_one_key_alone_is_sent_everywhere_and_none_is_none(monkeypatch):
     assert run(go(api_key="", control_key="")) == {""}
 
 
-def test_control_routes_are_asked_for_at_their_own_port():
+def test_control_routes_are_called_at_their_own_port():
     async def go():
         async with FakeServer() as data, FakeServer() as control:
             control.boot_id = data.boot_id
@@ -109,7 +106,7 @@ def test_control_routes_are_asked_for_at_their_own_port():
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/health", "/v1/pause"])
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_wrong_key_is_raised_at_once_and_not_tried_again(path, status):
+def test_a_wrong_key_raises_at_once_without_a_second_attempt(path, status):
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             server.refuse[path] = deque([(status, "invalid_api_key")] * 9)

@@ -1,4 +1,4 @@
-"""Pausing many replicas as one: all or none, and nobody is left paused."""
+"""Pausing many replicas as one: all are paused, or none is left paused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import pytest
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
+from rl.coroutines import run
 from rl.fake_server import FakeServer
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager
@@ -24,7 +21,7 @@ async def fleet(count: int = 3, **options):
         yield servers, await stack.enter_async_context(RolloutClient([s.url for s in servers], **options))
 
 
-def test_all_are_paused_inside_by_one_hold_and_none_afterwards():
+def test_a_paused_block_pauses_all_replicas_by_one_hold_and_resumes_all():
     async def go():
         async with fleet() as (servers, client):
             async with client.paused("abort", clear_cache=False) as reports:
@@ -38,7 +35,7 @@ def test_all_are_paused_inside_by_one_hold_and_none_afterwards():
     run(go())
 
 
-def test_if_one_fails_nobody_is_left_paused_and_each_has_a_report():
+def test_if_one_pause_fails_no_replica_stays_paused_and_each_has_a_report():
     async def go():
         async with fleet() as (servers, client):
             servers[1].refuse["/v1/pause"] = deque([(504, "pause_timeout")])
@@ -77,7 +74,7 @@ def test_a_replica_that_cannot_be_reached_fails_the_pause_within_its_deadline_an
 
 
 @pytest.mark.parametrize("how", ["exception", "cancellation", "cancelled twice"])
-def test_leaving_it_in_any_way_releases_the_hold(how):
+def test_any_exit_of_a_paused_block_releases_the_hold(how):
     async def go():
         async with fleet() as (servers, client):
             inside = asyncio.Event()
@@ -103,7 +100,7 @@ def test_leaving_it_in_any_way_releases_the_hold(how):
     run(go())
 
 
-def test_a_caller_cancelled_while_it_pauses_leaves_no_hold():
+def test_a_cancelled_pause_leaves_no_hold():
     async def go():
         async with fleet(2) as (servers, client):
             servers[0].refuse["/v1/pause"] = deque([(0, "drop")] * 1000)
@@ -118,7 +115,7 @@ def test_a_caller_cancelled_while_it_pauses_leaves_no_hold():
     run(go())
 
 
-def test_a_resume_releases_what_this_client_holds_and_nothing_else():
+def test_a_resume_releases_the_holds_of_this_client_only():
     async def go():
         async with fleet(1) as (servers, client):
             servers[0].holds["somebody"] = "keep"

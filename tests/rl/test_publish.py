@@ -1,4 +1,4 @@
-"""Publishing to many replicas: the tensors everywhere, then the commits; all or none."""
+"""Publishing to many replicas: first the tensors on all, then the commits; all or none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import SHM
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float16)}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager
@@ -34,7 +31,7 @@ def sessions(server: FakeServer) -> list[str]:
     return [path.rsplit("/", 1)[1] for path in server.paths() if path.startswith("/v1/weights/")]
 
 
-def test_the_tensors_arrive_everywhere_before_anybody_commits():
+def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
     async def go():
         async with fleet() as (servers, client):
             order = []
@@ -58,7 +55,7 @@ def test_the_tensors_arrive_everywhere_before_anybody_commits():
     run(go())
 
 
-def test_shared_memory_is_gone_when_all_have_read_it_and_by_default_taken_on_one_host():
+def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
     async def go():
         async with fleet(2) as (servers, client):
             seen = []
@@ -110,7 +107,7 @@ def test_tensors_that_come_one_by_one_are_sent_in_chunks_though_their_buffer_is_
 
 @pytest.mark.parametrize("step", ["begin", "chunk"])
 @pytest.mark.parametrize("how", ["refused", "lost"])
-def test_if_staging_fails_on_one_nobody_has_committed_and_no_session_stays_open(step, how):
+def test_if_staging_fails_on_one_no_replica_commits_and_no_session_stays_open(step, how):
     async def go():
         async with fleet() as (servers, client):
             answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
@@ -156,7 +153,7 @@ def test_a_replica_that_fails_at_the_commit_is_left_out_until_it_is_published_to
 
 
 @pytest.mark.parametrize("took_place", [True, False])
-def test_a_commit_whose_answer_is_lost_is_looked_up(took_place):
+def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place):
     async def go():
         async with fleet(2) as (servers, client):
             servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop")])
@@ -195,7 +192,7 @@ def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest():
             changed = STATE | {"b": STATE["b"] + 1}
             assert await sent(changed) == ["b"] and partial()
             assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
-            # Somebody else commits, an engine restarts, a publication fails: the difference would be to something else.
+            # After a foreign commit, a restart or a failure, the replicas no longer serve the last publication.
             servers[1].weight_epoch += 1
             assert await sent(changed) == ["a", "b"] and not partial()
             servers[0].restart()
@@ -240,7 +237,7 @@ def test_a_failed_call_over_all_replicas_names_each():
     run(go())
 
 
-def test_a_rollout_in_flight_lives_through_a_publication():
+def test_a_rollout_in_flight_continues_during_a_publication():
     async def go():
         async with FakeServer(Fault("abort", 3)) as server, RolloutClient(server.url) as client:
             await client.publish(STATE, via="upload")

@@ -1,4 +1,4 @@
-"""Failure 47: each attempt is a request with an id of its own, and a group's choices share none."""
+"""Each attempt is a request with an id of its own, also for each choice of a group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.continuation import Partial, Request
+from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
+from rl.coroutines import run
 from rl.real_server import RealServer, real_server
 from support.fake_runner import expected_tokens
 
@@ -21,10 +22,6 @@ PARAMS = {"max_tokens": 60, "ignore_eos": True}
 def server() -> Iterator[RealServer]:
     with real_server(runner={"step_s": 0.002}, max_num_seqs=8) as server:
         yield server
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def until_running(client: RolloutClient, count: int, task: asyncio.Task) -> None:
@@ -46,7 +43,7 @@ def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
     assert all(r.num_resumes >= 1 for r in rollouts), "not vacuous"
 
 
-def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_it(server, tmp_path):
+def test_a_stale_answer_is_generated_again_although_the_server_retained_it(server, tmp_path):
     for name in ("w1", "w2"):
         (tmp_path / name).mkdir()
 
@@ -65,22 +62,22 @@ def test_an_answer_that_is_too_old_is_asked_for_anew_though_the_server_has_kept_
     assert rollout.token_ids == expected_tokens(PROMPT, 60, weights=2)
 
 
-def attempts(request: Request, index: int, count: int, choices: list[Partial] | None = None) -> list[str]:
-    """The ids of ``count`` attempts of a choice, or of the group ``choices``."""
-    group = choices or [Partial(request, index)]
+def attempts(request: RolloutRequest, index: int, count: int, choices: list[PartialRollout] | None = None) -> list[str]:
+    """Return the ids of ``count`` attempts of a choice, or of the group ``choices``."""
+    group = choices or [PartialRollout(request, index)]
     ids = []
     for _ in range(count):
         for choice in group:
-            choice.begin("replica")
+            choice.begin_attempt("replica")
         ids.append(request.body(group)["request_id"])
     return ids
 
 
 def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_callers():
-    request = Request(PROMPT, PARAMS, n=3, request_id="mine")
+    request = RolloutRequest(PROMPT, PARAMS, n=3, request_id="mine")
     ids: list[str] = []
     for _ in range(3):
-        group = [Partial(request, k) for k in range(3)]
+        group = [PartialRollout(request, k) for k in range(3)]
         ids += attempts(request, 0, 2, group)
         for choice in group:
             ids += attempts(request, choice.index, 3, [choice])
@@ -89,6 +86,6 @@ def test_no_two_attempts_of_one_request_share_an_id_and_the_first_has_the_caller
     assert all(name.startswith("mine~") for name in ids[1:])
 
 
-def test_an_id_that_leaves_no_room_for_those_of_later_attempts_is_refused_at_once():
+def test_a_request_id_too_long_for_the_ids_of_later_attempts_is_refused():
     with pytest.raises(InvalidField, match="request_id"):
-        Request(PROMPT, PARAMS, request_id="x" * 500)
+        RolloutRequest(PROMPT, PARAMS, request_id="x" * 500)

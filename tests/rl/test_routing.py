@@ -1,4 +1,4 @@
-"""Failure 32: session 0 is a session. Which replica takes a request, and which is left alone."""
+"""The choice of a replica for a request, and the replicas that are avoided. Session 0 is a session too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 @asynccontextmanager
@@ -31,7 +28,7 @@ def test_every_session_stays_on_its_replica_whatever_its_name(session):
     async def go():
         async with fleet(3) as (servers, client):
             home = (await client.generate(PROMPT, PARAMS, session_id=session)).replicas
-            # Without the session the least loaded one would be taken: load its home.
+            # Load the session's replica: without the session, the other one would be chosen.
             busy = next(r for r in client.replicas if r.url == home[0])
             busy.in_flight += 5
             for _ in range(4):
@@ -42,7 +39,7 @@ def test_every_session_stays_on_its_replica_whatever_its_name(session):
     run(go())
 
 
-def test_without_a_session_the_least_loaded_is_taken():
+def test_without_a_session_the_least_loaded_replica_is_chosen():
     async def go():
         async with fleet(3) as (servers, client):
             for server in servers:
@@ -60,7 +57,7 @@ def test_without_a_session_the_least_loaded_is_taken():
     run(go())
 
 
-def test_a_replica_that_is_gone_is_avoided_and_its_sessions_move_for_good():
+def test_a_dead_replica_is_avoided_and_its_sessions_move_permanently():
     async def go():
         async with fleet(2) as (servers, client):
             home = (await client.generate(PROMPT, PARAMS, session_id=0)).replicas[0]
@@ -73,13 +70,13 @@ def test_a_replica_that_is_gone_is_avoided_and_its_sessions_move_for_good():
             for _ in range(10):
                 await client.generate(PROMPT, PARAMS)
             gone.down = False
-            next(r for r in client.replicas if r.url == home).retry_at = 0.0  # its time of grace is over
+            next(r for r in client.replicas if r.url == home).retry_at = 0.0  # the time to avoid the replica is over
             assert (await client.generate(PROMPT, PARAMS, session_id=0)).replicas == (other.url,)
 
     run(go())
 
 
-def test_a_stream_that_breaks_goes_on_elsewhere_from_its_last_token():
+def test_a_broken_stream_continues_on_another_replica_from_its_last_token():
     async def go():
         async with fleet(2) as (servers, client):
             alone = await client.generate(PROMPT, PARAMS)
@@ -112,7 +109,7 @@ def test_rejections_do_not_count_as_failures_and_a_resume_ends_the_wait():
         async with FakeServer(*[Fault("reject")] * 30) as server, RolloutClient(server.url, max_failures=2) as client:
             assert len((await client.generate(PROMPT, PARAMS)).token_ids) == 4
             assert len(server.requests) == 31
-            client.replicas[0].busy(asyncio.get_running_loop().time(), 3600.0)
+            client.replicas[0].mark_busy(asyncio.get_running_loop().time(), 3600.0)
             task = asyncio.create_task(client.generate(PROMPT, PARAMS))
             await asyncio.sleep(0.05)
             assert not task.done() and len(server.requests) == 31
@@ -122,7 +119,7 @@ def test_rejections_do_not_count_as_failures_and_a_resume_ends_the_wait():
     run(go())
 
 
-def test_no_replica_at_all_ends_with_the_deadline():
+def test_without_any_live_replica_the_request_ends_at_its_deadline():
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             server.down = True
@@ -133,8 +130,8 @@ def test_no_replica_at_all_ends_with_the_deadline():
     run(go())
 
 
-def test_an_engine_that_restarted_without_the_published_weights_makes_no_token_of_a_rollout():
-    """known failure 33, seen from the client: by what the chunks say, though no connection told of the restart."""
+def test_tokens_of_an_engine_that_restarted_without_the_published_weights_are_not_used():
+    """The client detects the restart by the boot id in the chunks; no connection breaks."""
 
     async def go():
         async with fleet(2) as (servers, client):
@@ -156,8 +153,8 @@ def test_an_engine_that_restarted_without_the_published_weights_makes_no_token_o
     run(go())
 
 
-def test_a_frozen_stream_whose_engine_was_replaced_goes_elsewhere():
-    """known failure 33: it would be held there until somebody publishes."""
+def test_a_frozen_stream_whose_engine_restarted_continues_on_another_replica():
+    """On the new engine the request would wait for the next publication."""
 
     async def go():
         async with fleet(2) as (servers, client):

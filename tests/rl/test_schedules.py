@@ -1,5 +1,5 @@
-"""Any schedule of restarts, refusals, full queues, aborts and broken connections, with what a real server says to them:
-every answer is that of an undisturbed run, no request is doubled, and nothing is left behind."""
+"""Any schedule of restarts, refusals, full queues, aborts and broken connections, with a real server's answers: every
+answer equals that of an undisturbed run, no request runs twice, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fastdeploy.rl.errors import HoldLost
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
+from rl.coroutines import run
 from rl.real_server import RealServer, Wire, real_server
 from support.fake_runner import expected_tokens
 
@@ -27,7 +28,7 @@ TOKENS = 40
 PARAMS = {"max_tokens": TOKENS, "ignore_eos": True}
 LIMITS = Limits(prompt_length=64, response_length=TOKENS, max_model_len=128, ignore_eos=True)
 PROMPTS = [[11, 12, k + 1] for k in range(4)]
-# What happens while requests run, one after the other; the pause before each in milliseconds.
+# Events while requests run, one after the other, each after a pause in milliseconds.
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["restart", "cut", "abort", "reject", "hold", "crowd"]), st.integers(0, 30)), max_size=5
 )
@@ -37,7 +38,7 @@ SCHEDULES = settings(max_examples=5, deadline=None, suppress_health_check=[Healt
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RealServer]:
-    """Two run and two wait; a fifth is one too many."""
+    """The shared server: two requests run, two wait, a fifth is refused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "RETRY_AFTER_S", 0.02)
         patch.setitem(errors.RETRY_AFTER, 503, 0.02)
@@ -46,12 +47,8 @@ def server() -> Iterator[RealServer]:
             yield server
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 120))
-
-
 async def disturb(server: RealServer, wire: Wire, events: list[tuple[str, int]]) -> None:
-    """Let ``events`` happen, by another client than the one under test."""
+    """Cause ``events`` by another client than the tested one."""
     for kind, milliseconds in events:
         await asyncio.sleep(milliseconds / 1000)
         match kind:
@@ -67,7 +64,7 @@ async def disturb(server: RealServer, wire: Wire, events: list[tuple[str, int]])
                 await asyncio.to_thread(lambda body=body: server.post("/v1/pause", **body))
                 await asyncio.sleep(0.03)
                 await asyncio.to_thread(server.post, "/v1/resume", hold_id="other")
-            case "crowd":  # fills the queue, and leaves without waiting
+            case "crowd":  # fills the queue, and disconnects without waiting
                 body = {"prompt": [5, 6], "n": 4, "max_tokens": 20, "ignore_eos": True}
                 await asyncio.to_thread(server.post, "/v1/completions", **body)
 
@@ -82,7 +79,7 @@ def assert_nothing_is_left(server: RealServer) -> None:
 
 @SCHEDULES
 @given(events=EVENTS, budgets=BUDGETS, n=st.integers(1, 3), named=st.booleans(), retained=st.booleans())
-def test_no_schedule_leaves_a_trace_in_what_the_client_answers(server, events, budgets, n, named, retained):
+def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained):
     async def go():
         wire = Wire(server.url)
         wire.budgets = [None, *budgets]
@@ -110,8 +107,8 @@ def test_no_schedule_leaves_a_trace_in_what_the_client_answers(server, events, b
 
 @SCHEDULES
 @given(events=EVENTS, budgets=BUDGETS)
-def test_no_schedule_leaves_a_trace_in_what_verls_client_joins(server, events, budgets):
-    """As verl's client does: prompt + tokens so far are sent again for as long as the answer is aborted."""
+def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server, events, budgets):
+    """verl's client sends prompt and tokens so far again while the answer is aborted."""
 
     async def whole(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
         tokens, logprobs = [], []
@@ -142,7 +139,7 @@ def test_no_schedule_leaves_a_trace_in_what_verls_client_joins(server, events, b
 
 @SCHEDULES
 @given(events=EVENTS)
-def test_whatever_happens_in_verls_pause_it_ends_and_a_lost_hold_is_told(server, events):
+def test_verls_pause_ends_under_any_fault_and_a_lost_hold_is_reported(server, events):
     async def go():
         wire = Wire(server.url)
         async with wire.open() as url:
@@ -151,7 +148,7 @@ def test_whatever_happens_in_verls_pause_it_ends_and_a_lost_hold_is_told(server,
             paused = await verl.abort_all_requests()
             assert paused["aborted_count"] == len(paused["request_ids"])
             assert set(paused["request_ids"]) <= {f"{id(wire)}-{k}" for k in range(len(PROMPTS))}
-            harmless = [event for event in events if event[0] != "crowd"]  # it would wait for the resume
+            harmless = [event for event in events if event[0] != "crowd"]  # the request would wait for the resume
             await disturb(server, wire, harmless)
             try:
                 await verl.resume_generation()
@@ -169,8 +166,8 @@ def test_whatever_happens_in_verls_pause_it_ends_and_a_lost_hold_is_told(server,
 
 @SCHEDULES
 @given(kind=st.sampled_from(["restart", "cut", "abort", "reject", "hold"]), at=st.sampled_from(["pause", "send"]))
-def test_trls_sync_goes_through_or_raises_and_leaves_the_servers_running(server, kind, at):
-    """The tensors are none that the fake runner takes: each publication is refused, which is the harder case."""
+def test_trls_sync_succeeds_or_raises_and_leaves_the_servers_running(server, kind, at):
+    """The fake runner refuses the tensors, so each publication fails, which is the harder case."""
 
     async def go():
         wire = Wire(server.url)

@@ -1,4 +1,4 @@
-"""Failure 32: how old a token is comes from the span that was fixed when it was made, not from the reply's arrival."""
+"""The age of a token is that of its span's weights, not of the reply's arrival."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import pytest
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import TooStale
 from fastdeploy.rl.rollout import TokenSpan
-from fastdeploy.rl.staleness import Ledger
+from fastdeploy.rl.staleness import PublicationLedger
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
 async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1, **options):
-    """A rollout whose first two tokens are from before ``commits`` publications, the others from after them."""
+    """Generate a rollout with two tokens from before ``commits`` publications and the others from after them."""
     await client.update_weights("/w", version="first")
     server.faults.append(Fault("hang", 2))
     task = asyncio.create_task(client.generate(PROMPT, PARAMS, **options))
@@ -34,7 +31,7 @@ async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1
     return await task
 
 
-def test_the_age_of_a_rollout_is_that_of_its_oldest_token():
+def test_the_staleness_of_a_rollout_is_that_of_its_oldest_token():
     async def go():
         async with FakeServer() as server, RolloutClient(server.url) as client:
             r = await straddling(client, server, commits=2)
@@ -66,23 +63,23 @@ def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(bound):
 
 
 def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
-    """One restarted and counts its epochs anew; labels repeat."""
-    ledger = Ledger()
+    """One replica restarted and counts its epochs from 0; labels repeat."""
+    ledger = PublicationLedger()
     for number, (epoch_a, epoch_b) in enumerate([(7, 1), (8, 2), (9, 3)], 1):
-        assert ledger.begin() == number
-        ledger.committed(number, "a", "boot-a", epoch_a)
-        ledger.committed(number, "b", "boot-b", epoch_b)
-        ledger.end()
+        assert ledger.begin_publication() == number
+        ledger.record_commit(number, "a", "boot-a", epoch_a)
+        ledger.record_commit(number, "b", "boot-b", epoch_b)
+        ledger.end_publication()
     made = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
     spans = [TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in made]
     assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
 
 
-def test_the_first_tokens_of_new_weights_may_overtake_the_answer_to_the_commit():
-    ledger = Ledger()
-    ledger.begin()
-    ledger.committed(1, "a", "boot", 1)
-    ledger.end()
-    ledger.begin()
+def test_tokens_of_new_weights_that_arrive_before_the_commits_answer_belong_to_it():
+    ledger = PublicationLedger()
+    ledger.begin_publication()
+    ledger.record_commit(1, "a", "boot", 1)
+    ledger.end_publication()
+    ledger.begin_publication()
     assert ledger.publication_of(TokenSpan("2", 2, 0, 1, False, "a", "boot")) == 2
     assert ledger.publication_of(TokenSpan("1", 1, 0, 1, False, "a", "boot")) == 1

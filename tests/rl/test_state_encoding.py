@@ -1,4 +1,4 @@
-"""A trainer's tensors as safetensors, whichever framework they are of."""
+"""Encoding of a trainer's tensors as safetensors, for every framework."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_tensors_of_either_framework_give_the_same_bytes_without_the_other(frame
 STATE = {"x": np.arange(6, dtype=np.float16).reshape(2, 3).T, "y": np.float32(1.5), "z": np.zeros((0, 2), np.int64)}
 
 
-def test_what_is_written_is_what_safetensors_reads(tmp_path):
+def test_safetensors_reads_every_encoding(tmp_path):
     host = state_encoding.host_tensors(STATE)
     state_encoding.write_folder(host, tmp_path)
-    with state_encoding.shared(host) as (name, nbytes):
+    with state_encoding.shared_memory(host) as (name, nbytes):
         segment = (state_encoding.SHM / name).read_bytes()
     assert len(segment) == nbytes and not (state_encoding.SHM / name).exists()
     for read in (load(state_encoding.encode(host)), load(segment), load_file(tmp_path / "model.safetensors")):
@@ -69,8 +69,8 @@ def test_what_is_written_is_what_safetensors_reads(tmp_path):
         }
 
 
-def test_a_segment_is_gone_whatever_happens_meanwhile():
-    with pytest.raises(ValueError), state_encoding.shared(state_encoding.host_tensors(STATE)) as (name, _):
+def test_a_shared_memory_segment_is_deleted_also_after_an_error():
+    with pytest.raises(ValueError), state_encoding.shared_memory(state_encoding.host_tensors(STATE)) as (name, _):
         raise ValueError
     assert not (state_encoding.SHM / name).exists()
 
@@ -79,11 +79,11 @@ def test_chunks_keep_the_order_and_their_size_and_lose_nothing():
     host = state_encoding.host_tensors(
         {f"t{i}": np.zeros(size, np.uint8) for i, size in enumerate([3, 3, 9, 1, 1, 1, 4])}
     )
-    groups = [list(group) for group in state_encoding.chunks(host, 6)]
+    groups = [list(group) for group in state_encoding.split(host, 6)]
     assert groups == [["t0", "t1"], ["t2"], ["t3", "t4", "t5"], ["t6"]]
 
 
 @pytest.mark.parametrize("value", [[1.0], "text", None, np.zeros(2, np.complex64)])
-def test_what_is_no_tensor_is_refused_by_name(value):
+def test_a_value_that_is_no_tensor_is_refused_by_name(value):
     with pytest.raises(InvalidField, match="layer.3"):
         state_encoding.host_tensors({"layer.3": value})

@@ -1,4 +1,4 @@
-"""The client without an event loop of one's own: same answers, any number of threads, nothing left behind."""
+"""The client without an event loop: the same answers, any number of threads, nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMS = {"max_tokens": 6, "seed": 1, "ignore_eos": True}
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
-    """In a loop of its own."""
+    """A scripted server in an event loop of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -34,7 +34,7 @@ def server() -> Iterator[FakeServer]:
     loop.close()
 
 
-def test_it_has_every_method_of_the_other_client():
+def test_the_sync_client_has_every_method_of_the_async_client():
     def public(cls):
         return {name for name, member in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
 
@@ -62,7 +62,7 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
 
 
 @pytest.mark.processes
-def test_nothing_of_paddle_or_torch_is_imported():
+def test_the_client_imports_neither_paddle_nor_torch():
     code = (
         "import sys, fastdeploy.rl.client, fastdeploy.rl.sync_client, fastdeploy.rl.state_encoding;"
         "assert not {'paddle', 'torch', 'zmq', 'fastapi'} & set(sys.modules)"

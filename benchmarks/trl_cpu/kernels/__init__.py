@@ -1,4 +1,4 @@
-"""A stand-in for the package ``kernels``: variable-length attention made of torch's own."""
+"""A stand-in for the package ``kernels``: variable-length attention by torch's own function."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def flash_attn_varlen_func(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """q [Tq, heads, dim], k and v [Tk, kv_heads, dim], one sequence after the other; the last query of a sequence sits
-    at its last key. -> [Tq, heads, dim]. No sliding window."""
+    """Return attention [Tq, heads, dim] of q [Tq, heads, dim] and k, v [Tk, kv_heads, dim], whose sequences are
+    concatenated. The last query of a sequence has the position of its last key. No sliding window."""
     assert causal and window_size == (-1, -1)
     groups = q.shape[1] // k.shape[1]
     parts = []

@@ -1,1 +1,1 @@
-"""A stand-in: TRL asks whether vLLM is installed, since its server usually is."""
+"""A stand-in for vLLM: TRL checks that it is installed."""

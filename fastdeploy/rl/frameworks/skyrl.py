@@ -1,4 +1,4 @@
-"""SkyRL 0.4: a policy worker whose weight syncs go to this server. Nothing of SkyRL is changed.
+"""SkyRL 0.4 integration: a policy worker that publishes its weights to our servers. SkyRL is not changed.
 
     import ray
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPPolicyWorkerBase
@@ -15,7 +15,7 @@
     generator.inference_engine.served_model_name=NAME            (see /v1/models; or serve the policy's own path)
     trainer.placement.colocate_all=false
 
-SkyRL pauses the servers around a sync (mode keep), and resumes them.
+SkyRL itself pauses the servers (mode keep) before a sync, and resumes them afterwards.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fastdeploy.rl.publish import Publication
 
 
 class FastDeployWeightSender:
-    """Publishes the policy's full weights to all servers, or to none. Takes the place of SkyRL's trainer engine
-    (``TrainerWeightTransferEngine`` with ``SkyrlTrainerCapabilities``): the worker reads the ``skyrl_`` attributes.
+    """Publishes the policy's full weights to all servers, or to none. Replaces SkyRL's ``TrainerWeightTransferEngine``
+    with ``SkyrlTrainerCapabilities``, whose ``skyrl_`` attributes the worker reads.
 
-    source: iterated once per sync, on every rank, since each item may be a collective; yields (name, full tensor).
-    is_sender: True on rank 0. via, chunk_mb, deadline_s: see RolloutClient.publish. publications: what was committed.
-    The n-th sync is version str(n), from 1: what ``weight_version`` of SkyRL's client says after it.
+    source: yields (name, full tensor); iterated once per sync on every rank, since each item may be a collective.
+    is_sender: True on rank 0. via, chunk_mb, deadline_s: see RolloutClient.publish. publications: the publications so
+    far. The version of the n-th sync is str(n), from 1, like ``weight_version`` of SkyRL's client.
     """
 
     skyrl_handles_prefix_cache_reset = True
@@ -60,14 +60,14 @@ class FastDeployWeightSender:
         self.publications: list[Publication] = []
 
     def skyrl_set_reset_prefix_cache(self, reset: bool) -> None:
-        """Say whether the KV of requests in flight is computed anew under the next weights. New requests never match
-        prefix KV of older weights, with either setting."""
+        """Choose whether the KV of requests in flight is recomputed by the next weights. With both settings, new
+        requests never match prefix KV of older weights."""
         self._kv = "recompute" if reset else "keep"
 
     def send_weights(self) -> None:
-        """Publish the source as one commit. Blocks: SkyRL calls this in a thread, which has no event loop, and whose
-        CUDA device is that of the rank. Raises FleetError if a server refuses; the source is used up even then, since
-        the other ranks wait in its collectives."""
+        """Publish the source as one commit. Blocks; SkyRL calls this method in a thread without an event loop, with the
+        rank's CUDA device. Raises FleetError if a server refuses. The source is then iterated to its end all the same,
+        since other ranks wait in its collectives."""
         pairs = iter(self._source)
         try:
             if self._is_sender:
@@ -85,13 +85,13 @@ class FastDeployWeightSender:
         """Do nothing: connections are closed after each sync."""
 
 
-def policy_worker(base: type) -> type:
-    """A subclass of SkyRL's policy worker ``base`` (FSDPPolicyWorkerBase, MegatronPolicyWorkerBase) that sends its
-    weights by FastDeployWeightSender."""
+def policy_worker(base: Any) -> type:
+    """Return a subclass of SkyRL's policy worker ``base`` (FSDPPolicyWorkerBase, MegatronPolicyWorkerBase) that sends
+    its weights by FastDeployWeightSender."""
 
-    class FastDeployPolicyWorker(base):  # type: ignore[misc, valid-type]
+    class FastDeployPolicyWorker(base):
         async def init_weight_sync_state(self, inference_engine_client: Any, inference_engine_cfg: Any) -> None:
-            """Called on all ranks at once, before the first sync."""
+            """Make the sender. SkyRL calls this method on all ranks at once, before the first sync."""
             import torch
             from skyrl.train.utils.utils import str_to_torch_dtype
 

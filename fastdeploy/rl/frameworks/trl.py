@@ -1,8 +1,8 @@
-"""TRL's AsyncGRPOTrainer with this server: a ``weight_transfer`` that needs no NCCL, and no change of TRL.
+"""TRL integration: a ``weight_transfer`` of AsyncGRPOTrainer that needs neither NCCL nor a change of TRL.
 
     trainer = AsyncGRPOTrainer(..., weight_transfer=FastDeployWeightTransfer("http://127.0.0.1:8180"))
 
-TRL 1.16 calls, around each step: pause, send_weights, resume (trl/experimental/async_grpo, WeightTransferProtocol).
+TRL 1.16 calls pause, send_weights, resume around each step (trl/experimental/async_grpo, WeightTransferProtocol).
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from fastdeploy.rl.pause import beside
+from fastdeploy.rl.holds import note_cleanup_failure
 from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.sync_client import SyncRolloutClient
 
 
 class FastDeployWeightTransfer:
-    """Publishes the trainer's full weights to one server or many, all of them or none.
+    """Publishes the trainer's full weights to one or many servers, to all of them or to none.
 
-    label: the version of the n-th sync is label + str(n), from 0 (the weights that training begins with). kv: what
-    becomes of the KV of requests in flight ("recompute": as if they had been computed by the new weights, which TRL
-    assumes). paused False: nothing is paused at all; the new weights are committed between two steps. via, chunk_mb:
-    see RolloutClient.publish. client: further options of RolloutClient, such as api_key, control_key, control_urls and
-    hold_ttl_s (a trainer that died between pause and resume does not hold the servers for longer). publications: what
-    was committed so far.
+    label: the version of the n-th sync is label + str(n), from 0 (the weights at the start of training). kv: the KV of
+    requests in flight is kept, or recomputed by the new weights, as TRL assumes. paused False: do not pause, and commit
+    between two steps. via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of RolloutClient
+    (api_key, control_key, control_urls, hold_ttl_s). publications: the publications so far.
 
-    A sync that fails raises, and the servers go on with the weights they had.
+    A failed sync raises, and the servers keep their weights.
     """
 
     def __init__(
@@ -56,14 +54,14 @@ class FastDeployWeightTransfer:
         self._client = SyncRolloutClient(self._urls, **self._client_options)
 
     def pause(self) -> None:
-        """Freeze what is in flight on all servers, or on none: FleetError has a report per server."""
+        """Freeze the requests in flight on all servers, or on none. FleetError has a report per server."""
         if self._paused:
             self._hold = f"trl-{uuid.uuid4().hex}"
             self._connected().pause("keep", hold_id=self._hold)
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
-        """Publish all ``(name, tensor)`` pairs as one commit. Tied weights come under their first name only, which is
-        what the servers expect. On failure the pause is over before this raises."""
+        """Publish all ``(name, tensor)`` pairs as one commit. Of tied weights, ``iterator`` has the first name only, as
+        the servers expect. After a failure, the servers are resumed before the error is raised."""
         try:
             version = f"{self._label}{len(self.publications)}"
             state = dict(iterator)
@@ -71,19 +69,19 @@ class FastDeployWeightTransfer:
                 self._connected().publish(state, version, kv=self._kv, **self._publish_options),
             )
         except BaseException as error:
-            with beside(error):
+            with note_cleanup_failure(error):
                 self.resume()
             raise
 
     def resume(self) -> None:
-        """Release the hold of :meth:`pause` and no other. A second call does nothing. Raises HoldLost if a server ran
-        before."""
+        """Release the hold of :meth:`pause`, and no other. A second call does nothing. Raises HoldLost if the hold had
+        ended early on a server."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._connected().resume(hold)
 
     def destroy(self) -> None:
-        """Leave the servers running, and close the connections."""
+        """Resume the servers and close the connections."""
         if self._client is not None:
             self.resume()
             self._client.close()

@@ -1,17 +1,17 @@
-"""verl 0.9: a rollout backend called "fastdeploy". Importing this module registers it.
+"""verl 0.9 integration: a rollout backend called "fastdeploy". Importing this module registers the backend.
 
     actor_rollout_ref.model.external_lib: fastdeploy.rl.frameworks.verl
     actor_rollout_ref.rollout.name: fastdeploy
     actor_rollout_ref.rollout.checkpoint_engine.backend: fastdeploy        (see verl_checkpoint_engine.py)
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module: fastdeploy.rl.frameworks.verl_checkpoint_engine
-    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    servers that run, one per replica; or
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.urls: [http://a:8180]    running servers, one per replica; or
     actor_rollout_ref.rollout.engine_kwargs.fastdeploy.command: [fastdeploy]    each replica starts one, with ``args``
-    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    where that is a port of its own
+    actor_rollout_ref.rollout.engine_kwargs.fastdeploy.control_urls: [http://a:8181]    if control has its own port
 
 The servers' keys are FASTDEPLOY_API_KEY and FASTDEPLOY_CONTROL_KEY of the environment of verl's processes. A server
-that a replica starts gets them too. It is bound to its node's address, so it needs a control key.
+that a replica starts gets these keys. Such a server listens on its node's address, so it needs a control key.
 
-The server is a process of its own, possibly of another environment: it needs Paddle, verl needs torch.
+The server is a process of its own, and may run in another Python environment: it needs Paddle, and verl needs torch.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from verl.workers.rollout import base as rollout_base
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.fleet import fan_out, require_all
+from fastdeploy.rl.fan_out import fan_out, require_all
 from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer
-from fastdeploy.rl.frameworks.verl_weights import bring, peek
+from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
 from fastdeploy.rl.replica import Replica
 
 NAME = "fastdeploy"
-# verl's names, which are vLLM's, of which distribution a logprob is of.
+# logprobs_mode: verl's names, which are vLLM's, and ours.
 LOGPROBS_MODES = {None: "raw", "raw_logprobs": "raw", "processed_logprobs": "processed"}
 START_S = 600.0
 KEYS = {"api_key": "FASTDEPLOY_API_KEY", "control_key": "FASTDEPLOY_CONTROL_KEY"}
@@ -47,8 +47,7 @@ def actor_name(replica_rank: int, suffix: str = "") -> str:
 
 
 class FastDeployServer(VerlServer):
-    """The Ray actor behind a replica. Starts a server unless it is given the address of one. keys: by the names of
-    KEYS."""
+    """The Ray actor of a replica. url None: start a server, by ``command``. keys: named as in KEYS."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class FastDeployServer(VerlServer):
         self._keys = keys
 
     async def start(self) -> str:
-        """Wait until the server takes requests; its address. Raises RuntimeError if it ended instead."""
+        """Wait until the server is healthy; return its address. Raises RuntimeError if the server process ended."""
 
         async def ready(server: Replica) -> dict[str, Any]:
             if self._process is not None and self._process.poll() is not None:
@@ -84,11 +83,11 @@ class FastDeployServer(VerlServer):
         return self._server.url
 
     def get_access(self) -> dict[str, Any]:
-        """Arguments of a RolloutClient for this server alone."""
+        """Return the arguments of a RolloutClient of this server alone."""
         return {"urls": self._server.url, "control_urls": self._server.control_url, **self._keys}
 
     async def stop(self) -> None:
-        """End the server that this actor has started."""
+        """Stop the server, if this actor has started it."""
         if self._process is not None:
             self._process.terminate()
             await asyncio.to_thread(self._process.wait)
@@ -121,7 +120,7 @@ class FastDeployReplica(RolloutReplica):
             response_length=config.response_length,
             max_model_len=context,
             ignore_eos=config.ignore_eos,
-            # as verl's own backends: a standalone server shares no memory, a colocated one no weight sync
+            # As in verl's own backends: only a standalone server does not sleep, only a colocated one keeps its KV.
             sleeps=config.free_cache_engine and self.rollout_mode is not RolloutMode.STANDALONE,
             frees_kv=config.free_cache_engine and self.rollout_mode is not RolloutMode.COLOCATED,
             seed=self.replica_rank + config.seed if config.full_determinism else None,
@@ -136,7 +135,7 @@ class FastDeployReplica(RolloutReplica):
 
 
 class FastDeployAdapter(rollout_base.BaseRollout):
-    """What verl's workers hold of a server: its memory and its weights. Rank 0 of a replica does it for all."""
+    """The control of a server's memory and weights by verl's workers. Rank 0 of a replica acts for all its ranks."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any):
         super().__init__(config, model_config, device_mesh)
@@ -165,23 +164,23 @@ class FastDeployAdapter(rollout_base.BaseRollout):
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Bring full tensors to this replica's server and commit them as ``global_steps``; None leaves the step as it
-        is. No tensors: they went another way (the checkpoint engine's). Every rank must take its share of a collective
-        iterator."""
+        """Publish full tensors to this replica's server as version ``global_steps``; None keeps the version. Without a
+        tensor nothing is done: the checkpoint engine has sent them. Every rank iterates ``weights`` to the end, since
+        each item may be a collective."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"expected wire_format 'named_tensors', got {wire_format!r}")
-        head, weights = await peek(weights)
+        has_tensors, weights = await peek_first(weights)
         if not self.is_leader_rank:
             async for _pair in weights:
                 pass
-        elif head:
-            where = await self._server().get_access.remote()
-            async with RolloutClient(control_s=CONTROL_S, **where) as client:
-                await bring(client, weights, global_steps, chunk_mb=bucket_mb(self.config))
+        elif has_tensors:
+            access = await self._server().get_access.remote()
+            async with RolloutClient(control_s=CONTROL_S, **access) as client:
+                await publish_step(client, weights, global_steps, chunk_mb=bucket_mb(self.config))
 
 
 def keys_of_environment() -> dict[str, str]:
-    """The keys of this process, for actors whose environment may lack them."""
+    """Return the keys in this process's environment, for actors whose environment may lack them."""
     return {name: os.environ.get(variable, "") for name, variable in KEYS.items()}
 
 

@@ -1,5 +1,5 @@
-"""verl 0.9: a checkpoint engine called "fastdeploy". The trainer's rank 0 publishes straight to all servers, in two
-phases: if one of them does not take the tensors, none has committed. Importing this module registers it."""
+"""verl 0.9 integration: a checkpoint engine called "fastdeploy". The trainer's rank 0 publishes to all servers, or to
+none. Importing this module registers the checkpoint engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.frameworks.verl import NAME, actor_name
 from fastdeploy.rl.frameworks.verl_server import CONTROL_S
-from fastdeploy.rl.frameworks.verl_weights import bring
+from fastdeploy.rl.frameworks.verl_weights import publish_step
 
 
 @CheckpointEngineRegistry.register(NAME)
 class FastDeployCheckpointEngine(CheckpointEngine):
-    """bucket_size: bytes per chunk. urls, control_urls: of the servers; without them, those that replicas of this Ray
-    job have, and their keys. options: of RolloutClient.publish."""
+    """Sends weights to servers over HTTP. bucket_size: bytes per chunk. urls, control_urls: addresses of the servers;
+    without them, those of all replicas of this Ray job, with their keys. options: of RolloutClient.publish."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class FastDeployCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Nobody needs to know of anybody: every way leads over HTTP."""
+        """Return no topology: no process group is used."""
         return {}, {}
 
     def init_process_group(self, **_: Any) -> None:
@@ -50,30 +50,30 @@ class FastDeployCheckpointEngine(CheckpointEngine):
         return None
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
-        """Publish as version ``global_steps`` (None: the step stays as it is); the time of each part, for the trainer's
-        metrics. Every rank takes its share of the collective iterator. Raises FleetError if not all servers have
-        committed."""
+        """Publish as version ``global_steps`` (None keeps the version). Return the time of each phase, as metrics.
+        Every rank iterates ``weights``, since each item may be a collective. Raises FleetError if a server does not
+        commit."""
         if not self._is_master:
             for _pair in weights:
                 pass
             return {}
         access = self._access if self._access["urls"] else await _access()
         async with RolloutClient(control_s=CONTROL_S, **access) as client:
-            done = await bring(client, weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
-        timings = [report.result.get("timings_ms", {}) for report in done.reports]
-        parts = {name for timing in timings for name in timing}
-        return {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(parts)} | {
+            done = await publish_step(client, weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
+        timings = [report.unwrap().get("timings_ms", {}) for report in done.reports]
+        phases = {name for timing in timings for name in timing}
+        return {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(phases)} | {
             "weights/sent_bytes": done.nbytes
         }
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """Nothing: the servers have them from the trainer."""
+        """Yield nothing: the trainer has sent the weights to the servers."""
         return
         yield
 
 
 async def _access() -> dict[str, Any]:
-    """Arguments of a RolloutClient for all replicas whose actors this job can look up by name."""
+    """Return the arguments of a RolloutClient of all replicas whose actors this Ray job can look up by name."""
     prefix = actor_name(0).removesuffix("0_0")
     names = sorted(name for name in ray.util.list_named_actors() if name.startswith(prefix))
     if not names:

@@ -1,8 +1,8 @@
-"""What verl calls on a rollout server, over HTTP to one of ours. Imports neither verl nor Ray: the module verl beside
-this one makes Ray actors of it, and gives it verl's own class of a reply.
+"""The server handle that verl calls, as HTTP calls to one of our servers. Imports neither verl nor Ray: the module
+``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
 
-verl resubmits by itself: its client sends prompt + tokens so far for as long as the stop reason is "aborted", so here
-an abort is answered with what there is, and not gone on from.
+An aborted generation is returned with its tokens so far and is not continued here: verl's client itself submits prompt
+and tokens again while the stop reason is "aborted".
 """
 
 from __future__ import annotations
@@ -14,30 +14,28 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.rl.continuation import Partial, Request
-from fastdeploy.rl.errors import RolloutFailed, is_busy, may_pass
-from fastdeploy.rl.fleet import fan_out
-from fastdeploy.rl.pause import Holds
-from fastdeploy.rl.replica import BACKOFF_S, Replica
+from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
+from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
+from fastdeploy.rl.fan_out import fan_out
+from fastdeploy.rl.holds import Holds
+from fastdeploy.rl.replica import BACKOFF_S, Replica, http_client
 from fastdeploy.rl.rollout import Rollout
 
 CONTROL_S = 120.0
 SILENCE_S = 60.0
-BUSY_S = 120.0  # how long a request asks again at a server that takes none just now
+BUSY_S = 120.0  # how long a request is sent again to a server that takes none
 DRAIN_S = 600.0
-# verl's names of what sleeps, and ours.
+# Tags of sleep and wake_up: verl's names, and ours.
 TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
 STOP_REASONS = {"abort": "aborted", "stop": "completed", "length": "completed"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of verl's rollout config; lengths in tokens. sleeps: whether sleep and wake_up do anything; frees_kv: the
-    same of release_kv_cache and resume_kv_cache. seed: of every request that names none (full_determinism); None = a
-    random one each. logprobs_mode: as our server spells it."""
+    """Settings of verl's rollout config; lengths in tokens. sleeps: sleep and wake_up have an effect. frees_kv:
+    release_kv_cache and resume_kv_cache have an effect. seed: seed of requests without one (full_determinism); None: a
+    random seed for each. logprobs_mode: as our server spells it."""
 
     prompt_length: int
     response_length: int
@@ -49,7 +47,8 @@ class Limits:
     logprobs_mode: str = "processed"
 
     def max_tokens(self, asked: int | None, prompt_tokens: int) -> int:
-        """What a request may make at most: as asked, else what is left of the response, within the context."""
+        """Return a request's limit: ``asked``, else the rest of the response length; never more than the context
+        holds."""
         left = self.max_model_len - prompt_tokens
         if left < 1:
             raise InvalidField(
@@ -61,7 +60,7 @@ class Limits:
 
 
 class VerlServer:
-    """The server handle. ``output`` makes a reply of token_ids, log_probs, stop_reason, num_preempted, extra_fields."""
+    """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields."""
 
     def __init__(
         self,
@@ -75,16 +74,16 @@ class VerlServer:
     ):
         self._limits = limits
         self._output = output
-        http = httpx.AsyncClient(limits=httpx.Limits(), trust_env=False)
-        self._server = Replica(url, http, api_key=api_key, control_key=control_key, control_url=control_url)
+        keys = {"api_key": api_key, "control_key": control_key}
+        self._server = Replica(url, http_client(), control_url=control_url, **keys)
         self._holds = Holds([self._server])
-        own = f"verl-{uuid.uuid4().hex}"
-        self._hold_ids = {admission: f"{own}-{admission}" for admission in ("hold", "reject")}
-        self._drain_hold = f"{own}-drain"
+        prefix = f"verl-{uuid.uuid4().hex}"
+        self._hold_ids = {admission: f"{prefix}-{admission}" for admission in ("hold", "reject")}
+        self._drain_hold = f"{prefix}-drain"
         self._rejecting = False
 
     async def close(self) -> None:
-        """Close the connections. Holds that stand end by their ttl."""
+        """Close the connections. Standing holds end by their ttl."""
         await self._holds.close()
         await self._server.close()
 
@@ -101,34 +100,36 @@ class VerlServer:
         mm_processor_kwargs: Any = None,
         priority: int = 0,
     ) -> Any:
-        """Tokens, until their end or an abort. A server that is lost on the way counts as an abort once it is back;
-        Unreachable or EngineDead if it does not come back, RolloutFailed if the model's logits were not finite. One
-        that takes no requests just now is asked again when it says so; after BUSY_S seconds that counts as an abort
-        without a token. extra_fields: global_steps, min_global_steps and max_global_steps of the weights that made the
-        tokens, and num_cached_tokens."""
+        """Generate until the end or an abort.
+
+        A lost connection counts as an abort, as soon as the server answers again. A server that takes no requests is
+        asked again after its Retry-After; after BUSY_S the request counts as aborted without a token.
+        Raises Unreachable or EngineDead if the server does not come back, RolloutFailed if the logits were not finite.
+        extra_fields of the reply: global_steps, min_global_steps and max_global_steps (steps of the weights that
+        sampled the tokens), num_cached_tokens."""
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
         params = self._params(sampling_params, len(prompt_ids), request_id) | {"priority": priority}
-        choice = Partial(Request(prompt_ids, params, request_id=request_id))
-        choice.begin(self._server.url)
+        choice = PartialRollout(RolloutRequest(prompt_ids, params, request_id=request_id))
+        choice.begin_attempt(self._server.url)
         usage: Mapping[str, Any] = {}
         try:
-            usage = await self._admitted(choice)
+            usage = await self._stream_when_admitted(choice)
         except FastDeployError as error:
             if choice.finish_reason is None:
-                if not may_pass(error):
+                if not is_retryable(error):
                     raise
                 if not is_busy(error):
-                    await self._back()
-                choice.cut_off()
+                    await self._call("GET", "/health")  # waits until the server answers again
+                choice.end_attempt_early()
         if choice.finish_reason == "error":
             raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
         return await self._reply(choice.rollout(), usage)
 
-    async def _admitted(self, choice: Partial) -> Mapping[str, Any]:
-        """Send the request until the server takes it, and run it. Raises the refusal if that has lasted for BUSY_S; or
-        after one wait where :meth:`abort_all_requests` asked for rejections, since verl has another server for it."""
+    async def _stream_when_admitted(self, choice: PartialRollout) -> Mapping[str, Any]:
+        """Send the request until the server takes it, and return its usage. Raises the refusal after BUSY_S; or after
+        one wait if :meth:`abort_all_requests` asked for rejections, since verl then uses another server."""
         now = asyncio.get_running_loop().time
         until = now() + BUSY_S
         while True:
@@ -142,15 +143,15 @@ class VerlServer:
                 if self._rejecting or now() >= until:
                     raise
 
-    async def _stream(self, choice: Partial) -> Mapping[str, Any]:
-        """Take in the stream of the server; return the usage that comes at its end."""
+    async def _stream(self, choice: PartialRollout) -> Mapping[str, Any]:
+        """Add the chunks of the server's stream to ``choice``; return the usage at its end."""
         usage: Mapping[str, Any] = {}
         body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
         async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
             async for event in events:
                 usage = (event or {}).get("usage") or usage
                 for item in (event or {}).get("choices", ()):
-                    choice.take(item, event.get("system_fingerprint"))
+                    choice.add_chunk(item, event.get("system_fingerprint"))
         return usage
 
     def _params(self, given: Mapping[str, Any], prompt_tokens: int, request_id: str) -> dict[str, Any]:
@@ -161,7 +162,8 @@ class VerlServer:
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
         if self._limits.seed is not None:
-            # verl keeps the ids of requests over its runs. One seed for all would make equal prompts' answers equal.
+            # The ids of verl's requests are the same in each run. With one seed for all requests, the answers to equal
+            # prompts would be equal.
             digest = hashlib.sha256(f"{self._limits.seed}/{request_id}".encode()).digest()
             params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
         return params
@@ -170,7 +172,7 @@ class VerlServer:
         labels = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
         steps = [step for label in labels if (step := _step(label)) is not None]
         fields: dict[str, Any] = {
-            # One number can only be a bound: that of the oldest token, since it decides what is too old.
+            # verl wants one number: the step of the oldest token, which decides whether the rollout is too old.
             "global_steps": min(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
@@ -186,26 +188,22 @@ class VerlServer:
             extra_fields=fields,
         )
 
-    async def _back(self) -> None:
-        """Wait until the server answers again."""
-        await self._call("GET", "/health")
-
     # ------------------------------------------------------------------ control
 
     async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
-        """End what runs and close the door until :meth:`resume_generation`; the ids of what was ended. Requests that
-        come meanwhile wait, or with ``reject_request`` are answered as aborted."""
+        """Abort all requests and admit no more until :meth:`resume_generation`; return the aborted ids. New requests
+        wait, or are answered as aborted if ``reject_request``."""
         admission, other = ("reject", "hold") if reject_request else ("hold", "reject")
         options = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
         (report,) = await self._holds.pause(options, self._hold_ids[admission], CONTROL_S)
         self._rejecting = reject_request
-        # Only one of the two stands: the stronger admission would win, and go on doing so.
+        # Only one of the two holds may stand: with both, the server would reject requests.
         await self._holds.resume(self._hold_ids[other], CONTROL_S)
-        ids = report.result["aborted_ids"]
+        ids = report.unwrap()["aborted_ids"]
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
-        """Open the door again. Raises HoldLost if it was open before, as after a restart of the engine."""
+        """Admit requests again. Raises HoldLost if the hold had ended before, as after a restart of the engine."""
         self._rejecting = False
         await self._holds.resume(None, CONTROL_S)
 
@@ -218,15 +216,15 @@ class VerlServer:
         return {"aborted": True, "request_id": request_id}
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Label the weights that serve with the trainer's step. Nothing is aborted and no past token is relabelled."""
+        """Make the trainer's step the version of the served weights. Past tokens keep their version, and nothing is
+        aborted."""
         await self._call("POST", "/v1/update_weights", json={"version": str(global_steps)})
 
     async def clear_kv_cache(self) -> None:
         await self._call("POST", "/reset_prefix_cache", json={"reset_running_requests": False})
 
     async def wait_for_requests_to_drain(self) -> None:
-        """Return when everything that runs has come to its end; the door is open again afterwards. Raises FleetError if
-        that takes longer than DRAIN_S."""
+        """Wait until all running requests are finished, then admit requests again. Raises FleetError after DRAIN_S."""
         drain = {"mode": "wait", "clear_cache": False, "timeout_s": DRAIN_S, "on_timeout": "cancel"}
         await self._holds.pause(drain, self._drain_hold, DRAIN_S + CONTROL_S)
         await self._holds.resume(self._drain_hold, CONTROL_S)
@@ -243,7 +241,7 @@ class VerlServer:
             await self._set_asleep(await self._asleep() - woken)
 
     async def release_kv_cache(self) -> None:
-        """Give the KV's memory back while weights are synced; the weights stay where they are."""
+        """Free the memory of the KV cache, for a weight sync."""
         if self._limits.frees_kv:
             await self._set_asleep(await self._asleep() | {"kv_cache"})
 
@@ -255,7 +253,8 @@ class VerlServer:
         return set((await self._call("GET", "/v1/weights"))["asleep"])
 
     async def _set_asleep(self, wanted: set[str]) -> None:
-        """verl sleeps and wakes what may be so already; the server refuses that."""
+        """Make exactly the tags in ``wanted`` sleep. Tags that sleep or wake already are left out, since the server
+        refuses those and verl does not."""
         now = await self._asleep()
         if wanted - now:
             await self._call("POST", "/v1/sleep", retry=False, json={"tags": sorted(wanted - now)})
@@ -263,15 +262,13 @@ class VerlServer:
             await self._call("POST", "/v1/wakeup", retry=False, json={"tags": sorted(now - wanted)})
 
     async def _call(self, method: str, path: str, retry: bool = True, **kwargs: Any) -> dict[str, Any]:
-        """The result of a route. retry: it may be asked twice, so a server that is gone is waited for, CONTROL_S."""
+        """Return the result of a route. retry: repeat the call for CONTROL_S on a server that cannot be reached."""
 
         async def call(server: Replica) -> dict[str, Any]:
             return await server.call(method, path, CONTROL_S, **kwargs)
 
         (report,) = await fan_out([self._server], call, CONTROL_S, retry)
-        if report.result is None:
-            raise report.error
-        return report.result
+        return report.unwrap()
 
 
 def _tag(tag: str) -> str:
@@ -281,5 +278,5 @@ def _tag(tag: str) -> str:
 
 
 def _step(version: str) -> int | None:
-    """The trainer's step that a label names; None for a label that is none."""
+    """Return the trainer's step of a version; None for a version that is no step."""
     return int(version) if version.isdigit() else None

@@ -1,5 +1,5 @@
-"""Weights as verl hands them over: pairs of name and tensor, from an iterator that may be asynchronous or empty.
-Imports neither verl nor Ray."""
+"""Publishing of the weights that verl gives: pairs of name and tensor, from an iterator that may be asynchronous or
+empty. Imports neither verl nor Ray."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.frameworks.verl_server import CONTROL_S
 from fastdeploy.rl.publish import Publication
-from fastdeploy.rl.state_source import Pairs, each_pair
+from fastdeploy.rl.state_transfer import NamedTensors, each_pair
 
 
-async def bring(
+async def publish_step(
     client: RolloutClient,
-    weights: Pairs,
+    weights: NamedTensors,
     global_steps: int | None,
     **options: Any,
 ) -> Publication:
-    """Publish full tensors as ``global_steps``. None keeps the step: the new weights get the label of those that serve,
-    and another weight_epoch. options: of RolloutClient.publish."""
+    """Publish full tensors as version ``global_steps``; None: as the version that serves now. options: of
+    RolloutClient.publish."""
     version: str | int | None = global_steps
     if version is None:
         version = (await client.replicas[0].call("GET", "/v1/weights", CONTROL_S))["version"]
     return await client.publish(weights, version, **options)
 
 
-async def peek(weights: Pairs) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
+async def peek_first(weights: NamedTensors) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
     """Return whether there is a first tensor, and an iterator of all tensors."""
 
     rest = each_pair(weights)

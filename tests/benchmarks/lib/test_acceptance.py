@@ -1,4 +1,4 @@
-"""The whole acceptance run, over real sockets, on a server that is right and on servers wrong in one way each."""
+"""The complete acceptance run over real sockets, on a correct server and on servers with one defect each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client against a local server that cuts its stream in awkward places."""
+"""The client, against a local server that cuts its stream at arbitrary places."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.wire import WireError
+from benchmarks.lib.http_reader import WireError
 
 TEXT = "zwölf µs"
 
@@ -42,7 +42,7 @@ def against(pieces: list[bytes], use: Callable, pause_s: float = 0.0):
 
 
 def framed(body: bytes, cut: int) -> list[bytes]:
-    """A chunked response whose HTTP chunks and writes both ignore the borders of events and characters."""
+    """Return a chunked response whose HTTP chunks and writes are not aligned with events or characters."""
     wire = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     wire += b"".join(b"%x\r\n%b\r\n" % (len(body[i : i + 11]), body[i : i + 11]) for i in range(0, len(body), 11))
     wire += b"0\r\n\r\n"
@@ -62,18 +62,18 @@ def test_a_stream_is_read_whole_wherever_it_is_cut(cut: int):
     assert log.ended_once
 
 
-def test_a_stream_that_breaks_off_is_no_ended_stream():
+def test_a_broken_stream_has_not_ended_once():
     log = against([framed(GOOD, 5000)[0][:-9]], read)
     assert log.token_ids == [1, 2, 3]
     assert "middle of a response" in log.error
     assert not log.ended_once
 
 
-def test_a_stream_without_done_is_no_ended_stream():
+def test_a_stream_without_done_has_not_ended_once():
     assert not against(framed(GOOD.removesuffix(b"data: [DONE]\n\n"), 5000), read).ended_once
 
 
-def test_text_that_comes_without_a_token_is_no_token():
+def test_text_without_a_token_is_not_counted_as_a_token():
     log = against(framed(event([1], "a") + event([], "b", "abort") + b"data: [DONE]\n\n", 5000), read)
     assert (log.num_tokens, len(log.tokens), log.text) == (1, 1, "ab")
 
@@ -130,6 +130,6 @@ def test_a_call_without_an_answer_raises():
 
 
 @pytest.mark.parametrize("url", ["https://h", "ftp://h", "http://"])
-def test_an_url_that_cannot_be_spoken_to_is_refused(url: str):
+def test_an_invalid_url_is_refused(url: str):
     with pytest.raises(ValueError, match="url"):
         Client(url)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.lib.dialect import ServerError
 from benchmarks.lib.server import ServerProcess
 
-# A server whose child leaves its process group and ignores SIGINT, so that it outlives its parent.
+# A server whose child leaves the process group and ignores SIGINT, and so outlives its parent.
 LEAKS = """
 import os, signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: os._exit(0))

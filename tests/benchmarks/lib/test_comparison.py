@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.lib.comparison import HEADER, Compared, Measured, machine_line
+from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
 from benchmarks.lib.loads import Figures, Groups, Streams
 from benchmarks.lib.roofline import Machine, Shape
 
@@ -16,16 +16,18 @@ def figures(speed: float, first: float = 1.0, token_s: float = 1.0) -> Figures:
     return Figures(1.0, 10, speed, first, first, first, token_s, first)
 
 
-def compared(*engines: tuple[str, list[Figures]], probes: tuple[Machine, ...] = (Machine(1000.0, 1.0),)) -> Compared:
-    return Compared(LOAD, tuple(Measured(name, tuple(runs)) for name, runs in engines), probes)
+def compared(
+    *engines: tuple[str, list[Figures]], probes: tuple[Machine, ...] = (Machine(1000.0, 1.0),)
+) -> LoadComparison:
+    return LoadComparison(LOAD, tuple(EngineRuns(name, tuple(runs)) for name, runs in engines), probes)
 
 
-def cells(found: Compared, engine: int) -> dict[str, str]:
+def cells(found: LoadComparison, engine: int) -> dict[str, str]:
     return dict(zip(HEADER, found.rows(SHAPE)[engine], strict=True))
 
 
 def test_the_ratio_is_the_median_of_paired_repeats_not_of_the_whole():
-    # The machine slowed down threefold in the second and third repeat; the first engine was always twice as fast.
+    # The machine is three times slower in repeats 2 and 3; the first engine is always twice as fast.
     found = compared(
         ("ours", [figures(30), figures(10), figures(10)]), ("peer", [figures(15), figures(5), figures(15)])
     )
@@ -57,9 +59,9 @@ def test_without_a_probe_there_is_no_roofline_and_the_rest_stands():
     assert "no roofline" in machine_line(())
 
 
-def test_what_a_load_does_not_show_is_a_dash():
+def test_a_figure_that_a_load_does_not_have_is_a_dash():
     runs = (Figures(2.0, 10, 5.0),)
-    found = Compared(Groups("groups", 4, 8, 8, 8), (Measured("ours", runs), Measured("peer", runs)), ())
+    found = LoadComparison(Groups("groups", 4, 8, 8, 8), (EngineRuns("ours", runs), EngineRuns("peer", runs)), ())
     row = cells(found, 1)
     assert {row[name] for name in ("ms per token", "p50", "sooner", "in the engine")} == {"-"}
     assert row["ratio"] == "1.00"
@@ -79,7 +81,7 @@ def test_a_run_with_errors_has_no_place_on_the_roofline_and_its_errors_name_the_
 
 
 def test_the_engines_own_time_between_tokens_stands_beside_what_the_client_saw():
-    found = Compared(LOAD, (Measured("ours", (figures(1, token_s=0.04),), (0.035,)),), ())
+    found = LoadComparison(LOAD, (EngineRuns("ours", (figures(1, token_s=0.04),), (0.035,)),), ())
     assert (cells(found, 0)["ms per token"], cells(found, 0)["in the engine"]) == ("40.0", "35.0")
 
 

@@ -46,7 +46,7 @@ def test_a_peer_has_the_version_of_its_own_environment(peers: Path, name: str, d
     assert engine.missing is None and engine.version == version
 
 
-def test_ours_is_always_there(peers: Path):
+def test_our_own_engine_is_always_available(peers: Path):
     assert ENGINES["ours"](Path("model"), "q05").missing is None
 
 

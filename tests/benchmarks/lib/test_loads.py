@@ -19,7 +19,7 @@ SHAPE = Shape(hidden=4, inner=8, layers=2, heads=2, kv_heads=1, head_dim=2, voca
 
 
 class Recorder:
-    """Stands in for a client: answers every completion after a moment, ``short`` tokens short."""
+    """A client stand-in that answers every completion after a moment, with ``short`` tokens too few."""
 
     def __init__(self, short: int = 0) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ def send(load: Load, client: Any, seed: str = "s") -> Figures:
 
 
 def test_tokens_that_came_all_at_once_show_no_time_between_them():
-    """A client that is busy reads a short stream in one piece."""
+    """A busy client receives a short stream in one read."""
 
     class Late:
         async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Any:
@@ -126,7 +126,7 @@ def test_engines_get_the_same_prompts_and_every_repeat_others():
 
     assert prompts("0/g/0") == prompts("0/g/0")
     starts = [{prompt[:4] for prompt in prompts(seed)} for seed in ("0/g/0", "0/g/1", "0/other/0", "1/g/0")]
-    assert len(set.union(*starts)) == 16  # not even a beginning in common, or a prefix cache would show
+    assert len(set.union(*starts)) == 16  # no common beginning, which a prefix cache could use
 
 
 def test_the_prefill_load_sends_all_prompts_at_the_start():

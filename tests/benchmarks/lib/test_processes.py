@@ -16,7 +16,7 @@ SPINS = "import os\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nwhile True: 
 
 @pytest.fixture
 def spinning() -> Iterator[tuple[int, list[int]]]:
-    """A session of two processes that burn CPU: (its leader, both)."""
+    """Start a session of two processes that use CPU; give (leader, both)."""
     leader = subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert leader.stdout is not None
@@ -26,7 +26,7 @@ def spinning() -> Iterator[tuple[int, list[int]]]:
         leader.communicate()
 
 
-def test_a_session_has_its_leader_and_all_that_came_of_it_and_not_us(spinning: tuple[int, list[int]]):
+def test_a_session_has_its_leader_and_all_descendants_but_not_this_process(spinning: tuple[int, list[int]]):
     leader, both = spinning
     assert session_processes(leader) == both
     assert os.getpid() not in session_processes(leader)
@@ -60,7 +60,7 @@ def test_the_cpu_time_is_what_the_process_itself_has_counted():
         process.communicate("\n")
 
 
-def test_a_process_that_is_gone_costs_nothing_and_takes_no_signal():
+def test_an_ended_process_has_no_cpu_time_and_gets_no_signal():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert cpu_seconds([process.pid]) == 0.0

@@ -1,4 +1,4 @@
-"""The bounds, on numbers small enough to do by hand."""
+"""The formulas of the bounds, on numbers small enough to compute by hand."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.spans import BadLabels, Labelled, judge_update, labels
+from benchmarks.lib.spans import BadSpans, VersionSpan, judge_update, version_spans
 from benchmarks.lib.timeline import StreamLog, TokenEvent
 
 
 def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
-    """One token per chunk, token k made by versions[k]; epochs are the order of appearance."""
+    """Make a stream of one token per chunk. Token k has versions[k]; a version's epoch is its order of appearance."""
     order = list(dict.fromkeys(versions))
     events = [
         TokenEvent(
@@ -21,12 +21,12 @@ def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
     return StreamLog("r", 0.0, 200, events, [(9.0, "length")], done_markers=1)
 
 
-def test_labels_of_chunks_are_joined():
-    assert labels(stream("a", "a", "b")) == [Labelled("a", 0, 0, 2), Labelled("b", 1, 2, 3)]
+def test_adjacent_spans_of_chunks_are_joined():
+    assert version_spans(stream("a", "a", "b")) == [VersionSpan("a", 0, 0, 2), VersionSpan("b", 1, 2, 3)]
 
 
 @pytest.mark.parametrize("damage", ["gap", "missing", "overlap", "empty"])
-def test_a_token_without_a_label_or_with_two_is_found(damage: str):
+def test_a_token_in_no_span_or_in_two_is_an_error(damage: str):
     log = stream("a", "a", "b")
     spans = log.tokens[1].weight_versions
     match damage:
@@ -38,8 +38,8 @@ def test_a_token_without_a_label_or_with_two_is_found(damage: str):
             spans.append(dict(spans[0]))
         case "empty":
             spans[0]["end"] = spans[0]["start"]
-    with pytest.raises(BadLabels):
-        labels(log)
+    with pytest.raises(BadSpans):
+        version_spans(log)
 
 
 def failed(log: StreamLog, old: StreamLog, after: StreamLog) -> list[str]:

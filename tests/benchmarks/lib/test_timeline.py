@@ -42,12 +42,12 @@ def test_gaps_are_between_consecutive_chunks():
     assert gaps(log_at(1.0, 1.5, 3.5)) == [0.5, 2.0]
 
 
-def test_prefix():
+def test_a_prefix_is_the_beginning_of_a_sequence():
     assert is_prefix([], [1]) and is_prefix([1], [1, 2]) and is_prefix([1, 2], [1, 2])
     assert not is_prefix([1, 2], [1]) and not is_prefix([2], [1, 2])
 
 
-def test_a_token_after_the_final_chunk_is_no_clean_end():
+def test_a_stream_with_a_token_after_its_final_chunk_is_not_correct():
     log = log_at(1.0, 3.0)
     log.finals, log.done_markers = [(2.0, "abort")], 1
     assert not log.ended_once

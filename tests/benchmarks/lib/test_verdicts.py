@@ -1,4 +1,4 @@
-"""Every verdict on a made-up timeline that is right, and on the same timeline with one thing wrong.
+"""Every verdict, on a correct timeline and on the same timeline with one defect.
 
 The load: 2 running and 3 waiting streams, a token every 0.1 s from t=1; paused at t=6 (reply 6.05), resumed at t=9.
 """
@@ -292,7 +292,7 @@ def test_streams_that_repeat_one_token_prove_nothing():
 
 
 def test_a_model_of_few_tokens_proves_something_as_long_as_its_streams_vary():
-    """The embedded model writes digits: 8 streams may have no more than 6 different ids in all."""
+    """The embedded model writes digits: 8 streams may have only 6 different ids in total."""
     run, reference = kept(), kept().streams[:2]
     for log in [*run.streams[:2], *reference]:
         for i, event in enumerate(log.tokens):

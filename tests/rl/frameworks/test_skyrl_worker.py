@@ -21,7 +21,7 @@ def server() -> Iterator[Server]:
 
 
 class Source:
-    """Counts what was taken of it: another rank would wait in a collective for what was not."""
+    """A source that counts the tensors taken from it; another rank would wait in a collective for the rest."""
 
     def __init__(self, pairs: list):
         self.pairs, self.taken = pairs, 0
@@ -47,10 +47,10 @@ def test_each_sync_is_a_version_and_only_rank_0_sends(server):
     assert state(server)[1:] == ("2", checksum)
 
 
-def test_a_sync_that_a_server_refuses_raises_and_leaves_no_rank_waiting(server):
+def test_a_refused_sync_raises_and_leaves_no_rank_waiting(server):
     before = state(server)
     (name, array), *rest = weights(1.0)
-    source = Source([(name, array[:1]), *rest])  # refused with the first chunk, before the rest is taken
+    source = Source([(name, array[:1]), *rest])  # refused with the first chunk, before the rest is read
     sender = FastDeployWeightSender([server.url], source, chunk_mb=1)
     with pytest.raises(FleetError):
         sender.send_weights()
@@ -59,7 +59,7 @@ def test_a_sync_that_a_server_refuses_raises_and_leaves_no_rank_waiting(server):
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_reset_of_the_prefix_cache_has_frozen_requests_computed_anew(server, reset):
+def test_with_a_prefix_cache_reset_frozen_requests_are_recomputed(server, reset):
     stream = LiveStream(server, list(range(40, 60)), max_tokens=600).wait_for_tokens()
     assert server.post("/pause?mode=keep&clear_cache=false").status == 200
     sender = FastDeployWeightSender([server.url], weights(1.03))
@@ -71,7 +71,7 @@ def test_a_reset_of_the_prefix_cache_has_frozen_requests_computed_anew(server, r
     assert (recomputed > 0) == reset
 
 
-def test_the_policy_worker_is_skyrls_own_but_for_what_sends():
+def test_the_policy_worker_differs_from_skyrls_only_in_the_sender():
     class Base:
         def other(self) -> str:
             return "kept"

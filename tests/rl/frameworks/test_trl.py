@@ -1,4 +1,4 @@
-"""TRL's weight_transfer: what it does to a server, and (slow) TRL itself training through it, unmodified."""
+"""TRL's weight_transfer: its effects on a server, and (slow) unmodified TRL training with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
 
 
 def weights(scale: float) -> list[tuple[str, np.ndarray]]:
-    """The embedded model's tensors in float32, times ``scale``."""
+    """Return the embedded model's tensors in float32, times ``scale``."""
     raw = (MODEL_DIR / "model.safetensors").read_bytes()
     size = int.from_bytes(raw[:8], "little")
     tensors = {}
@@ -43,7 +43,7 @@ def weights(scale: float) -> list[tuple[str, np.ndarray]]:
 
 
 def state(server: Server) -> tuple[bool, str, str]:
-    """Whether it is paused, the version that serves, and the checksum of its values."""
+    """Return whether the server is paused, the version that serves, and the checksum of the weights."""
     info = server.get("/v1/weights?checksums=true").result
     return server.get("/v1/is_paused").result["is_paused"], info["version"], info["checksum"]
 
@@ -66,7 +66,7 @@ def test_a_sync_pauses_publishes_under_its_number_and_resumes(server):
     transfer.destroy()
 
 
-def test_a_sync_that_fails_raises_and_the_server_goes_on_with_what_it_had(server):
+def test_a_failed_sync_raises_and_the_server_keeps_its_weights(server):
     transfer = FastDeployWeightTransfer(server.url)
     before = state(server)
     transfer.pause()
@@ -91,7 +91,7 @@ def test_without_a_pause_the_weights_are_committed_between_two_steps(server):
 
 @pytest.mark.slow
 def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
-    """`make test-slow` installs TRL. Every step's weights arrive, bit for bit, and no sample is lost or aborted."""
+    """Every step's weights arrive bit for bit, and no sample is lost or aborted. `make test-slow` installs TRL."""
     out = tmp_path / "seen.json"
     command = [sys.executable, ROOT / "benchmarks" / "trl_async_grpo.py", "--url", server.url]
     subprocess.run([*command, "--steps", str(STEPS), "--json", out], check=True, timeout=900)
@@ -112,7 +112,7 @@ def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
         start.stop()
     changed = [name for name, checksum in untrained.items() if checksum != serving["checksums"][name]]
     assert len(changed) == len(untrained), "training changed everything"
-    # Samples of the weights that the trainer has: its logprobs and the server's are the same but for rounding.
+    # Samples of the trainer's current weights: its logprobs and the server's differ by rounding only.
     fresh = [entry for entry in steps if entry["sample/staleness_max"] == 0]
     assert fresh and abs(fresh[0]["ratio"] - 1) < 1e-3 and abs(fresh[0]["kl"]) < 1e-4
     assert all(entry.get("rollout/vllm_retry_total", 0) == 0 for entry in steps)

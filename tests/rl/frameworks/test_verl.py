@@ -1,6 +1,6 @@
-"""verl's own client, server manager, load balancer and checkpoint manager, unmodified, on our replica class and
-checkpoint engine, with two real servers. Needs an environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks,
-which `make test-slow` sets up."""
+"""verl's own client, server manager, load balancer and checkpoint manager, unmodified, with our replica class and
+checkpoint engine and two real servers. Needs an environment with verl: FRAMEWORKS_PYTHON, or .venv-frameworks, made by
+`make test-slow`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory) -> dict[str, Any]:
-    """What verl_child.py saw."""
+    """The report of verl_child.py."""
     weights = perturbed(tmp_path_factory.mktemp("weights") / "policy-7") / "model.safetensors"
     servers = [Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") for _ in range(2)]
     try:
@@ -49,8 +49,7 @@ def test_verls_client_gets_whole_answers(told):
         assert answer["stop"] == "completed" and answer["steps"] == [0, 0]
 
 
-def test_an_abort_of_everything_leaves_no_trace_in_what_verls_client_joins(told):
-    """known failure 31."""
+def test_an_abort_of_all_requests_does_not_change_the_answers_of_verls_client(told):
     assert told["resumed_after_abort"] > 0, "not vacuous: something was aborted"
     assert len(set(told["aborted_ids"])) == told["resumed_after_abort"], "and each is named"
     for alone, resumed in zip(told["alone"], told["resumed"], strict=True):
@@ -58,8 +57,8 @@ def test_an_abort_of_everything_leaves_no_trace_in_what_verls_client_joins(told)
         assert resumed["steps"] == [0, 0]
 
 
-def test_a_weight_sync_in_the_midst_is_seen_in_the_steps_of_the_tokens(told):
-    """known failure 32: verl's min and max of the global steps."""
+def test_a_weight_sync_during_a_generation_shows_in_the_steps_of_its_tokens(told):
+    """verl reads the least and the greatest step of a rollout's tokens."""
     assert told["straddling"], "at least one was under way"
     for answer in told["straddling"]:
         assert answer["steps"] == [0, 7] and len(answer["ids"]) == len(answer["logprobs"])
@@ -72,7 +71,7 @@ def test_a_sync_without_a_step_leaves_the_step_of_the_results_as_it_is(told):
         assert answer["steps"] == [7, 7] and answer["ids"] == labelled["ids"]
 
 
-def test_the_sync_told_the_trainer_what_it_cost(told):
+def test_the_sync_returns_its_timings_to_the_trainer(told):
     assert "weights/sent_bytes" in told["metrics"] and any(name.endswith("_ms") for name in told["metrics"])
 
 

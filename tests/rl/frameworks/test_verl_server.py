@@ -1,4 +1,4 @@
-"""What verl calls on a server handle, without verl: against the scripted server. test_verl.py has verl itself."""
+"""The server handle that verl calls, against the scripted server, without verl. test_verl.py uses verl itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
-from fastdeploy.rl.frameworks.verl_weights import bring, peek
+from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
+from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -25,13 +26,9 @@ PARAMS = {"temperature": 1.0, "logprobs": True, "ignore_eos": True, "seed": 3, "
 LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
-    """Seconds of each wait of the adapter, as it asked for them."""
+    """The seconds of each wait that the server handle asked for."""
     asked: list[float] = []
     sleep = asyncio.sleep
 
@@ -68,7 +65,7 @@ def test_a_whole_answer_is_completed_and_says_which_step_made_it():
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
-def test_what_is_cut_off_is_aborted_with_what_there_is_so_that_verl_resubmits(kind, k):
+def test_a_broken_generation_is_returned_as_aborted_with_its_tokens(kind, k):
     async def go():
         async with handle(Fault(kind, k)) as (server, verl):
             out = await verl.generate(PROMPT, PARAMS, "r1")
@@ -78,8 +75,7 @@ def test_what_is_cut_off_is_aborted_with_what_there_is_so_that_verl_resubmits(ki
     run(go())
 
 
-def test_a_step_is_that_of_the_tokens_and_not_of_the_reply():
-    """known failure 32."""
+def test_the_reported_step_is_that_of_the_tokens_and_not_of_the_reply():
 
     async def go():
         async with handle() as (server, verl):
@@ -100,7 +96,7 @@ def test_a_step_is_that_of_the_tokens_and_not_of_the_reply():
     run(go())
 
 
-def test_the_budget_is_as_asked_or_what_verl_leaves_of_the_response_and_never_beyond_the_context():
+def test_max_tokens_is_as_asked_or_the_rest_of_the_response_within_the_context():
     assert LIMITS.max_tokens(7, 5) == 7
     assert LIMITS.max_tokens(None, 5) == 20 and LIMITS.max_tokens(None, 25) == 5
     assert LIMITS.max_tokens(None, 40) == 1 and LIMITS.max_tokens(99, 60) == 4
@@ -115,8 +111,8 @@ def test_the_budget_is_as_asked_or_what_verl_leaves_of_the_response_and_never_be
     run(go())
 
 
-def test_equal_prompts_under_one_seed_draw_apart_and_the_same_in_every_run():
-    """verl's full_determinism has one seed for a server, and sends the members of a group one by one."""
+def test_equal_prompts_under_one_seed_get_different_answers_that_each_run_repeats():
+    """verl's full_determinism has one seed per server, and sends the members of a group one by one."""
     unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
 
     async def group() -> list[tuple[int, ...]]:
@@ -146,7 +142,7 @@ def test_images_are_refused_by_name():
     run(go())
 
 
-def test_abort_all_closes_the_door_until_the_resume_and_a_plain_one_parks_again():
+def test_abort_all_holds_or_rejects_requests_as_asked_until_the_resume():
     async def go():
         async with handle() as (server, verl):
             pauses = []
@@ -172,7 +168,7 @@ def test_abort_all_closes_the_door_until_the_resume_and_a_plain_one_parks_again(
 
 
 @pytest.mark.parametrize("kind", ["reject", "full"])
-def test_a_server_that_takes_no_requests_just_now_is_asked_again_when_it_says_so(kind, waits):
+def test_a_busy_server_is_asked_again_after_its_retry_after(kind, waits):
     async def go():
         async with handle(*[Fault(kind)] * 5) as (server, verl):
             out = await verl.generate(PROMPT, PARAMS, "r1")
@@ -183,7 +179,7 @@ def test_a_server_that_takes_no_requests_just_now_is_asked_again_when_it_says_so
     run(go())
 
 
-def test_a_refusal_that_lasts_is_an_abort_in_the_end_and_no_spin(waits, monkeypatch):
+def test_a_lasting_refusal_ends_as_an_abort_without_a_busy_loop(waits, monkeypatch):
     monkeypatch.setattr(verl_server, "BUSY_S", 0.05)
 
     async def go():
@@ -196,8 +192,8 @@ def test_a_refusal_that_lasts_is_an_abort_in_the_end_and_no_spin(waits, monkeypa
     run(go())
 
 
-def test_where_verl_asked_for_rejections_a_late_request_is_aborted_after_one_wait(waits):
-    """verl has another server for it, and this one is not resumed soon."""
+def test_a_request_during_rejections_that_verl_asked_for_is_aborted_after_one_wait(waits):
+    """verl sends the request to another server; this one is not resumed soon."""
 
     async def go():
         async with handle() as (server, verl):
@@ -212,7 +208,7 @@ def test_where_verl_asked_for_rejections_a_late_request_is_aborted_after_one_wai
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_wrong_key_is_told_at_once(status):
+def test_a_wrong_key_raises_at_once(status):
     async def go():
         async with handle() as (server, verl):
             server.refuse["/v1/completions"] = deque([(status, "invalid_api_key")] * 9)
@@ -223,7 +219,7 @@ def test_a_wrong_key_is_told_at_once(status):
     run(go())
 
 
-def test_with_one_seed_for_a_run_equal_prompts_get_seeds_of_their_own_and_the_same_in_each_run():
+def test_requests_of_a_seeded_run_get_different_seeds_that_each_run_repeats():
     async def go():
         seeds = []
         for _ in range(2):
@@ -246,7 +242,7 @@ def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
             for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
                 weight_epoch = server.weight_epoch
                 tensors = iter([("a", np.ones(2, np.float32))])
-                await bring(client, tensors, global_steps, via="upload")
+                await publish_step(client, tensors, global_steps, via="upload")
                 assert server.weight_epoch == weight_epoch + 1
                 fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
                 assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
@@ -254,16 +250,16 @@ def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
     run(go())
 
 
-def test_tensors_from_either_kind_of_iterator_arrive_whole_and_none_is_seen_to_be_none():
+def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_is_detected():
     async def pairs():
         for k in range(3):
             yield k, k
 
     async def go():
         for weights in (pairs(), iter([(k, k) for k in range(3)])):
-            some, all_of_them = await peek(weights)
+            some, all_of_them = await peek_first(weights)
             assert some and [pair async for pair in all_of_them] == [(0, 0), (1, 1), (2, 2)]
-        some, all_of_them = await peek(iter([]))
+        some, all_of_them = await peek_first(iter([]))
         assert not some and [pair async for pair in all_of_them] == []
 
     run(go())

@@ -1,4 +1,4 @@
-"""verl's own classes, unmodified, on the replicas of fastdeploy.rl.frameworks.verl. Run by test_verl.py in an
+"""verl's own classes, unmodified, with the replicas of fastdeploy.rl.frameworks.verl. Run by test_verl.py in an
 environment that has verl; prints one line of JSON.
 
 usage: verl_child.py MODEL SAFETENSORS URL...      (SAFETENSORS: other weights of the same model)
@@ -31,7 +31,7 @@ MAX_TOKENS = 1500
 
 
 class Trainer(Worker):
-    """What an actor worker of verl does at a weight sync, without a model to train."""
+    """The weight sync of a verl actor worker, without a model to train."""
 
     def __init__(self, weights: str):
         super().__init__()
@@ -51,7 +51,7 @@ class Trainer(Worker):
 
 
 def config(model: str, urls: list[str]) -> DictConfig:
-    """verl's own defaults, and what its documentation says to change for another backend."""
+    """Return verl's own defaults, with the changes that verl documents for another backend."""
     rollout = {
         "name": "fastdeploy",
         "nnodes": 1,
@@ -104,7 +104,7 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
     running = asyncio.create_task(all_of(client))
     await under_way(urls)
     aborted = [await replica.server_handle.abort_all_requests.remote() for replica in manager.get_replicas()]
-    await sync.resume_generation_replicas()  # a pause without an update: what goes on is what would have been
+    await sync.resume_generation_replicas()  # a pause without an update changes no answer
     resumed = await running
     running = asyncio.create_task(all_of(client))
     await under_way(urls)
@@ -138,7 +138,7 @@ async def get(url: str) -> Any:
 
 
 async def under_way(urls: list[str]) -> None:
-    """Return when requests run on every server."""
+    """Wait until requests run on every server."""
     for url in urls:
         while (await get(f"{url}/v1/is_paused"))["result"]["counts"]["running"] == 0:
             await asyncio.sleep(0.02)
@@ -157,7 +157,7 @@ def dump(output: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     root = str(Path(__file__).resolve().parents[3])
     environment = {"env_vars": {"PYTHONPATH": f"{root}:{root}/tests/rl/frameworks"}}
-    # A device that is none: verl reserves one per replica, ours need none of this process.
+    # A fictitious device: verl reserves one per replica, and our replicas need none in this process.
     ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, runtime_env=environment, log_to_driver=False)
     try:
         print("RESULT " + json.dumps(asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3:]))), flush=True)

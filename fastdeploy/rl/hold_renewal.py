@@ -7,26 +7,26 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from fastdeploy.rl.fleet import fan_out
+from fastdeploy.rl.fan_out import fan_out
 from fastdeploy.rl.loop_thread import LoopThread
 from fastdeploy.rl.replica import Replica
 
 log = logging.getLogger("fastdeploy.rl")
 
-# Of a ttl, between two renewals, and again for each to succeed. So a hold lives through one that fails.
+# Time between two renewals, and time-out of a renewal, as a fraction of the ttl. A hold survives one failed renewal.
 PERIOD = 0.25
 
 
-class Renewer:
-    """Renews holds in a thread of its own, so that a hold stands while the caller's event loop is blocked by training.
+class HoldRenewer:
+    """Renews holds in a thread of its own, so that a hold stands while training blocks the caller's event loop.
 
-    A renewal never places a hold: a late renewal changes nothing. A hold that has ended is only logged here; Holds
-    finds it when the hold is needed.
+    A renewal never places a hold, so a renewal after the hold's end changes nothing. A failed renewal is only logged
+    here; Holds checks a hold before it relies on it.
     """
 
     def __init__(self, replicas: Sequence[Replica]):
         self._replicas = replicas
-        self._twins: list[Replica] = []
+        self._replicas_of_thread: list[Replica] = []
         self._thread: LoopThread | None = None
         self._running: dict[str, Future[None]] = {}
 
@@ -35,21 +35,21 @@ class Renewer:
         self.stop(hold_id)
         if self._thread is None:
             self._thread = LoopThread("renew-holds")
-            self._twins = [replica.twin() for replica in self._replicas]
-        self._running[hold_id] = self._thread.submit(_renew(self._twins, hold_id, ttl_s))
+            self._replicas_of_thread = [replica.with_own_connections() for replica in self._replicas]
+        self._running[hold_id] = self._thread.submit(_renew(self._replicas_of_thread, hold_id, ttl_s))
 
     def stop(self, hold_id: str) -> None:
-        """Renew it no longer."""
+        """Stop the renewal of ``hold_id``, if there is one."""
         if (future := self._running.pop(hold_id, None)) is not None:
             future.cancel()
 
     async def close(self) -> None:
-        """Renew nothing any longer, and end the thread. What stands ends by its ttl."""
+        """Stop all renewals and end the thread. Holds that stand end by their ttl."""
         for hold_id in list(self._running):
             self.stop(hold_id)
         thread, self._thread = self._thread, None
         if thread is not None:
-            await asyncio.wrap_future(thread.submit(_close(self._twins)))
+            await asyncio.wrap_future(thread.submit(_close(self._replicas_of_thread)))
             await asyncio.to_thread(thread.stop)
 
 

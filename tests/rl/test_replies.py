@@ -1,4 +1,4 @@
-"""Failure 48: only a newline ends a line of a stream, whatever the text of a token is."""
+"""Parsing of streams and errors. Only a newline ends a line of a stream, whatever the text of a token is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from fastdeploy.client.tokenizer import load_tokenizer
 from fastdeploy.core.errors import QueueFull
 from fastdeploy.rl.client import RolloutClient
-from fastdeploy.rl.errors import MalformedReply, Unreachable, is_busy, may_pass
-from fastdeploy.rl.wire import LineReader, error_of, events
+from fastdeploy.rl.errors import MalformedReply, Unreachable, is_busy, is_retryable
+from fastdeploy.rl.replies import LineReader, read_events, reply_error
 from rl.real_server import real_server
 from support.tiny_tokenizer import save_tokenizer
 
-# All that str.splitlines takes for the end of a line, beside "\n".
+# All characters but "\n" that end a line for str.splitlines.
 SEPARATORS = "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
@@ -27,13 +27,13 @@ def read(chunks: list[bytes]) -> list:
             for chunk in chunks:
                 yield chunk
 
-        return [event async for event in events(each())]
+        return [event async for event in read_events(each())]
 
     return asyncio.run(go())
 
 
 @given(text=st.text(st.sampled_from("a\u00e9" + SEPARATORS)), cuts=st.lists(st.integers(0, 200)))
-def test_a_text_of_any_characters_arrives_whole_however_the_bytes_are_cut(text, cuts):
+def test_any_text_arrives_complete_wherever_its_bytes_are_cut(text, cuts):
     event = {"choices": [{"text": text}]}
     line = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
     sent = line + b": keep-alive\n\n" + line.replace(b"\n", b"\r\n") + b"data: [DONE]\n\n"
@@ -52,7 +52,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory():
 
 
 def test_the_client_reads_text_with_every_separator(tmp_path):
-    """Tokens of this tokenizer are bytes; the real server writes them as they are."""
+    """Tokens of this tokenizer are bytes, which the real server writes unchanged."""
     save_tokenizer(tmp_path)
     script = list(SEPARATORS.encode())
 
@@ -70,25 +70,25 @@ def test_the_client_reads_text_with_every_separator(tmp_path):
     [("7", 7.0), ("0.5", 0.5), ("1e9", 60.0), ("-3", 0.0), ("inf", None), ("nan", None), ("Fri, 31 Dec", None)],
 )
 def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
-    error = error_of(503, {"retry-after": header}, b"{}")
+    error = reply_error(503, {"retry-after": header}, b"{}")
     assert error.detail.get("retry_after") == expected
     body = json.dumps({"error": {"code": "queue_full", "message": "m", "retry_after": header}}).encode()
-    assert error_of(429, {}, body).detail.get("retry_after") == expected
+    assert reply_error(429, {}, body).detail.get("retry_after") == expected
 
 
-def test_what_health_and_ready_say_is_told_apart():
-    """A caller that waits for a server to be back asks again while no engine is there."""
-    told = [error_of(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
+def test_the_refusals_of_health_and_ready_are_different_errors():
+    """A client that waits for a server repeats its call while there is no engine."""
+    told = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
     assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
-    assert all(may_pass(error) for error in told)
+    assert all(is_retryable(error) for error in told)
 
 
 def test_a_busy_server_may_be_asked_again_and_a_wrong_key_may_not():
-    full = error_of(429, {"retry-after": "2"}, b'{"error": {"code": "queue_full", "message": "m"}}')
-    assert isinstance(full, QueueFull) and is_busy(full) and may_pass(full)
-    proxys = error_of(429, {"retry-after": "2"}, b"<html>slow down</html>")
-    assert is_busy(proxys) and may_pass(proxys) and proxys.detail["retry_after"] == 2.0
-    assert isinstance(error_of(502, {}, b"<html>"), Unreachable)
+    full = reply_error(429, {"retry-after": "2"}, b'{"error": {"code": "queue_full", "message": "m"}}')
+    assert isinstance(full, QueueFull) and is_busy(full) and is_retryable(full)
+    proxys = reply_error(429, {"retry-after": "2"}, b"<html>slow down</html>")
+    assert is_busy(proxys) and is_retryable(proxys) and proxys.detail["retry_after"] == 2.0
+    assert isinstance(reply_error(502, {}, b"<html>"), Unreachable)
     for status in (401, 403, 404):
-        error = error_of(status, {"retry-after": "2"}, b'{"error": {"code": "x", "message": "m"}}')
-        assert not is_busy(error) and not may_pass(error)
+        error = reply_error(status, {"retry-after": "2"}, b'{"error": {"code": "x", "message": "m"}}')
+        assert not is_busy(error) and not is_retryable(error)

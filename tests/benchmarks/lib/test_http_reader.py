@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.wire import EventReader, ResponseReader, WireError
+from benchmarks.lib.http_reader import EventReader, ResponseReader, WireError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 EVENTS = b': keep-alive\n\ndata: {"a": 1}\n\n:\r\ndata: one\r\ndata: two\r\n\r\nevent: x\ndata:[DONE]\n\n'
@@ -57,7 +57,7 @@ def test_a_connection_that_breaks_in_the_middle_is_an_error_and_no_end(wire: byt
 
 
 @pytest.mark.parametrize("wire", [b"nonsense\r\n\r\n", HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"])
-def test_what_is_not_http_is_an_error(wire: bytes):
+def test_bytes_that_are_not_http_raise(wire: bytes):
     with pytest.raises(WireError):
         ResponseReader().feed(wire)
 

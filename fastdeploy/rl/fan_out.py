@@ -1,4 +1,4 @@
-"""One call to every replica, within a deadline, with a report for each."""
+"""Make one call to every replica, within a deadline, and report each replica's answer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ async def fan_out(
     timeout_s: float,
     retry: bool = False,
 ) -> list[Report]:
-    """``call`` on all replicas at once; what each answered, in their order. Raises nothing that a replica does.
+    """Make ``call`` on all replicas at once; return a report for each, in their order. A replica's error is in its
+    report, and is not raised.
 
-    retry: the call is idempotent, so a replica that cannot be reached, or has no engine just now, is asked again until
-    ``timeout_s`` is over.
+    retry: repeat the call, which must be idempotent, on a replica that cannot be reached or has no live engine, until
+    ``timeout_s`` has passed.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     return list(await asyncio.gather(*(_report(r, call, deadline, timeout_s, retry) for r in replicas)))
@@ -53,16 +54,15 @@ async def _report(
         return Report(replica.url, error=last)
 
 
-def require_all(what: str, reports: list[Report]) -> list[Report]:
-    """``reports`` if all are good; otherwise raises FleetError."""
+def require_all(failure: str, reports: list[Report]) -> list[Report]:
+    """Return ``reports``. Raises FleetError with the message ``failure`` if one of them has an error."""
     if not all(report.ok for report in reports):
-        raise FleetError(what, reports)
+        raise FleetError(failure, reports)
     return reports
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` even if the caller is cancelled meanwhile; the cancellation is raised afterwards. For what must not
-    be left half done."""
+async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` to its end, also if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Reading what a server sends: the events of a stream, and the error of an answer that is not 200. No sockets here."""
+"""Parsing of a server's replies: the events of a stream, and the error of a reply that is not 200. No sockets here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 
 class LineReader:
-    """Splits a byte stream into lines. Only "\\n" ends a line: JSON leaves U+2028, U+2029 and U+0085 as they are."""
+    """Splits a byte stream into lines. Only "\\n" ends a line: JSON may contain U+2028, U+2029 and U+0085."""
 
     def __init__(self, max_bytes: int = MAX_LINE_BYTES):
         self._max_bytes = max_bytes
@@ -24,8 +24,8 @@ class LineReader:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes, without their ends. Raises MalformedReply for a line of more than
-        ``max_bytes`` bytes."""
+        """Return the lines that ``data`` completes, without their ends. Raises MalformedReply for a line longer than
+        ``max_bytes``."""
         *ended, rest = data.split(b"\n")
         if ended:
             ended[0] = b"".join([*self._parts, ended[0]])
@@ -37,22 +37,22 @@ class LineReader:
         return [line.removesuffix(b"\r") for line in ended]
 
 
-async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] | None]:
-    """The JSON objects of a text/event-stream; None for each comment line. Raises the error that an event carries."""
+async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the JSON objects of a text/event-stream, and None for each comment line. Raises the error in an event."""
     lines = LineReader()
     async for chunk in chunks:
         for line in lines.feed(chunk):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
-                event = decode(line[6:])
+                event = decode_object(line[6:])
                 if "error" in event:
-                    raise error_from(event)
+                    raise body_error(event)
                 yield event
             elif line.startswith(b":"):
                 yield None
 
 
-def decode(content: bytes) -> dict[str, Any]:
-    """The JSON object in ``content``; raises Unreachable for anything else (a proxy's page, half a line)."""
+def decode_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``content``. Raises Unreachable for anything else (a proxy's page, half a line)."""
     try:
         body = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -62,10 +62,11 @@ def decode(content: bytes) -> dict[str, Any]:
     return body
 
 
-def error_from(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
-    """The exception of an error body; its ``detail`` has "status", and "retry_after" in seconds if the reply has it."""
+def body_error(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
+    """Return the exception of an error body. Its ``detail`` has "status", and "retry_after" (seconds) if the body has
+    it."""
     error = body.get("error")
-    if not isinstance(error, dict):  # /health and /ready have no more than a status
+    if not isinstance(error, dict):  # the body of /health and /ready has only a status
         message = str(body.get("status", f"status {status}"))
         unavailable = "rejecting_new_requests" if message.startswith("rejecting") else "engine_dead"
         error = {"message": message, "code": unavailable if status == 503 else None}
@@ -75,10 +76,10 @@ def error_from(body: Mapping[str, Any], status: int = 500) -> FastDeployError:
     return from_wire(str(error.get("code")), str(error.get("message")), detail | {"status": status})
 
 
-def error_of(status: int, headers: Mapping[str, str], content: bytes) -> FastDeployError:
-    """The exception of an answer that is no 200. See :func:`error_from`."""
+def reply_error(status: int, headers: Mapping[str, str], content: bytes) -> FastDeployError:
+    """Return the exception of a reply whose status is not 200. See :func:`body_error`."""
     try:
-        error = error_from(decode(content), status)
+        error = body_error(decode_object(content), status)
     except Unreachable as unreadable:
         kind = FastDeployError if status < 500 else Unreachable
         error = kind(f"status {status}: {unreadable.message}", status=status)
@@ -88,7 +89,7 @@ def error_of(status: int, headers: Mapping[str, str], content: bytes) -> FastDep
 
 
 def _seconds(value: Any) -> float | None:
-    """A wait that a server asks for, at most MAX_RETRY_AFTER_S; None for what is no number of seconds (a date)."""
+    """Return a Retry-After wait, at most MAX_RETRY_AFTER_S; None if ``value`` is no number of seconds (a date)."""
     try:
         wait = float(value)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
 """Pausing many replicas as one: either all are paused, or none is left paused.
 
-A hold has a ttl, which is renewed while this process lives: the servers of a trainer that died run again by themselves.
+A hold has a ttl, which is renewed while this process lives. If the process dies, the ttl ends and the servers resume.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from fastdeploy.core.errors import FastDeployError, HoldNotFound
 from fastdeploy.rl.errors import FleetError, HoldLost, Report
-from fastdeploy.rl.fleet import fan_out, require_all, to_the_end
-from fastdeploy.rl.renewal import Renewer
+from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
+from fastdeploy.rl.hold_renewal import HoldRenewer
 from fastdeploy.rl.replica import Replica
 
-RELEASE_S = 30.0  # given to the release of a pause that failed
+RELEASE_S = 30.0  # limit of the release after a pause that failed
 TTL_S = 60.0
 
 
@@ -25,18 +25,18 @@ def new_hold_id() -> str:
 
 
 class Holds:
-    """The holds that this client has placed. A hold has one id on all replicas, so that every call may be repeated."""
+    """The holds that this client has placed. A hold has the same id on all replicas, so every call may be repeated."""
 
     def __init__(self, replicas: Sequence[Replica], ttl_s: float | None = TTL_S):
         self._replicas = replicas
         self._ttl_s = ttl_s
-        self._renewer = Renewer(replicas)
-        self._held: dict[str, float | None] = {}  # by id: the ttl that each is renewed by
-        self._unreleased: set[str] = set()  # their release was tried, and may have failed
+        self._renewer = HoldRenewer(replicas)
+        self._ttl_of: dict[str, float | None] = {}  # by hold id: the ttl of each hold that was placed
+        self._unreleased: set[str] = set()  # holds whose release was tried, and may have failed
 
     async def pause(self, options: dict[str, Any], hold_id: str | None, deadline_s: float) -> list[Report]:
-        """Pause all replicas; what each answered. options: as of /v1/pause; with ttl_s None the hold stands for ever.
-        If one fails, or the caller is cancelled, the hold is released everywhere before FleetError (or the
+        """Pause all replicas and return their reports. options: fields of /v1/pause; a hold with ttl_s None has no end.
+        If a replica fails or the caller is cancelled, the hold is released everywhere before FleetError (or the
         cancellation) is raised."""
         hold_id = hold_id or new_hold_id()
         body = {"ttl_s": self._ttl_s} | options | {"hold_id": hold_id}
@@ -45,28 +45,28 @@ class Holds:
             return await replica.call("POST", "/v1/pause", deadline_s, json=body)
 
         try:
-            if body["ttl_s"] is not None:  # a drain may take longer than the ttl
+            if body["ttl_s"] is not None:  # started before the pause: draining may take longer than the ttl
                 self._renewer.start(hold_id, body["ttl_s"])
             reports = await fan_out(self._replicas, pause, deadline_s, retry=True)
             require_all("the pause failed, and its hold was released everywhere", reports)
         except BaseException as error:
             self._renewer.stop(hold_id)
-            self._held.pop(hold_id, None)
-            released = await to_the_end(self._release(hold_id, RELEASE_S, {}))
+            self._ttl_of.pop(hold_id, None)
+            released = await run_shielded(self._release(hold_id, RELEASE_S, {}))
             if isinstance(error, FleetError) and not all(report.ok for report in released):
                 raise FleetError("the pause failed, and its hold could not be released everywhere", [
-                    _both(paused, gone) for paused, gone in zip(error.reports, released, strict=True)
+                    _joined(paused, gone) for paused, gone in zip(error.reports, released, strict=True)
                 ]) from error  # fmt: skip
             raise
-        self._held[hold_id] = body["ttl_s"]
+        self._ttl_of[hold_id] = body["ttl_s"]
         return reports
 
     async def resume(self, hold_id: str | None, deadline_s: float) -> list[Report]:
-        """Release a hold everywhere; None = every hold of this client. Raises FleetError if a replica does not answer
-        (its hold is no longer renewed), and HoldLost if one of this client's had ended before."""
+        """Release a hold everywhere; None: every hold of this client. Raises FleetError if a replica does not answer
+        (its hold is no longer renewed), and HoldLost if a hold of this client had ended before its release."""
         reports: list[Report] = []
         failures: list[FleetError] = []
-        for name in [hold_id] if hold_id is not None else sorted(self._held.keys() | self._unreleased):
+        for name in [hold_id] if hold_id is not None else sorted(self._ttl_of.keys() | self._unreleased):
             try:
                 reports = await self._resume(name, deadline_s)
             except FleetError as error:
@@ -78,14 +78,14 @@ class Holds:
     async def _resume(self, hold_id: str, deadline_s: float) -> list[Report]:
         self._renewer.stop(hold_id)
         lost: dict[str, FastDeployError] = {}
-        reports = await to_the_end(self._release(hold_id, deadline_s, lost))
+        reports = await run_shielded(self._release(hold_id, deadline_s, lost))
         require_all("the resume failed; a hold that still stands ends by its ttl", reports)
         self._require_none_lost(hold_id, lost)
         return reports
 
     async def require_standing(self, deadline_s: float) -> None:
-        """Raise HoldLost if a hold of this client has ended on a replica. One that cannot be asked is passed over."""
-        for name, ttl_s in list(self._held.items()):
+        """Raise HoldLost if a hold of this client has ended on a replica. Replicas that do not answer are ignored."""
+        for name, ttl_s in list(self._ttl_of.items()):
             body = {"hold_id": name, "ttl_s": ttl_s}
 
             async def ask(replica: Replica, body: dict[str, Any] = body) -> dict[str, Any]:
@@ -95,14 +95,14 @@ class Holds:
             self._require_none_lost(name, {r.replica: r.error for r in reports if isinstance(r.error, HoldNotFound)})
 
     async def close(self) -> None:
-        """Renew no hold any longer."""
+        """Stop the renewal of all holds."""
         await self._renewer.close()
 
     async def _release(self, hold_id: str, deadline_s: float, lost: dict[str, FastDeployError]) -> list[Report]:
-        """``lost`` gets the replicas on which a hold of this client had ended before its release."""
-        # Each is asked once: if the answer to a release is lost, the release is repeated, and finds no hold.
-        unasked = set(self._replicas) if hold_id in self._held else set()
-        renewal = {"hold_id": hold_id, "ttl_s": self._held.pop(hold_id, None)}
+        """Release a hold everywhere. Adds to ``lost`` the replicas on which a hold of this client had ended before."""
+        # Asked once per replica, since a release is repeated if its answer is lost, and then finds no hold.
+        unasked = set(self._replicas) if hold_id in self._ttl_of else set()
+        renewal = {"hold_id": hold_id, "ttl_s": self._ttl_of.pop(hold_id, None)}
         self._unreleased.add(hold_id)
 
         async def resume(replica: Replica) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class Holds:
 
 
 @contextmanager
-def beside(error: BaseException) -> Iterator[None]:
-    """Run the clean-up after ``error``, which the caller will get. A failure of the clean-up becomes a note of
+def note_cleanup_failure(error: BaseException) -> Iterator[None]:
+    """Run the clean-up after ``error``, which the caller raises. A FleetError of the clean-up becomes a note on
     ``error``."""
     try:
         yield
@@ -135,8 +135,8 @@ def beside(error: BaseException) -> Iterator[None]:
         error.add_note(f"afterwards: {other.message}")
 
 
-def _both(paused: Report, released: Report) -> Report:
-    """One report of a pause and the release after it, told by what is worse."""
+def _joined(paused: Report, released: Report) -> Report:
+    """Join a replica's reports of a failed pause and of the release after it."""
     if released.error is None:
         return paused
     why = f"the hold may stand: {released.error.message}"

@@ -1,7 +1,7 @@
-"""Incremental readers of HTTP/1.1 responses and of server-sent events. No I/O: bytes in, pieces out.
+"""Incremental readers of HTTP/1.1 responses and of server-sent events. No I/O here.
 
-Own and small rather than a general HTTP client, because the acceptance runs hold 5,000 streams open on the cores that
-the server under test needs: bytes are timestamped as they arrive and parsed later.
+Used instead of a general HTTP client, since acceptance runs have 5,000 streams open on the cores that the tested server
+needs: bytes are timestamped when they arrive and parsed later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _State(Enum):
 
 
 class ResponseReader:
-    """One HTTP/1.1 response. ``status`` is 0 and ``headers`` (names in lower case) empty until the head is in."""
+    """Reader of one HTTP/1.1 response. ``status`` is 0 and ``headers`` (names in lower case) empty until the head is
+    complete."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -39,7 +40,7 @@ class ResponseReader:
         return self._state is _State.DONE
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes off the socket; return the body bytes they complete. Raises WireError."""
+        """Add bytes from the socket; return the body bytes that they complete. Raises WireError."""
         self._buffer += data
         body = bytearray()
         while self._advance(body):
@@ -47,19 +48,19 @@ class ResponseReader:
         return bytes(body)
 
     def feed_eof(self) -> None:
-        """The server closed. Raises WireError unless the response may end here."""
+        """Note that the server closed the connection. Raises WireError if the response is not complete."""
         if self._state is _State.UNTIL_CLOSE:
             self._state = _State.DONE
         elif self._state is not _State.DONE:
             raise WireError(f"connection closed in the middle of a response ({self._state.name.lower()})")
 
     def _advance(self, body: bytearray) -> bool:
-        """Do one step of the state machine; False when it needs more bytes or is done."""
+        """Make one transition; return False if more bytes are needed or the response is complete."""
         match self._state:
             case _State.HEAD:
                 return self._read_head()
             case _State.LENGTH | _State.CHUNK_DATA:
-                return self._take(body)
+                return self._read_data(body)
             case _State.UNTIL_CLOSE:
                 body += self._buffer
                 self._buffer.clear()
@@ -126,7 +127,7 @@ class ResponseReader:
         self._state = _State.CHUNK_DATA if self._left else _State.TRAILER
         return True
 
-    def _take(self, body: bytearray) -> bool:
+    def _read_data(self, body: bytearray) -> bool:
         taken = self._buffer[: self._left]
         if not taken:
             return False
@@ -139,7 +140,7 @@ class ResponseReader:
 
 
 class EventReader:
-    """Splits a text/event-stream body into the data of its events; counts comment lines in ``comments``."""
+    """Reader of a text/event-stream body. ``comments`` counts the comment lines."""
 
     def __init__(self) -> None:
         self.comments = 0
@@ -147,7 +148,7 @@ class EventReader:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take body bytes; return the data of each event they complete, in order."""
+        """Add bytes of the body; return the data of each event that they complete, in order."""
         self._buffer += data
         events: list[bytes] = []
         while (end := self._buffer.find(b"\n")) >= 0:

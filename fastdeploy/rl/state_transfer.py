@@ -1,0 +1,134 @@
+"""The way of a state dict to the replicas: which tensors are sent, in which chunks, and by which means."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl import state_encoding
+from fastdeploy.rl.state_encoding import SHM, HostTensor
+
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+NamedTensors = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The tensors of one publication. chunks: tensors to send, in order. digests: sha256 of each tensor, complete when
+    all chunks have been sent. is_difference: unchanged tensors are left out. via: upload, shared_memory or folder."""
+
+    chunks: AsyncIterable[dict[str, HostTensor]]
+    digests: dict[str, str]
+    is_difference: bool
+    via: str
+    folder: str | None
+
+    async def chunk_calls(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the arguments of each call of /v1/weights/chunk. A chunk's file is deleted when the next chunk is
+        asked for."""
+        async for chunk in self.chunks:
+            if chunk.keys() - self.digests:
+                self.digests.update(await asyncio.to_thread(state_encoding.digests, chunk))
+            # The server checks tensors that it reads from a file.
+            checksums = {name: self.digests[name] for name in chunk}
+            if self.via == "upload":
+                content = await asyncio.to_thread(state_encoding.encode, chunk)
+                yield {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
+            elif self.via == "shared_memory":
+                with state_encoding.shared_memory(chunk) as (name, nbytes):
+                    yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": checksums}}
+            else:
+                with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
+                    os.chmod(folder, 0o755)
+                    await asyncio.to_thread(state_encoding.write_folder, chunk, folder)
+                    yield {"json": {"model_path": folder, "checksums": checksums}}
+
+
+class PublishedState:
+    """Remembers the digest of each tensor of this client's last publication."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    async def transfer(
+        self,
+        state: Mapping[str, Any] | NamedTensors,
+        changed_only: bool,
+        chunk_bytes: int,
+        via: str,
+        folder: str | None,
+        urls: Sequence[str],
+    ) -> Transfer:
+        """Return the transfer of ``state``. changed_only: leave out tensors that the last publication had with the same
+        bytes. Raises InvalidField for a state that cannot be sent by ``via``."""
+        if not isinstance(state, Mapping):
+            via = _choose_via(via, folder, urls, chunk_bytes)
+            if changed_only or via == "folder":
+                raise InvalidField("state", "a stream of tensors is sent whole, and as an upload or in shared memory")
+            return Transfer(_split_stream(state, chunk_bytes), {}, False, via, None)
+        if not state:
+            raise InvalidField("state", "expected at least one tensor")
+        tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
+        digests = await asyncio.to_thread(state_encoding.digests, tensors)
+        if changed_only:
+            tensors = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
+        nbytes = sum(t.data.nbytes for t in tensors.values())
+        via = _choose_via(via, folder, urls, min(nbytes, chunk_bytes))
+        if via == "folder":  # at least two folders: a folder with the whole model would need a config.json
+            chunk_bytes = min(chunk_bytes, nbytes // 2 + 1)
+        return Transfer(_split(tensors, chunk_bytes), digests, changed_only, via, folder)
+
+    def remember(self, transfer: Transfer) -> None:
+        """Note that all replicas have committed ``transfer``."""
+        self._digests |= transfer.digests
+
+    def forget(self) -> None:
+        """Note that the tensors on the replicas are unknown: the next publication is sent whole."""
+        self._digests = {}
+
+
+async def _split(tensors: Mapping[str, HostTensor], chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+    for chunk in state_encoding.split(tensors, chunk_bytes):
+        yield chunk
+
+
+async def _split_stream(pairs: NamedTensors, chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+    """Yield the tensors of a stream in chunks of about ``chunk_bytes``. Each tensor is copied, since the next one may
+    overwrite its buffer, as where shards are gathered."""
+    chunk: dict[str, HostTensor] = {}
+    async for name, value in each_pair(pairs):
+        tensor = state_encoding.host_tensors({name: value})[name]
+        chunk[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
+        if sum(t.data.nbytes for t in chunk.values()) >= chunk_bytes:
+            yield chunk
+            chunk = {}
+    if chunk:
+        yield chunk
+
+
+async def each_pair(pairs: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
+    """Yield all pairs of an iterable, asynchronous or not."""
+    if isinstance(pairs, AsyncIterable):
+        async for pair in pairs:
+            yield pair
+    else:
+        for pair in pairs:
+            yield pair
+
+
+def _choose_via(via: str, folder: str | None, urls: Sequence[str], nbytes: int) -> str:
+    if via not in ("auto", "upload", "shared_memory", "folder"):
+        raise InvalidField("via", f"expected auto, upload, shared_memory or folder, got {via!r}")
+    if via == "folder" and folder is None:
+        raise InvalidField("folder", "expected a folder that all replicas can read")
+    if via != "auto":
+        return via
+    is_local = all(urlsplit(url).hostname in LOOPBACK_HOSTS for url in urls)
+    return "shared_memory" if is_local and SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * nbytes else "upload"

@@ -1,0 +1,121 @@
+"""README.md and docs/ are true: links lead somewhere, names exist, and lists are those of the code."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+from fastdeploy.core.errors import STATUS
+from fastdeploy.entrypoints.cli import make_parser
+from fastdeploy.http.guards.access import ROUTES
+from support.markdown import PAGES, ROOT, anchors, blocks, code_spans, names, tables, text_without_blocks
+from test_layers import LAYERS
+
+OPERATIONS, ARCHITECTURE = ROOT / "docs" / "operations.md", ROOT / "docs" / "architecture.md"
+SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.startswith("settings of ")]
+SERVE = make_parser()._actions[-1].choices["serve"]
+# Flags of other programs, which the pages name in their text.
+FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
+
+
+# ---------------------------------------------------------------------- links and names
+
+
+def test_the_readme_is_short_and_every_page_is_linked_from_it():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert all(f"docs/{page.name})" in text for page in PAGES[1:])
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "benchmarks" / "README.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_a_link_leads_to_a_file_and_to_a_heading_of_it(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_without_blocks(page)):
+        if not target.startswith(("http://", "https://")):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
+    for span in code_spans(page):
+        if re.fullmatch(r"(fastdeploy|tests|benchmarks|custom_ops|docs)/[\w/.-]+", span):
+            assert (ROOT / span).exists(), f"{page.name}: {span}"
+        if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
+            assert span in ROUTES, f"{page.name}: {span}"
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):
+            assert flag in SERVE._option_string_actions or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
+        if span.startswith("make "):
+            assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(), f"{page.name}: {span}"
+    for name in re.findall(r"(?<![\w./-])(?:fastdeploy|benchmarks)(?:\.\w+)+", page.read_text()):
+        assert is_a_name_of_ours(name), f"{page.name}: {name}"
+
+
+def is_a_name_of_ours(dotted: str) -> bool:
+    """Whether ``dotted`` is a module of the package, or a name at the top of one. Nothing is imported."""
+    parts, path = dotted.split("."), ROOT
+    while parts and ((path / parts[0]).is_dir() or (path / f"{parts[0]}.py").exists()):
+        folder = path / parts.pop(0)
+        path = folder if folder.is_dir() else folder.with_suffix(".py")
+    if not parts:
+        return True
+    return path.is_file() and re.search(rf"^(class|def) {parts[0]}\b", path.read_text(), re.MULTILINE) is not None
+
+
+# ---------------------------------------------------------------------- lists
+
+
+def test_the_flags_and_their_defaults_are_those_of_serve():
+    flags = [action for action in SERVE._actions if action.option_strings and action.dest != "help"]
+    defaults = {action.option_strings[0]: as_told(action.default) for action in flags}
+    assert {names(row[0])[0]: row[1] for row in tables(OPERATIONS)["flags"]} == defaults
+
+
+def as_told(default: object) -> str:
+    """A default as the table of flags has it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default or "")
+
+
+def test_the_errors_and_their_status_are_those_of_the_tree():
+    told = {code: int(row[0]) for row in tables(OPERATIONS)["errors"] for code in names(row[1])}
+    assert told == STATUS
+
+
+def test_the_architectures_are_those_of_the_models():
+    told = {names(row[0])[0] for row in tables(OPERATIONS)["architectures"]}
+    models = (ROOT / "fastdeploy" / "model_executor" / "models" / "__init__.py").read_text()
+    assert told == set(re.findall(r'"(\w+ForCausalLM)"', models))
+
+
+def test_the_environment_variables_are_those_that_the_code_reads():
+    told = {name for row in tables(OPERATIONS)["environment"] for name in names(row[0])}
+    text = "".join(path.read_text() for path in (ROOT / "fastdeploy").rglob("*.py"))
+    assert told == set(re.findall(r"FASTDEPLOY_[A-Z_]+", text))
+
+
+def test_the_layers_are_those_of_the_test_of_imports():
+    rows = tables(ARCHITECTURE)["layers"]
+    assert {names(row[0])[0]: tuple(names(row[1])) for row in rows} == LAYERS
+
+
+def test_every_dependency_is_explained(monkeypatch):
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    lists = (setup[name] for name in ("RUNTIME", "TEST", "TRL", "LINT"))
+    wanted = {re.split("[><=]", package)[0] for packages in lists for package in packages} | {"paddlepaddle"}
+    told = ARCHITECTURE.read_text().partition("## Dependencies")[2]
+    assert wanted <= set(re.findall(r"[\w-]+", told))
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=str)
+def test_a_setting_of_a_framework_is_one_that_our_module_for_it_names(block):
+    module = (ROOT / block.note.removeprefix("settings of ")).read_text()
+    for line in block.text.splitlines():
+        assert re.split("[:=]", line)[0] in module, line

@@ -1,0 +1,182 @@
+"""The commands that README.md and docs/ show work.
+
+A shell block with ``curl`` runs as it is, against a server of the embedded model, and so does every Python block. In
+other shell blocks each command is checked by the program that it names: the program must take the arguments. A Python
+block that cannot run has the note ``<!-- not run: WHY -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from e2e.server import Server
+from fastdeploy.embedded import MODEL_DIR
+from fastdeploy.entrypoints.cli import configs, make_parser
+from fastdeploy.http.guards.keys import read_keys
+from support.markdown import PAGES, ROOT, blocks, names, tables
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SCRIPTS = [b for b in BLOCKS if b.language == "bash" and "curl " in b.text]
+COMMANDS = [b for b in BLOCKS if b.language == "bash" and "curl " not in b.text]
+PYTHON = [b for b in BLOCKS if b.language == "python" and not b.note.startswith("not run: ")]
+# Names that the text around a Python block explains.
+GIVEN = """
+import numpy
+prompt_ids = [49, 43, 49]
+class model:
+    state_dict = staticmethod(lambda: dict(numpy.load("PATH/state.npz")))
+"""
+
+
+def test_every_block_has_a_test():
+    for block in BLOCKS:
+        assert block.language in ("bash", "python", "text"), f"{block}: no test for a block of {block.language!r}"
+        assert block.language != "text" or "curl " not in block.text, f"{block}: shell commands"
+    assert len(SCRIPTS) > 5 and len(COMMANDS) > 2 and len(PYTHON) > 2
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
+    (tmp_path / "keys.txt").write_text("key\n")
+    text = re.sub(r"\b(api|control)\.txt\b", str(tmp_path / "keys.txt"), block.text.replace("\\\n", " "))
+    text = text.replace("$Q05", str(MODEL_DIR)).replace("PATH", str(MODEL_DIR))
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
+    for command in commands:
+        if command and not re.match(r"\w+=", command[0]):
+            check_command(command)
+
+
+def check_command(command: list[str]) -> None:
+    """Fail unless the program that ``command`` names takes the arguments. Nothing of the program's work is done."""
+    match command:
+        case ["make", *targets]:
+            rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(targets) <= set(rules), command
+        case ["fastdeploy" | ".venv/bin/fastdeploy", *arguments]:
+            args = make_parser().parse_args(arguments)
+            read_keys(args.api_key, args.control_key, {})
+            configs(args)
+        case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:
+            # The files are run by the suite, by make lint and by make ops.
+            assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
+        case ["python", *arguments]:
+            refused = "--no-program-takes-this"  # it is told after everything else was found to be in order
+            done = subprocess.run(
+                [sys.executable, *arguments, refused], cwd=ROOT, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 2 and f"unrecognized arguments: {refused}\n" in done.stderr, done.stderr
+        case [program, subcommand, *_] if program.endswith(".sh"):
+            script = (ROOT / program).read_text()
+            assert re.search(rf"^{subcommand}\)", script, re.MULTILINE), command
+            subprocess.run(["bash", "-n", ROOT / program], check=True)
+        case _:
+            raise AssertionError(f"no test knows how to check {command}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A copy of the embedded model, with its tensors as a numpy file beside them."""
+    folder = tmp_path_factory.mktemp("docs") / "model"
+    shutil.copytree(MODEL_DIR, folder)
+    raw = (folder / "model.safetensors").read_bytes()
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    state = {}
+    for name, tensor in json.loads(raw[8:start]).items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            bfloat16 = np.frombuffer(raw[start + begin : start + end], np.uint16).reshape(tensor["shape"])
+            state[name] = (bfloat16.astype(np.uint32) << 16).view(np.float32)
+    np.savez(folder / "state.npz", **state)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    try:
+        yield server.wait_ready()
+    finally:
+        server.remove()
+
+
+@pytest.fixture
+def untouched(server) -> Iterator[None]:
+    """Fails if the test leaves the server paused, asleep, or with an open weight session."""
+    yield
+    holds, weights = server.get("/v1/is_paused").result["holds"], server.get("/v1/weights").result
+    for hold in holds:  # so that the next test does not wait for them
+        server.post("/v1/resume", {"hold_id": hold["id"]})
+    assert not holds and weights["session"] is None and not weights["asleep"]
+
+
+def local(text: str, server: Server, model: Path) -> str:
+    """``text`` with this server, and with a folder that exists."""
+    return re.sub(r"/checkpoints/[\w-]+|\bPATH\b", str(model), text.replace("localhost:8180", server.url[7:]))
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_a_script_runs(block, server, model, untouched):
+    script = 'set -eo pipefail; curl() { command curl -sS --fail-with-body "$@"; echo; }\n'
+    done = run(["bash", "-c", script + local(block.text, server, model)])
+    for line in done.stdout.splitlines():
+        assert not line.startswith("{") or json.loads(line).get("status", "success") in ("success", "ok", "ready"), line
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_a_python_block_runs(block, server, model, untouched):
+    given = GIVEN if "model.state_dict()" in block.text else ""
+    # As in a notebook, a block may await.
+    program = f"""
+import ast, asyncio, inspect
+code = compile({local(given + block.text, server, model)!r}, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+result = eval(code, globals())
+if inspect.iscoroutine(result):
+    asyncio.run(result)
+"""
+    assert "Warning" not in run([sys.executable, "-c", program]).stderr
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+KEYS = [(page, note) for page in PAGES for note in tables(page) if note.startswith("keys: ")]
+
+
+@pytest.mark.parametrize(("page", "note"), KEYS, ids=lambda value: value if isinstance(value, str) else value.stem)
+def test_the_fields_of_a_reply_are_those_that_its_table_names(page, note, server, model, untouched):
+    method, path, *body = note.removeprefix("keys: ").split(" ", 2)
+    reply = server.request(method, path, json.loads(local(body[0], server, model)) if body else None)
+    if path == "/v1/pause":
+        server.post("/v1/resume")
+    assert reply.result.keys() == {name for row in tables(page)[note] for name in names(row[0])}
+
+
+def test_the_fields_of_an_update_are_those_that_its_table_names(server):
+    document = server.get("/openapi.json").json
+    schema = document["paths"]["/v1/update_weights"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    rows = tables(ROOT / "docs" / "pause-and-weights.md")["body: /v1/update_weights"]
+    assert {name for row in rows for name in names(row[0])} == schema["properties"].keys()
+
+
+def test_the_metrics_are_those_of_the_server(server):
+    told = {
+        f"fastdeploy:{name}" for row in tables(ROOT / "docs" / "operations.md")["metrics"] for name in names(row[0])
+    }
+    text = server.get("/metrics").body.decode()
+    assert told == {name for name in re.findall(r"^# HELP (\S+)", text, re.MULTILINE) if not name.endswith("_created")}
