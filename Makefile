@@ -1,5 +1,7 @@
 # make demo   set everything up in .venv, build the custom ops, run the main job
-# make test   the test suite        make test-slow   the long tests
+# make test   the test suite        make test-quick  without Paddle and processes
+#                                   make test-slow   the long tests
+# make oracles  compute and store anew what torch says (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
 # make lint   formatting, lint and types
 # make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
@@ -9,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
 
-.PHONY: demo serve test test-slow fuzz ops lint clean
+.PHONY: demo serve test test-quick test-slow oracles fuzz ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -18,7 +20,15 @@ serve: $(VENV)/.runtime ops
 	$(BIN)/fastdeploy serve $(ARGS)
 
 test: $(VENV)/.test ops
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder $(ARGS)
+
+# The engine, the scheduler, the clients and what HTTP needs no server for, in less than a minute.
+test-quick: $(VENV)/.test
+	$(BIN)/python -m pytest --quick -p no:schemathesis $(ARGS)
+
+oracles: $(VENV)/.test ops
+	rm -rf tests/support/oracles
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/engine/test_update_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

@@ -4,17 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from support import balance, quick
 from support.checkpoints import SPECS, write_checkpoint
-from support.torch_process import TorchProcess
+from support.torch_process import MODES, TorchProcess
+
+pytest_plugins = ("support.http_stack",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests without Paddle, processes and servers")
+    parser.addoption("--oracles", choices=MODES, default="stored", help="see support/torch_process.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("quick"):
+        quick.forbid()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("quick") and quick.left_out(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        quick.deselect(config, items)
+    balance.longest_first(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> balance.ByFile:
+    return balance.ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
-def torch_process() -> Iterator[TorchProcess]:
-    """Computes references in torch, in a process of its own."""
-    process = TorchProcess()
+def torch_process(pytestconfig: pytest.Config) -> Iterator[TorchProcess]:
+    """Gives references of torch, stored or computed in a process of its own."""
+    process = TorchProcess(pytestconfig.getoption("oracles"))
     yield process
     process.close()
 

@@ -78,6 +78,7 @@ assert not transformers.utils.is_torch_available()
 """
 
 
+@pytest.mark.processes
 def test_the_libraries_say_nothing_on_the_terminal(folder):
     """Neither without torch, which we never use, nor of a long prompt: the context is ours to check."""
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -18,6 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.perturb import perturbed_copy
+from fastdeploy.embedded import MODEL_DIR
+
+PROMPT = list(range(40, 60))
+SMALL = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048")
+
+
+def perturbed(folder: Path) -> Path:
+    """A copy of the embedded checkpoint in the new ``folder``, with other weights."""
+    perturbed_copy(MODEL_DIR, folder, 0.1)
+    return folder
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -186,6 +198,10 @@ class Server:
             if line.startswith(f"fastdeploy:{name} "):
                 return float(line.split()[1])
         raise AssertionError(f"no metric {name}")
+
+    def weights(self, checksums: bool = False) -> Any:
+        """What serves: ``version``, ``weight_epoch`` and, where asked for, ``checksum``."""
+        return self.get(f"/v1/weights?checksums={str(checksums).lower()}").result
 
     def complete(self, prompt: Any, **params: Any) -> Any:
         """Make a completion that must succeed; return its first choice."""

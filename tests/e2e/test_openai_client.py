@@ -131,8 +131,8 @@ def test_a_live_request_id_is_refused_a_second_time(client, model):
     first.close()
 
 
-def test_a_full_queue_is_429(start_server):
-    server = start_server("--max-waiting", "2")
+def test_a_full_queue_is_429(strict_server):
+    server = strict_server
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     ask = {"model": client.models.list().data[0].id, "prompt": [60], "max_tokens": 2}
     server.post("/v1/pause", {"mode": "keep"})

@@ -13,9 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from e2e.server import LiveStream, alive, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, until
 
-PROMPT = list(range(40, 60))
+
+@pytest.fixture(scope="module")
+def server_that_recovers():
+    """For tests that kill its engine, and leave it with a new one that runs."""
+    server = Server(*SMALL).wait_ready()
+    yield server
+    server.remove()
+
+
+@pytest.fixture(scope="module")
+def impatient_server():
+    """Replaces an engine that is silent for 2 s. A test leaves it with one that runs."""
+    server = Server(*SMALL, "--stall-s", "2").wait_ready()
+    yield server
+    server.remove()
 
 
 class PauseCall(threading.Thread):
@@ -57,13 +71,18 @@ def open_sockets(pid):
     return sum(os.readlink(fd).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())
 
 
+def ended(server):
+    """Sequences that were cancelled, and those that ran to their end."""
+    return server.finished("abort"), server.finished("length")
+
+
 def draining(server):
     return until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
 
 
-def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(start_server):
+def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(server_that_recovers):
     """The stream keeps every token that it got, and ends once."""
-    server = start_server()
+    server = server_that_recovers
     boot = server.get("/v1/is_paused").result["boot_id"]
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(3)]
     pause = PauseCall(server, mode="wait", timeout_s=60)
@@ -82,9 +101,9 @@ def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_weights_by_itself(start_server):
+def test_an_engine_restarted_after_a_commit_does_not_serve_the_old_weights_by_itself(server_that_recovers):
     """The engine stays paused until weights are published again."""
-    server = start_server()
+    server = server_that_recovers
     model = server.get("/v1/models").json["data"][0]
     assert server.post("/v1/update_weights", {"model_path": model["root"], "version": "p1"}).status == 200
     boot = server.get("/v1/is_paused").result["boot_id"]
@@ -128,8 +147,8 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
     until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
 
 
-def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(start_server):
-    server = start_server()
+def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(server):
+    aborted, whole = ended(server)
     client = start_client(server, stream=True)
     assert client.stdout.readline(), "it streams"
     pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
@@ -139,23 +158,23 @@ def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_en
     pause.wait(20)
     assert pause.reply.result["is_paused"]
     assert server.metric("num_requests_running") == 0
-    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
+    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
     server.post("/v1/resume")
 
 
-def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(start_server):
-    server = start_server()
+def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
+    aborted, whole = ended(server)
     client = start_client(server, stream=False)
     until(lambda: server.metric("num_requests_running") == 1, 20, "it runs")
     client.kill()
     client.wait()
     until(lambda: server.metric("num_requests_running") == 0, 10, "it is cancelled")
-    assert (server.finished("abort"), server.finished("length")) == (1, 0), "it was cancelled, not run to its end"
+    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
 
 
-def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(start_server):
+def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(impatient_server):
     """The server is never half paused, and never answers "already paused" after a failure."""
-    server = start_server("--stall-s", "2")
+    server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
     os.kill(stuck, signal.SIGSTOP)
@@ -167,10 +186,11 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(s
     status = server.get("/v1/is_paused").result
     assert not status["is_paused"] and not status["holds"]
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
+    server.post("/v1/resume")
 
 
-def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(start_server):
-    server = start_server("--stall-s", "2")
+def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
+    server = impatient_server
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     stuck = server.engine_pid
     os.kill(stuck, signal.SIGSTOP)
@@ -183,8 +203,8 @@ def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
-def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuck(start_server):
-    server = start_server("--stall-s", "1")
+def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuck(impatient_server):
+    server = impatient_server
     boot = server.get("/v1/is_paused").result["boot_id"]
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
     pause = PauseCall(server, mode="wait", timeout_s=0.5, on_timeout="keep")
@@ -198,10 +218,12 @@ def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuc
     assert stream.wait_end().finals == ["length"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server, how):
+@pytest.mark.parametrize(("how", "paused"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server, how, paused):
     server = start_server("--workers", "2")
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
+    if paused:
+        server.post("/v1/pause", {"mode": "keep"})
     pids = [server.engine_pid, *server.api_pids]
     shared_before = set(os.listdir("/dev/shm"))
     assert server.stop(how, seconds=20) == 0
@@ -210,15 +232,6 @@ def test_a_stop_ends_within_its_limit_and_leaves_no_process_or_file(start_server
     assert not [p for p in pids if alive(p)]
     assert server.leftovers() == []
     assert set(os.listdir("/dev/shm")) <= shared_before
-
-
-def test_a_paused_server_stops_as_well(start_server):
-    server = start_server()
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    server.post("/v1/pause", {"mode": "keep"})
-    assert server.stop(seconds=20) == 0
-    stream.wait_end(5)
-    assert stream.finals == ["abort"]
 
 
 def test_a_killed_supervisor_ends_all_its_processes(start_server):

@@ -8,9 +8,7 @@ import uuid
 
 import pytest
 
-from e2e.server import Server, until
-
-PROMPT = list(range(40, 60))
+from e2e.server import PROMPT, Server, until
 
 
 def body(request_id: str, **more) -> dict:

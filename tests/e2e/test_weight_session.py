@@ -10,10 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from e2e.server import until
+from e2e.server import PROMPT, until
 from fastdeploy.embedded import MODEL_DIR
 
-PROMPT = list(range(40, 60))
 OCTETS = {"content-type": "application/octet-stream"}
 
 
@@ -52,13 +51,8 @@ def names() -> list[str]:
 
 
 @pytest.fixture
-def server(start_server):
-    return start_server("--workers", "2")
-
-
-@pytest.fixture
-def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+def http(to_update):
+    with httpx.Client(base_url=to_update.url, timeout=60) as client:
         yield client
 
 

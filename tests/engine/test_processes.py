@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from fastdeploy.engine.processes import process_runs
 
 
+@pytest.mark.processes
 def test_a_process_that_lives_runs_and_one_that_is_stopped_or_dead_does_not():
     process = subprocess.Popen(["sleep", "60"])
     try:

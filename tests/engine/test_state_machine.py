@@ -644,7 +644,7 @@ def explore(folder, caplog, examples: int, steps: int, shrink: bool) -> None:
 
 
 def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=200, steps=60, shrink=False)
+    explore(tmp_path, caplog, examples=80, steps=60, shrink=False)
 
 
 @pytest.mark.slow

@@ -57,7 +57,13 @@ class HeldRunner(ModelRunner):
         return staging
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3_wide"])
+MODELS = ["qwen2", "qwen3_wide"]
+# Both models go through both ways of an update, live and paused; the second only once each.
+WAYS = [("qwen2", "keep", False), ("qwen2", "keep", True), ("qwen2", "recompute", False), ("qwen2", "recompute", True),
+        ("qwen3_wide", "keep", False), ("qwen3_wide", "recompute", True)]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folders(request, tmp_path_factory) -> tuple[Path, Path]:
     """The old weights and the new ones: another random model of the same shape."""
     root = tmp_path_factory.mktemp("policies")
@@ -124,8 +130,7 @@ def on_new_weights(folders) -> Stream:
     return h.stream("after")
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-@pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
+@pytest.mark.parametrize(("folders", "kv", "paused"), WAYS, indirect=["folders"])
 def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, torch_process, kv, paused):
     cases, streams, points = [], [], set()
     for offset in range(STAGGER):
@@ -154,8 +159,7 @@ def test_the_two_ways_differ_so_the_test_can_tell_them_apart(folders):
     assert differing > TARGETS / 2
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-@pytest.mark.parametrize("paused", [False, True], ids=["live", "paused"])
+@pytest.mark.parametrize(("folders", "kv", "paused"), WAYS, indirect=["folders"])
 def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process, kv, paused):
     old, new = folders
     long = prompt(90, VOCAB)

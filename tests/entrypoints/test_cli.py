@@ -115,7 +115,9 @@ def test_a_setting_that_the_engine_refuses_is_one_line_that_names_the_flag():
     assert "cannot serve" in line and "--kv-cache-gb: a KV cache of 100000.0 GiB is more than" in line
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["tokenizer.json", pytest.param("config.json", marks=pytest.mark.slow), "model.safetensors"]
+)
 def test_a_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, file):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     os.truncate(model / file, 200)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e.test_weight_update import perturbed
+from e2e.server import perturbed
 
 pytestmark = pytest.mark.slow
 

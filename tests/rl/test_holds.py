@@ -70,6 +70,7 @@ def expire(server: RealServer) -> None:
     until(lambda: not server.holds())
 
 
+@pytest.mark.processes
 def test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind(server):
     code = (
         "import asyncio, os, sys\n"

@@ -61,6 +61,7 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
     client.close()
 
 
+@pytest.mark.processes
 def test_the_client_imports_neither_paddle_nor_torch():
     code = (
         "import sys, fastdeploy.rl.client, fastdeploy.rl.sync_client, fastdeploy.rl.state_encoding;"

@@ -1,4 +1,4 @@
-"""A real uvicorn server on a real socket before a fake engine."""
+"""A real uvicorn server on a real socket before a fake engine. Its fixtures are there for every test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import uvloop
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.config import ServeConfig
-from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
@@ -59,6 +58,8 @@ class Server:
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
     def _run(self) -> None:
+        from fastdeploy.entrypoints.api_server import make_server  # FastAPI: not for runs that start no server
+
         async def serve() -> None:
             self.client = EngineClient(ZmqConnector(self._endpoint), self._config.stall_s)
             self._server = make_server(self.client, self._tokenizer, self._config, self._keys)

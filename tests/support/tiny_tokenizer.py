@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from fastdeploy.client.tokenizer import _byte_alphabet
 
@@ -21,6 +20,8 @@ TEMPLATE = (
 
 def save_tokenizer(path: Path) -> None:
     """Ids 0 to 255 are the bytes themselves; then the merges, then the specials (261 is <eos>)."""
+    from transformers import PreTrainedTokenizerFast
+
     vocab = _byte_alphabet()
     for pair in MERGES:
         vocab["".join(pair)] = len(vocab)

@@ -23,8 +23,8 @@ class Case:
 
 
 def continuations(old: Path, new: Path, cases: list[Case]) -> list[dict[str, np.ndarray]]:
-    """For the last ``case.new`` tokens of each case: ``best`` ids, ``logprobs`` of the tokens given, ``margin`` between
-    the best two logits. float32. Runs in the process of torch."""
+    """For the last ``case.new`` tokens of each case: ``best`` ids, ``logprobs`` of the tokens given. float32.
+    Runs in the process of torch."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -38,13 +38,6 @@ def continuations(old: Path, new: Path, cases: list[Case]) -> list[dict[str, np.
         with torch.inference_mode():
             cache = before(tokens[:, :cut], use_cache=True).past_key_values if cut else None
             logits = after(tokens[:, cut:-1], past_key_values=cache, use_cache=True).logits[0, -case.new :]
-        two = logits.topk(2).values
         chosen = logits.log_softmax(-1).gather(1, tokens[0, -case.new :, None])[:, 0]
-        found.append(
-            {
-                "best": logits.argmax(-1).numpy(),
-                "logprobs": chosen.numpy(),
-                "margin": (two[:, 0] - two[:, 1]).numpy(),
-            }
-        )
+        found.append({"best": logits.argmax(-1).to(torch.int16).numpy(), "logprobs": chosen.numpy()})
     return found

@@ -61,15 +61,21 @@ def tokenize(folder: Path, texts: list[str], chats: list[list[dict[str, str]]]) 
     return {"ids": ids, "decoded": [tokenizer.decode(i) for i in ids], "chat_ids": chat_ids, **special}
 
 
+def save(folder: Path, to: Path) -> None:
+    """Save the model as transformers does, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(to)
+
+
 def greedy(folder: Path, lengths: list[int], steps: int) -> dict[int, dict[str, np.ndarray]]:
     """Greedy tokens in float32 after ``prompt(length, vocab)``, by length: ``ids`` [steps], ``logprobs``
-    [steps] of these ids, ``margin`` [steps] between the best two logits. Also saves the model as transformers does, to
-    the folder's name + "-saved" (always float32)."""
+    [steps] of these ids, ``margin`` [steps] between the best two logits."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    model.save_pretrained(f"{folder}-saved")
     found = {}
     for length in lengths:
         ids, logprobs, margins, cache = [], [], [], None

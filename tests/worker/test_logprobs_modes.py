@@ -89,8 +89,9 @@ def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, ch
     """known failure 34: "sampled from" logprobs of another distribution than the trainer computes."""
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
-    asked = (checkpoints[name], described(cases), TOP, dict(enumerate(logits)))
-    own, given = torch_process.run(torch_logprobs.told, *asked)
+    asked = described(cases)
+    own = torch_process.run(torch_logprobs.told, checkpoints[name], asked, TOP)
+    given = [torch_logprobs.logprobs_of(case, rows, TOP) for case, rows in zip(asked, logits, strict=True)]
     errors = []
     for i, (setting, sequence) in enumerate(cases):
         got, label = told(sequence), f"{setting} {sequence.sampling.logprobs_mode}"
@@ -171,8 +172,7 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
     whole = computed(311)
     assert computed(50) == whole and len(whole) == 310
     case = Sequence("p", ids, SamplingParams(temperature=0.0), prompt_len=1)
-    asked = (checkpoints[name], described([(Setting(), case)]), TOP, {})
-    (expected,), _ = torch_process.run(torch_logprobs.told, *asked)
+    (expected,) = torch_process.run(torch_logprobs.told, checkpoints[name], described([(Setting(), case)]), TOP)
     got = np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in whole])
     np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else BFLOAT16_MAX)
     assert np.abs(got - expected).mean() < 0.02

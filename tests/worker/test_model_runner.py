@@ -13,6 +13,7 @@ from fastdeploy.core.plan import BlockCopy, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from support.checkpoints import SPECS, prompt
 from support.step_driver import GREEDY, Driver, Sequence, fresh, update
+from support.torch_generation import save
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
 BFLOAT16 = [name for name, spec in SPECS.items() if spec.dtype == "bfloat16"]
@@ -36,11 +37,15 @@ def test_greedy_ids_and_logprobs_are_those_of_transformers(name, make_runner, ex
         assert np.abs(logprobs - reference["logprobs"]).max() < 1e-3
 
 
+@pytest.mark.slow  # torch writes the folder
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_folder_saved_by_transformers_itself_is_the_same_model(name, make_runner, checkpoints, expected):
+def test_a_folder_saved_by_transformers_itself_is_the_same_model(
+    name, make_runner, checkpoints, torch_process, tmp_path
+):
     runner = make_runner(name)
     before = Driver(runner).generate([_sequence(17)], 8)[0].trace
-    update(runner, f"{checkpoints[name]}-saved")
+    torch_process.compute(save, checkpoints[name], tmp_path)
+    update(runner, tmp_path)
     assert Driver(runner).generate([_sequence(17)], 8)[0].trace == before
 
 

@@ -204,8 +204,11 @@ def _measure(folder: str, ops: str, dtype: str) -> None:
     print(json.dumps(report))
 
 
-@pytest.mark.parametrize("ops", sorted({"reference", get_ops("float32").name}))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# The C++ ops pack each dtype in another way. The reference holds tensors of Paddle: one dtype tells for both.
+@pytest.mark.parametrize(
+    ("ops", "dtype"), sorted({(get_ops("float32").name, "float32"), (get_ops("float32").name, "bfloat16"),
+                              ("reference", "float32")}),
+)  # fmt: skip
 def test_the_memory_is_really_back_with_the_system(ops, dtype, tmp_path):
     spec = replace(SPECS["qwen2"], hidden=512, inner=3072, layers=4, vocab=8000, seed=7)
     folder = write_checkpoint(tmp_path / "large", spec)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from e2e.server import Server
-from e2e.test_weight_update import perturbed
+from e2e.server import Server, perturbed
 from fastdeploy.embedded import MODEL_DIR
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,20 @@
+"""The references stored in tests/support/oracles are what torch computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+USERS = ("tests/embedded", "tests/worker", "tests/engine/test_update_exactness.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_torch_computes_what_is_stored():
+    command = (sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--oracles", "check", *USERS)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
