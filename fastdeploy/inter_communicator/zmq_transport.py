@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import zmq
@@ -56,7 +57,7 @@ class ZmqRouterTransport:
 
     def _drain(self) -> list[tuple[str, ToEngine | Malformed]]:
         messages: list[tuple[str, ToEngine | Malformed]] = []
-        while len(messages) < MAX_BATCH and self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while len(messages) < MAX_BATCH and _can_receive(self._socket):
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
             client = frames[0].decode("latin-1")
             try:
@@ -148,11 +149,11 @@ class ZmqConnection:
         lost = asyncio.ensure_future(self._lost())
         try:
             while True:
-                while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                while _can_receive(self._socket):
                     yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
                 if lost.done():
                     return
-                frame = self._socket.recv()
+                frame = asyncio.ensure_future(self._socket.recv())
                 await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
                 if frame.done():
                     yield self._decoder.decode(frame.result())
@@ -172,3 +173,9 @@ class ZmqConnection:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
+
+
+def _can_receive(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> bool:
+    events = socket.get(zmq.EVENTS)
+    assert isinstance(events, int)
+    return bool(events & zmq.POLLIN)
