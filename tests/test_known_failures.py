@@ -84,7 +84,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
     tests/rl/test_continuation.py::test_missing_logprobs_and_too_many_tokens_raise
 32. Session id 0 was taken for no session. The version was read when the reply arrived, not when the token was made.
     tests/rl/test_routing.py::test_every_session_stays_on_its_replica_whatever_its_name
-    tests/rl/test_staleness.py::test_the_age_of_a_rollout_is_that_of_its_oldest_token
+    tests/rl/test_staleness.py::test_the_staleness_of_a_rollout_is_that_of_its_oldest_token
 33. A restarted engine served the weights of its start without saying so. A folder was read after its deletion.
     tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again
     tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
@@ -109,7 +109,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
 42. The numbers of a safetensors header were multiplied before they were bounded: 12 s without a step.
     tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
 43. A large reply blocked an API server's event loop. The fence was late, and the server lost all its requests.
-    tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
+    tests/http/serving/test_pace.py::test_a_whole_reply_is_made_in_slices
     tests/engine/test_pause.py::test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it
 44. An engine that was busy with a long call was killed as stuck. A stuck engine was not noticed while nobody called it.
     tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
@@ -124,7 +124,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
     tests/rl/test_holds.py::test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind
     tests/rl/test_request_ids.py::test_a_named_group_that_is_aborted_twice_loses_no_token
 48. A reader of streams split lines at characters that JSON does not escape.
-    tests/rl/test_wire.py::test_the_client_reads_text_with_every_separator
+    tests/rl/test_replies.py::test_the_client_reads_text_with_every_separator
 """  # noqa: E501
 
 from __future__ import annotations
