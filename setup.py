@@ -99,10 +99,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["fastdeploy", "fastdeploy.*"]),
-    package_data={
-        "fastdeploy.embedded": ["model/*"],
-        "fastdeploy.model_executor.ops": ["*.so"],
-    },
+    package_data={"fastdeploy.embedded": ["model/*"], "fastdeploy.model_executor.ops": ["*.so"]},
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
     extras_require={"test": TEST, "trl": TRL, "lint": LINT},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
