@@ -217,8 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         [row(*mine) for mine in costs.items()],
     )
     errors = [error for rounds in costs.values() for cost in rounds for error in cost.errors]
-    for error in errors:
-        printer.say(f"failed: {error[:300]}")
+    for line in errors:
+        printer.say(f"failed: {line[:300]}")
     if args.json:
         options = {name: str(value) for name, value in vars(args).items()}
         cases = {name: [asdict(cost) for cost in rounds] for name, rounds in costs.items()}

@@ -19,7 +19,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
-from benchmarks.lib.client import Client
+from benchmarks.lib.client import Client, Stream
 from benchmarks.lib.dialect import Native, ServerError
 from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
@@ -139,7 +139,7 @@ class Demo:
         streams = [await self._open(i, self._scaled(1500), name) for i in range(RUNNING)]
         return [await stream.wait_closed() for stream in streams]
 
-    async def _open(self, index: int, tokens: int, name: str):
+    async def _open(self, index: int, tokens: int, name: str) -> Stream:
         request_id = f"{name}-{index}"
         body = completion(self.model, self._prompt(index), tokens, request_id)
         return await self.native.client.stream("/v1/completions", body, request_id)

@@ -130,10 +130,8 @@ def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> Non
         ("between chunks (ITL)", stats.itl),
         ("whole request", stats.e2e),
     )
-    rows = [
-        (name, f"{s.mean * 1000:.1f}", *(f"{s.at[p] * 1000:.1f}" for p in PERCENTS)) for name, s in spreads if s.count
-    ]
-    printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), rows)
+    latencies = [[name, *(f"{1000 * x:.1f}" for x in (s.mean, *s.at.values()))] for name, s in spreads if s.count]
+    printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), latencies)
     for error in stats.errors:
         printer.say(f"failed: {error[:300]}")
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from benchmarks.lib import verdicts
@@ -227,23 +228,18 @@ class Acceptance:
 
     async def _compare(self) -> list[Check]:
         """Run the interrupted prompts again without a pause, and compare every token."""
-        running = self.options.running
-        by_run = [(run, [(i, log) for i, log in enumerate(run.streams) if log.tokens]) for run in self.outcome.runs]
+        runs, running = self.outcome.runs, self.options.running
+        interrupted = [[(i, log) for i, log in enumerate(run.streams[:running]) if log.tokens] for run in runs]
         longest: dict[int, int] = {}
-        for _, logs in by_run:
-            for i, log in logs:
-                if i < running:
-                    longest[i] = max(longest.get(i, 1), log.num_tokens)
+        for i, log in chain(*interrupted):
+            longest[i] = max(longest.get(i, 1), log.num_tokens)
         self._say(f"reference: {len(longest)} undisturbed streams")
-        indices = sorted(longest)
-        whole = await self._complete([longest[i] for i in indices], indices, "reference")
-        reference = {str(i): log for i, log in zip(indices, whole, strict=True)}
-        checks: list[Check] = []
-        for run, logs in by_run:
-            prompts = {log.request_id: str(i) for i, log in logs}
-            mine = [log for i, log in logs if i < running]
-            checks += verdicts.judge_texts(run.scenario, mine, reference, lambda rid, p=prompts: p[rid])
-        return checks
+        whole = await self._complete(list(longest.values()), list(longest), "reference")
+        reference = dict(zip(longest, whole, strict=True))
+        return [
+            verdicts.judge_texts(run.scenario, [(log, reference[i]) for i, log in logs])
+            for run, logs in zip(runs, interrupted, strict=True)
+        ]
 
     async def _complete(self, max_tokens: Sequence[int], indices: Sequence[int], name: str) -> list[StreamLog]:
         streams = await asyncio.gather(*(self._send(i, n, name) for i, n in zip(indices, max_tokens, strict=True)))

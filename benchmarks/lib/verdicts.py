@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.lib.dialect import Gauges
@@ -195,29 +195,24 @@ def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
     return checks
 
 
-def judge_texts(
-    scenario: str, logs: Sequence[StreamLog], reference: Mapping[str, StreamLog], key: Callable[[str], str]
-) -> list[Check]:
-    """Compare tokens and text of interrupted streams with an undisturbed run of the same prompts. key: request id to
-    key in ``reference``.
+def judge_texts(scenario: str, pairs: Sequence[tuple[StreamLog, StreamLog]]) -> Check:
+    """Compare the tokens and the text of interrupted streams with an undisturbed run of the same prompts.
 
-    Also fails if half of the streams or more repeat one token, since equal texts prove nothing then.
-    """
-    same = []
-    for log in logs:
-        whole = reference.get(key(log.request_id))
-        if whole and is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd")):
-            same.append(log)
-    tokens = sum(log.num_tokens for log in same)
-    varied = sum(1 for log in logs if len(set(log.token_ids)) > 1)
-    return [
-        Check(
-            "against an undisturbed run of the same prompts",
-            f"{scenario}: {SAME_TEXT}",
-            f"{len(same)} of {len(logs)} streams, {tokens} tokens; {varied} do not repeat one token",
-            len(same) == len(logs) < 2 * varied,
-        )
+    Also fails if half of the streams or more repeat one token, since equal texts prove nothing then. pairs: each
+    interrupted stream, with the undisturbed one."""
+    same = [
+        log
+        for log, whole in pairs
+        if is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd"))
     ]
+    tokens = sum(log.num_tokens for log in same)
+    varied = sum(1 for log, _ in pairs if len(set(log.token_ids)) > 1)
+    return Check(
+        "against an undisturbed run of the same prompts",
+        f"{scenario}: {SAME_TEXT}",
+        f"{len(same)} of {len(pairs)} streams, {tokens} tokens; {varied} do not repeat one token",
+        len(same) == len(pairs) < 2 * varied,
+    )
 
 
 def judge_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Gauges, after: Gauges) -> list[Check]:
