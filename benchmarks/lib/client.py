@@ -110,13 +110,6 @@ class Stream:
             self._exchange.arrived.clear()
             await self._exchange.arrived.wait()
 
-    async def wait_head(self) -> int:
-        """Wait for the HTTP status and return it (0 if the connection broke before)."""
-        while not self._exchange.closed.is_set() and not self._exchange.response.status:
-            self._exchange.arrived.clear()
-            await self._exchange.arrived.wait()
-        return self._exchange.response.status
-
     async def wait_closed(self) -> StreamLog:
         await self._exchange.closed.wait()
         return self.log

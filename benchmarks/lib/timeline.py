@@ -110,14 +110,5 @@ def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
     return median(steps) if steps else 0.0
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by linear interpolation. values: not empty. percent: 0 to 100."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:
     return list(part) == list(whole[: len(part)])

@@ -135,30 +135,17 @@ class VllmReload:
 
 def split_safetensors(data: bytes, limit: int) -> list[bytes]:
     """Split ``data`` into complete safetensors files of at most about ``limit`` bytes each."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
+    base = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:base])
     header.pop("__metadata__", None)
-    pieces: list[bytes] = []
-    part: dict[str, Any] = {}
+    pieces: list[tuple[dict[str, Any], bytearray]] = []
     for name, entry in header.items():
-        if part and _nbytes(part) + _nbytes({name: entry}) > limit:
-            pieces.append(_join(part, data, 8 + size))
-            part = {}
-        part[name] = entry
-    return [*pieces, _join(part, data, 8 + size)] if part else pieces
-
-
-def _nbytes(entries: dict[str, Any]) -> int:
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-
-
-def _join(entries: dict[str, Any], data: bytes, base: int) -> bytes:
-    header, blobs, at = {}, [], 0
-    for name, entry in entries.items():
         start, end = entry["data_offsets"]
-        header[name] = {**entry, "data_offsets": [at, at + end - start]}
-        blobs.append(data[base + start : base + end])
-        at += end - start
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return b"".join([len(head).to_bytes(8, "little"), head, *blobs])
+        if not pieces or len(pieces[-1][1]) + end - start > limit:
+            pieces.append(({}, bytearray()))
+        entries, tensors = pieces[-1]
+        entries[name] = {**entry, "data_offsets": [len(tensors), len(tensors) + end - start]}
+        tensors += data[base + start : base + end]
+    heads = [json.dumps(entries).encode() for entries, _ in pieces]
+    heads = [head + b" " * (-len(head) % 8) for head in heads]
+    return [len(h).to_bytes(8, "little") + h + tensors for h, (_, tensors) in zip(heads, pieces, strict=True)]
