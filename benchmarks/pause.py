@@ -35,12 +35,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8180")
     add("--dialect", choices=DIALECTS, default="native")
-    add(
-        "--peer",
-        type=_peer,
-        metavar="DIALECT=URL",
-        help="a second server, measured in turn with the first, e.g. vllm=http://...",
-    )
+    peer = "a second server, measured in turn with the first, e.g. vllm=http://..."
+    add("--peer", type=_peer, metavar="DIALECT=URL", help=peer)
     add("--repeats", type=int, default=1, help="of everything; medians are compared with the peer's")
     add("--model", help="default: the first one that the server lists")
     add("--streams", type=int, help="of each scenario (default: 12 more than --running)")
@@ -122,18 +118,17 @@ async def measure_server(dialect: Dialect, url: str, args: argparse.Namespace, p
     return await Acceptance(dialect, options, printer.say, printer.checks).run()
 
 
-def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.Namespace, printer: Printer) -> dict:
+def report(dialect: str, url: str, outcomes: list[Outcome], printer: Printer) -> dict:
     """Print the results of one server over all repeats; return them for the JSON."""
     for outcome in outcomes:
         printer.acceptance(outcome)
         printer.measurements(outcome.runs)
     checks = [check for outcome in outcomes for check in outcome.checks]
-    held, apart = (sum(check.ok is ok for check in checks) for ok in (True, None))
-    failed = len(checks) - held - apart
+    held, apart, failed = (sum(check.ok is ok for check in checks) for ok in (True, None, False))
     printer.say(f"{url}: {held} promises held, {failed} failed, {apart} do not apply")
     return {
         "url": url,
-        "dialect": dialect.name,
+        "dialect": dialect,
         "runs": [measure(run) for outcome in outcomes for run in outcome.runs],
         "checks": [asdict(check) for check in checks],
         "failed": failed,
@@ -142,20 +137,16 @@ def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.N
 
 async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
     """Measure all servers in turn, ``repeats`` times. Return the exit code, which depends on the first server only."""
-    servers = [
-        (DIALECTS[name](Client(url)), url) for name, url in [(args.dialect, args.url), *filter(None, [args.peer])]
-    ]
+    servers = [(args.dialect, args.url), *filter(None, [args.peer])]
     outcomes: list[list[Outcome]] = [[] for _ in servers]
     for _ in range(args.repeats):
-        for (dialect, url), mine in zip(servers, outcomes, strict=True):
-            mine.append(await measure_server(dialect, url, args, printer))
+        for (name, url), mine in zip(servers, outcomes, strict=True):
+            mine.append(await measure_server(DIALECTS[name](Client(url)), url, args, printer))
     for outcome in outcomes[0]:
         speed = judge_speed(outcome, args.max_pause_steps)
         outcome.checks += speed
         printer.checks(speed)
-    reports = [
-        report(dialect, url, mine, args, printer) for (dialect, url), mine in zip(servers, outcomes, strict=True)
-    ]
+    reports = [report(name, url, mine, printer) for (name, url), mine in zip(servers, outcomes, strict=True)]
     if args.peer:
         printer.peer_comparison(*([run for outcome in mine for run in outcome.runs] for mine in outcomes))
     if args.json:

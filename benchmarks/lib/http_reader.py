@@ -51,7 +51,8 @@ class ResponseReader:
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        self._ends_with_connection = self.status >= 200 and not {"content-length", "transfer-encoding"} & self.headers.keys()
+        framed = not self.headers.keys().isdisjoint(("content-length", "transfer-encoding"))
+        self._ends_with_connection = self.status >= 200 and not framed
 
     def on_body(self, body: bytes) -> None:
         self._body += body

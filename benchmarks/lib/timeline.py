@@ -19,6 +19,11 @@ class TokenEvent:
     text: str = ""
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def last_version(self) -> Any:
+        """The version label of the last token; None without labels."""
+        return self.weight_versions[-1]["version"] if self.weight_versions else None
+
 
 @dataclass(slots=True)
 class StreamLog:
