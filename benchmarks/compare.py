@@ -232,12 +232,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder")
     add("--served-model-name", default="q05")
-    add(
-        "--engines",
-        type=lambda text: chosen(text, ENGINES),
-        default=list(ENGINES),
-        help="ratios are to the first one (default: ours and every peer that is installed)",
-    )
+    ratios = "ratios are to the first one (default: ours and every peer that is installed)"
+    add("--engines", type=lambda text: chosen(text, ENGINES), default=list(ENGINES), help=ratios)
     add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")

@@ -46,12 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, help="requests sent before, not counted (default: one per client, or 1)")
     add("--seed", type=int, default=0)
     add("--no-token-ids", action="store_true", help="for servers that refuse return_token_ids: count by usage")
-    add(
-        "--floor-ms",
-        type=float,
-        metavar="MS",
-        help="least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio",
-    )
+    floor = "least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio"
+    add("--floor-ms", type=float, metavar="MS", help=floor)
     add("--json", metavar="FILE", help="write the figures; - for stdout")
     args = parser.parse_args(argv)
     if args.rate is not None and args.rate <= 0 or args.concurrency < 1:
@@ -101,9 +97,8 @@ async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         warmup = progress.add_task("warm-up", total=args.warmup)
         clients = 1 if args.rate else args.concurrency
-        await RequestSender(client, model, args, lambda: progress.advance(warmup)).closed(
-            args.warmup, clients, first=10**6
-        )
+        load = RequestSender(client, model, args, lambda: progress.advance(warmup))
+        await load.closed(args.warmup, clients, first=10**6)
         task = progress.add_task(f"{args.rate} req/s" if args.rate else f"{clients} streams", total=args.num_requests)
         load = RequestSender(client, model, args, lambda: progress.advance(task))
         if args.rate:

@@ -32,8 +32,8 @@ from benchmarks.lib.workload import completion, prompt_ids
 
 BEFORE, AFTER = 16, 8  # tokens of every stream before the update, and under the new weights
 # Titles of the table, and the times of Row that they show.
-SHOWN = {"quiesce": "quiesce", "transfer": "transfer", "check+pack": "stage", "commit": "commit",
-         "recompute": "recompute", "first token": "first_token", "total": "total", "no token for": "silent"}  # fmt: skip
+SHOWN = {"quiesce": "quiesce", "transfer": "transfer", "check+pack": "stage", "commit": "commit", "recompute":
+         "recompute", "first token": "first_token", "total": "total", "no token for": "silent"}  # fmt: skip
 
 
 @dataclass

@@ -85,12 +85,10 @@ class Acceptance:
         """Run all scenarios. Raises ServerError, WireError, OSError or TimeoutError if the server cannot be driven."""
         options, outcome = self.options, self.outcome
         start = await self._idle_gauges()
-        scenarios = [("abort", "abort", options.streams), ("keep", "keep", options.streams)]
-        scenarios.append(("wait", "wait", options.streams))
+        scenarios = [(mode, mode, options.streams) for mode in ("abort", "keep", "wait")]
         if options.waiting:
             total = options.running + options.waiting
-            scenarios += [(f"abort, {options.waiting} waiting", "abort", total)]
-            scenarios += [(f"keep, {options.waiting} waiting", "keep", total)]
+            scenarios += [(f"{mode}, {options.waiting} waiting", mode, total) for mode in ("abort", "keep")]
         try:
             for name, mode, streams in scenarios:
                 run = await self._scenario(name, mode, streams)
@@ -98,9 +96,8 @@ class Acceptance:
                 self._add(JUDGES[mode](run, rejects=self.dialect.rejects))
             self._add(await self._compare())
             self._say(f"after: {NEW_REQUESTS} new requests")
-            fresh = await self._complete(
-                [NEW_REQUEST_TOKENS] * NEW_REQUESTS, [100_000 + i for i in range(NEW_REQUESTS)], "new"
-            )
+            indices = range(100_000, 100_000 + NEW_REQUESTS)
+            fresh = await self._complete([NEW_REQUEST_TOKENS] * NEW_REQUESTS, indices, "new")
             await self._clear()
             after = await self._idle_gauges(must=False)
             self._add(verdicts.judge_after(fresh, NEW_REQUEST_TOKENS, NEW_REQUESTS, start, after))
@@ -125,11 +122,10 @@ class Acceptance:
         if mode == "wait":
             await self._warm()
         streams = await self._load(name, count, tokens)
-        if mode != "wait":
-            await asyncio.sleep(SETTLE_S)  # tokens that arrived late while requests were sent are not measured
+        settle_s = 0.0 if mode == "wait" else SETTLE_S
+        await asyncio.sleep(settle_s)  # tokens that arrive late while requests are sent are not measured
         steady_at = time.perf_counter()
-        if mode != "wait":
-            await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(settle_s)
         running, least = streams[: options.running], 0 if mode == "wait" else options.before
         more = tokens // 4 if mode == "wait" else SETTLE
         await self._tokens(running, [max(least, stream.log.num_tokens + more) for stream in running])
@@ -193,12 +189,8 @@ class Acceptance:
 
     async def _pause(self, mode: str) -> dict[str, Any]:
         """Pause in ``mode``: keep without clearing the cache, wait with admission reject."""
-        return await self.dialect.pause(
-            mode,
-            clear_cache=mode != "keep",
-            admission="reject" if mode == "wait" else None,
-            timeout_s=self.options.timeout_s,
-        )
+        admission, timeout_s = "reject" if mode == "wait" else None, self.options.timeout_s
+        return await self.dialect.pause(mode, clear_cache=mode != "keep", admission=admission, timeout_s=timeout_s)
 
     async def _probe_window(self, pause: asyncio.Task[dict]) -> tuple[float, Stream] | None:
         """Poll the flags until the server rejects but is not paused yet, then send a request. None if the pause ended
