@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
-from benchmarks.lib.dialect import ServerError, read_metrics
+from benchmarks.lib.dialect import FAILURES, read_metrics
 from benchmarks.lib.engines import ENGINES, Engine
-from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.loads import LOADS, Figures, Load
 from benchmarks.lib.processes import cpu_seconds, send_all
 from benchmarks.lib.report import Printer, machine, write_json
@@ -145,7 +144,7 @@ class RunningEngines:
     def removed_on_failure(self, contender: Contender) -> Iterator[None]:
         try:
             yield
-        except (ServerError, WireError, OSError, TimeoutError) as error:
+        except FAILURES as error:
             if contender is self.contenders[0]:
                 raise
             self.contenders.remove(contender)
@@ -254,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(engines, [LOADS[name] for name in args.loads], args, printer)
-    except (ServerError, WireError, OSError, TimeoutError, subprocess.CalledProcessError) as error:
+    except (*FAILURES, subprocess.CalledProcessError) as error:
         printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
 

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.dialect import Native, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import FAILURES, Native
 from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
 from benchmarks.lib.report import Printer
 from benchmarks.lib.server import ServerProcess
@@ -175,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         allow_files(2 * (args.waiting + RUNNING))
         checks = run(args.waiting, printer)
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"the demo could not go on: {type(error).__name__}: {error}")
         return 2
     except KeyboardInterrupt:

@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import DIALECTS, FAILURES, Dialect, ServerError
 from benchmarks.lib.report import Printer, machine, measure, write_json
 from benchmarks.lib.verdicts import Check
 
@@ -161,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     printer = Printer()
     try:
         return asyncio.run(measure_all(args, printer))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
 

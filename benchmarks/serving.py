@@ -24,8 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import FAILURES, Dialect
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
@@ -136,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     printer = Printer()
     try:
         model, stats = asyncio.run(measure(args))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
     show(args, stats, printer)

@@ -22,8 +22,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import DIALECTS, FAILURES, Dialect
 from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.timeline import median_step
@@ -207,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
     try:
         return asyncio.run(run(args, printer))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
 

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.lib.client import Client, Reply
+from benchmarks.lib.http_reader import WireError
 
 
 class ServerError(Exception):
     """A control call failed, or its answer breaks the contract."""
+
+
+FAILURES = (ServerError, WireError, OSError, TimeoutError)  # of a server that cannot be driven
 
 
 @dataclass(frozen=True)

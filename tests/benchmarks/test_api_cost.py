@@ -93,7 +93,7 @@ def test_streams_too_short_to_run_at_the_same_time_are_an_error():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_body_is_random_by_its_index_and_of_its_own_kind(case: Case):
+def test_bodies_differ_by_index_and_have_the_fields_of_their_case(case: Case):
     body, other = (case.body("s", index, 40, 8) for index in range(2))
     assert body["stream"] and body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 8
     assert case.fields.items() <= body.items()
