@@ -210,11 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FAILURES as error:
         printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
-    printer.table(
-        f"the API server at {args.streams} streams, medians of {args.repeats}",
-        HEADER,
-        [row(*mine) for mine in costs.items()],
-    )
+    title = f"the API server at {args.streams} streams, medians of {args.repeats}"
+    printer.table(title, HEADER, [row(*mine) for mine in costs.items()])
     errors = [error for rounds in costs.values() for cost in rounds for error in cost.errors]
     for line in errors:
         printer.say(f"failed: {line[:300]}")

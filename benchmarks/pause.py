@@ -97,7 +97,7 @@ def judge_speed(outcome: Outcome, most: float | None) -> list[Check]:
     if most is None:
         return []
     return [
-        Check(run.scenario, f"paused within {most:g} steps", f"{run.pause_steps:.2f} steps", run.pause_steps <= most)
+        run.check(f"paused within {most:g} steps", f"{run.pause_steps:.2f} steps", run.pause_steps <= most)
         for run in outcome.runs
         if not run.scenario.startswith("wait")
     ]

@@ -118,12 +118,8 @@ def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> Non
     if args.floor_ms and stats.tpot.count:
         rows.append(("time per token / floor", f"{stats.tpot.at[50] * 1000 / args.floor_ms:.2f}"))
     printer.table(f"{load}, {args.input_len} in, {args.output_len} out", ("figure", "value"), rows)
-    spreads = (
-        ("first token (TTFT)", stats.ttft),
-        ("per token (TPOT)", stats.tpot),
-        ("between chunks (ITL)", stats.itl),
-        ("whole request", stats.e2e),
-    )
+    names = ("first token (TTFT)", "per token (TPOT)", "between chunks (ITL)", "whole request")
+    spreads = zip(names, (stats.ttft, stats.tpot, stats.itl, stats.e2e), strict=True)
     latencies = [[name, *(f"{1000 * x:.1f}" for x in (s.mean, *s.at.values()))] for name, s in spreads if s.count]
     printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), latencies)
     for error in stats.errors:
