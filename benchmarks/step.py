@@ -17,10 +17,9 @@ import os
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from benchmarks.lib.roofline import Machine, Shape
-from benchmarks.ops import PROBE_ROWS, Timing, measure, read_roofline, roofline_calls
+from benchmarks.ops import Timing, measure, probe_weight, read_roofline, roofline_calls
 from fastdeploy.core.plan import NewSequence, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
@@ -88,7 +87,7 @@ def main() -> None:
     )
     shape, ops = Shape.of(options.model), runner.ops
     assert isinstance(ops, CpuOps), "it measures the C++ ops: build them (python custom_ops/build.py)"
-    probe = ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
+    probe = probe_weight(ops)
     steps = plans(options.running, options.context, options.chunk, blocks)
     for plan in steps.values():
         runner.execute(plan)
