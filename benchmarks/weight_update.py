@@ -98,7 +98,7 @@ class UpdateBenchmark:
         self._updates += 1
         folder = self._folders[self._updates % len(self._folders)]
         native = self._dialect.name == "native"
-        updater = SOURCES[source](self._dialect.client, folder) if native else VllmReload(self._dialect, folder)
+        updater = (SOURCES[source] if native else VllmReload)(self._dialect.client, folder)
         streams = await self._start()
         try:
             began = time.perf_counter()

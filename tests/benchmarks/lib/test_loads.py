@@ -35,7 +35,7 @@ class Recorder:
         await asyncio.sleep(0.001)
         self._live[prompt] -= 1
         made = body.get("n", 1) * body["max_tokens"] - self._short
-        return Reply(200, {}, {"usage": {"completion_tokens": made}})
+        return Reply(200, {"usage": {"completion_tokens": made}})
 
 
 def send(load: Load, client: Any, seed: str = "s") -> Figures:
