@@ -1,4 +1,4 @@
-"""A runner in another process, for the engine as one in its own."""
+"""The engine's end of a runner in another process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.core.runner import ChunkReceipt, ModelInfo, nothing
 from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator import runner_messages as m
+from fastdeploy.inter_communicator.zmq_transport import new_socket
 
 Result = TypeVar("Result")
 
@@ -23,18 +24,13 @@ class Connection:
     """Calls over one socket. died_fd: readable once the runner's process has ended; every wait ends then."""
 
     def __init__(self, endpoint: str, died_fd: int):
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = new_socket(zmq.Context.instance(), zmq.DEALER, linger_ms=0)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(died_fd, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
-        self._replies: msgspec.msgpack.Decoder[m.Tick | m.Done | m.Failed] = msgspec.msgpack.Decoder(
-            m.Tick | m.Done | m.Failed
-        )
+        self._replies: msgspec.msgpack.Decoder[m.StepReply] = msgspec.msgpack.Decoder(m.StepReply)
 
     def ask(
         self,
@@ -42,8 +38,8 @@ class Connection:
         result: msgspec.msgpack.Decoder[Result],
         on_tick: Callable[[], bool] | None = None,
     ) -> Result:
-        """Send ``call`` and return its result. Raises what the runner raised, and EngineError if its process ends.
-        on_tick: called while the call runs; True gives up a step."""
+        """Send ``call`` and return its result. Raises the runner's error, and EngineError if its process ends. on_tick:
+        called while the call runs; True gives up a step."""
         self._socket.send(self._encoder.encode(call))
         while True:
             match self._replies.decode(self._receive()):

@@ -3,7 +3,7 @@
     steps    DEALER <-> DEALER. The calls of the engine's loop, one after the other: steps, commits, sleep.
     beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
 
-Every call is answered by one Done or Failed. On ``steps``, any number of Tick come before, while the call runs.
+The answer to a call is one Done or Failed. On ``steps``, Tick messages may come before, while the call runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastdeploy.inter_communicator.messages import Failure
 
 
 def endpoints(folder: str) -> tuple[str, str]:
-    """ZMQ addresses of ``steps`` and ``beside`` in ``folder``."""
+    """Return the ZMQ addresses of ``steps`` and ``beside`` in ``folder``."""
     return f"ipc://{os.path.join(folder, 'steps.sock')}", f"ipc://{os.path.join(folder, 'beside.sock')}"
 
 
@@ -77,7 +77,7 @@ class AddSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.finish``. What it returns stays with the runner until Commit or Abandon. Answered by None."""
+    """``Staging.finish``. Its result stays with the runner until Commit or Abandon. Answered by None."""
 
     staging: int
 
@@ -97,20 +97,20 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The call has ended well. result: of the type that the call names, encoded."""
+    """The call has succeeded. result: encoded, of the type that the call's docstring names."""
 
     result: msgspec.Raw
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The call has raised. kind: the class of an error that is not of our tree, "" for one that is."""
+    """The call has raised an error. kind: its class, or "" for a FastDeployError."""
 
     failure: Failure
     kind: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """``error`` as a message."""
+        """Return ``error`` as a message."""
         if isinstance(error, FastDeployError):
             return cls(Failure(error.code, error.message, error.detail))
         if isinstance(error, MemoryError):
@@ -119,17 +119,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return cls(Failure(FastDeployError.code, text), type(error).__name__)
 
     def error(self) -> Exception:
-        """The error to raise at the caller. One that is not of our tree becomes a RuntimeError that names its class."""
+        """Return the error to raise at the caller: a FastDeployError, or a RuntimeError that names the class."""
         if self.kind:
             return RuntimeError(f"{self.kind}: {self.failure.message}")
         return from_wire(self.failure.code, self.failure.message, self.failure.detail)
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Tick. give_up: the step in flight is to be given up."""
+    """The answer to a Tick. give_up: give up the step in flight."""
 
     give_up: bool
 
 
+StepReply = Tick | Done | Failed
 StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | Sleep | Wake | Close
 BesideCall = AddSource | Finish | Abandon | Checksums
