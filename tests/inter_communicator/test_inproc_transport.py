@@ -1,4 +1,4 @@
-"""The in-process transport keeps the promises of the ZMQ one."""
+"""The transport within one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_messages_arrive_in_order_in_one_batch():
     asyncio.run(go())
 
 
-def test_a_client_gets_all_that_another_thread_sent_in_order_and_then_the_end():
+def test_a_client_gets_all_messages_of_another_thread_in_order_and_then_the_error():
     count = 2000
 
     async def go():
@@ -45,12 +45,12 @@ def test_a_client_gets_all_that_another_thread_sent_in_order_and_then_the_end():
                     got.append(message)
         thread.join()
         assert got == [m.Fence(fence_id) for fence_id in range(count)]
-        assert transport.connect() is None, "an engine that has ended never comes back"
+        assert transport.connect() is None, "the engine has ended for ever"
 
     asyncio.run(go())
 
 
-def test_a_closed_client_is_gone():
+def test_a_message_to_a_closed_client_is_not_sent():
     async def go():
         transport = InprocTransport()
         client = transport.connect()

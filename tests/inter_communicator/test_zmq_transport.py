@@ -1,4 +1,4 @@
-"""The engine's socket: order, gone peers, wake-ups, malformed messages."""
+"""The engine's socket: order, disconnected clients, wake-ups, malformed messages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
     asyncio.run(talk())
 
 
-def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, router, caplog):
+def test_a_malformed_message_is_dropped_and_logged_with_its_client(endpoint, router, caplog):
     socket = dealer(endpoint, b"stranger")
     with caplog.at_level(logging.ERROR):
         socket.send(b"\xc1 not msgpack")
@@ -85,7 +85,7 @@ def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, ro
     socket.close()
 
 
-def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_its_answer(endpoint, router):
+def test_the_report_of_a_message_of_the_wrong_type_names_the_waiting_call_or_request(endpoint, router):
     socket = dealer(endpoint, b"a")
     encode = msgspec.msgpack.encode
     socket.send(encode(m.Call(4, m.PauseArgs(timeout_s="soon"))))
@@ -98,7 +98,7 @@ def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_it
     socket.close()
 
 
-def test_sending_to_a_client_that_has_gone_tells_so(endpoint, router):
+def test_a_send_to_a_disconnected_client_returns_false(endpoint, router):
     socket = dealer(endpoint, b"short-lived")
     socket.send(b"\x82\xa4type\xa5Hello\xa3pid\x07")
     recv_all(router, 1)
@@ -122,7 +122,7 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
     assert router.recv(None) == []
 
 
-def test_messages_sent_just_before_the_engine_died_are_delivered(endpoint):
+def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
     async def talk():
         router = ZmqRouterTransport(endpoint)
         connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
