@@ -69,7 +69,7 @@ class InvalidKey(RequestError, code="invalid_api_key", status=401):
 
 
 class Forbidden(RequestError, code="forbidden", status=403):
-    """This caller may not use this route."""
+    """The caller may not use the route."""
 
 
 class RouteNotFound(RequestError, code="not_found", status=404):

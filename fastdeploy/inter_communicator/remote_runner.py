@@ -68,18 +68,14 @@ class RemoteStaging:
         self._runner, self._number = runner, number
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
-        """See ``Staging.add``."""
-        return self._runner.ask_beside(
-            m.AddSource(self._number, source, dict(checksums), verify_checksum), _decoder(ChunkReceipt)
-        )
+        call = m.AddSource(self._number, source, dict(checksums), verify_checksum)
+        return self._runner.ask_beside(call, _decoder(ChunkReceipt))
 
     def finish(self) -> int:
-        """See ``Staging.finish``."""
         self._runner.ask_beside(m.Finish(self._number), _decoder(type(None)))
         return self._number
 
     def abandon(self) -> None:
-        """See ``Staging.abandon``."""
         self._runner.ask_beside(m.Abandon(self._number), _decoder(type(None)))
 
 
@@ -100,38 +96,30 @@ class RemoteRunner:
 
     @property
     def has_weights(self) -> bool:
-        """See ``Runner``. Asks the runner each time."""
         return self._steps.ask(m.HasWeights(), _decoder(bool))
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
-        """See ``Runner.execute``."""
         return self._steps.ask(m.Execute(plan), self._result, between_layers)
 
     def begin_update(self, partial: bool, in_place: bool) -> RemoteStaging:
-        """See ``Runner.begin_update``."""
         return RemoteStaging(self, self._steps.ask(m.BeginUpdate(partial, in_place), _decoder(int)))
 
     def commit(self, staged: Any) -> None:
-        """See ``Runner.commit``."""
         self._steps.ask(m.Commit(staged), _decoder(type(None)))
 
     def checksums(self) -> dict[str, str]:
-        """See ``Runner.checksums``."""
         return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """See ``Runner.sleep``."""
         freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), _on_tick(beat))
         self.asleep |= frozenset(tags)
         return freed
 
     def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        """See ``Runner.wake``."""
         self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), _on_tick(beat))
         self.asleep -= frozenset(tags)
 
     def check_alive(self) -> None:
-        """See ``Runner.check_alive``."""
         if select.select([self._died_fd], [], [], 0)[0]:
             raise EngineError("the runner's process has ended")
 

@@ -53,14 +53,8 @@ class EngineMetrics:
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
         ended = make(Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",))
         self._by_reason = {reason: ended.labels(reason.value) for reason in FinishReason}
-        self.non_finite_rows = make(
-            Counter,
-            "non_finite_rows_total",
-            "Sequences that ended with an error because of logits that were not finite",
-        )
-        self.non_finite_commits = make(
-            Counter, "non_finite_commits_total", "Weights whose first step gave logits that were not finite"
-        )
+        self.non_finite_rows = make(Counter, "non_finite_rows_total", "Sequences that ended by non-finite logits")
+        self.non_finite_commits = make(Counter, "non_finite_commits_total", "Weights whose first logits are not finite")
         self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")

@@ -100,45 +100,25 @@ def test_an_incomplete_character_at_the_end_is_decoded_as_the_tokenizer_does(tok
     assert choice.text == tokenizer.decode(ids)
 
 
-def test_a_stop_string_overrides_an_abort_in_the_same_output(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("b",)))
-    feed(choice, list(b"abc"), "abort")
-    assert (choice.text, choice.finish_reason, choice.token_ids) == ("a", "stop", list(b"ab"))
+@pytest.mark.parametrize(
+    ("options", "ids", "finish", "text", "num_tokens", "stop_reason"),
+    [
+        pytest.param({"stops": ("b",)}, b"abc", "abort", "a", 2, "b", id="a stop string overrides an abort"),
+        pytest.param({"stops": ("d", "bcd", "cd")}, b"abcd", None, "a", 4, "bcd", id="the earliest stop string ends"),
+        pytest.param({"stops": ("bc",), "include_stop": True}, b"abcd", None, "abc", 3, "bc", id="stop string kept"),
+        pytest.param({"stops": ("b", "x"), "min_tokens": 3}, b"bbab", None, "bba", 4, "b", id="after min_tokens"),
+        pytest.param({"skip_special_tokens": False}, [97, EOS], "stop", "a", 2, None, id="EOS adds no text"),
+        pytest.param({}, b"ab", "stop", "a", 2, ord("b"), id="a stop token adds no text"),
+        pytest.param({}, [97, EOS, 98], "length", "ab", 3, None, id="special tokens skipped"),
+        pytest.param({"skip_special_tokens": False}, [97, EOS, 98], "length", "a<eos>b", 3, None, id="special tokens"),
+    ],
+)
+def test_text_ids_and_stop_reason_at_the_end(tokenizer, options, ids, finish, text, num_tokens, stop_reason):
+    choice = Choice(tokenizer, [], TextOptions(**options))
+    delta = feed(choice, list(ids), finish, stop_reason=stop_reason if type(stop_reason) is int else None)
+    assert choice.text == delta.text == text and choice.token_ids == list(ids)[:num_tokens]
+    assert (choice.finish_reason, choice.stop_reason) == ("length" if finish == "length" else "stop", stop_reason)
     assert_aligned(choice)
-
-
-def test_the_earliest_of_several_stop_strings_wins(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("d", "bcd", "cd")))
-    feed(choice, list(b"abcd"))
-    assert (choice.text, choice.stop_reason) == ("a", "bcd")
-
-
-def test_a_stop_string_can_be_kept_in_the_text(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("bc",), include_stop=True))
-    assert feed(choice, list(b"ab")).text == "a"
-    assert feed(choice, list(b"cd")).text == "bc"
-
-
-def test_stop_strings_do_not_count_before_min_tokens(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("b", "xyz"), min_tokens=3))
-    feed(choice, list(b"bbab"))
-    assert choice.token_ids == list(b"bbab") and choice.text == "bba"
-
-
-def test_a_token_that_ends_the_choice_adds_no_text(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(skip_special_tokens=False))
-    feed(choice, [ord("a"), EOS], "stop")
-    assert (choice.text, choice.token_ids) == ("a", [ord("a"), EOS])
-    other = Choice(tokenizer, [], TextOptions())
-    feed(other, list(b"ab"), "stop", stop_reason=ord("b"))
-    assert (other.text, other.stop_reason) == ("a", ord("b"))
-
-
-def test_special_tokens_are_text_only_on_request(tokenizer):
-    for skip, text in ((True, "ab"), (False, "a<eos>b")):
-        choice = Choice(tokenizer, [], TextOptions(skip_special_tokens=skip))
-        feed(choice, [ord("a"), EOS, ord("b")], "length")
-        assert choice.text == text
 
 
 def test_spans_of_the_same_weights_are_joined_and_others_are_not(tokenizer):

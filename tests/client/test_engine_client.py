@@ -25,11 +25,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture
 def endpoint():
     path = ipc_dir.create()
     yield ipc_dir.endpoint(path)

@@ -60,17 +60,15 @@ def test_socket_folder_is_private():
     ipc_dir.remove(path)
 
 
-def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
-    async def talk():
-        connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
-        for pid in range(100):
-            connection.send(m.Hello(pid=pid))
-        messages = await asyncio.to_thread(recv_all, router, 100)
-        assert [message.pid for _, message in messages] == list(range(100))
-        assert {client for client, _ in messages} == {connection.identity}
-        connection.close()
-
-    asyncio.run(talk())
+@pytest.mark.anyio
+async def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
+    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    for pid in range(100):
+        connection.send(m.Hello(pid=pid))
+    messages = await asyncio.to_thread(recv_all, router, 100)
+    assert [message.pid for _, message in messages] == list(range(100))
+    assert {client for client, _ in messages} == {connection.identity}
+    connection.close()
 
 
 def test_a_malformed_message_is_dropped_and_logged_with_its_client(endpoint, router, caplog):
@@ -122,21 +120,19 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
     assert router.recv(None) == []
 
 
-def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
-    async def talk():
-        router = ZmqRouterTransport(endpoint)
-        connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
-        connection.send(m.Hello(pid=1))
-        [(client, _)] = await asyncio.to_thread(recv_all, router, 1)
-        for i in range(500):
-            router.send(client, m.Fence(fence_id=i))
-        router.close()
-        async with asyncio.timeout(10):
-            got = [message.fence_id async for message in connection.messages()]
-        assert got == list(range(500))
-        connection.close()
-
-    asyncio.run(talk())
+@pytest.mark.anyio
+async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
+    router = ZmqRouterTransport(endpoint)
+    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    connection.send(m.Hello(pid=1))
+    [(client, _)] = await asyncio.to_thread(recv_all, router, 1)
+    for i in range(500):
+        router.send(client, m.Fence(fence_id=i))
+    router.close()
+    async with asyncio.timeout(10):
+        got = [message.fence_id async for message in connection.messages()]
+    assert got == list(range(500))
+    connection.close()
 
 
 def test_every_connection_has_an_identity_of_its_own(endpoint):
