@@ -3,7 +3,8 @@
     steps    DEALER <-> DEALER. The calls of the engine's loop, one after the other: steps, commits, sleep.
     beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
 
-The answer to a call is one Done or Failed. On ``steps``, Tick messages may come before, while the call runs.
+The answer to a call is one Failed, or one Done with None or the result that the call's docstring names. On ``steps``,
+Tick messages may come before, while the call runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Swap in what the staging of this number has finished. Answered by None."""
+    """Commit the finished staging of this number."""
 
     staging: int
 
@@ -58,13 +59,11 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
-    """Answered by None."""
-
     tags: tuple[str, ...]
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """The last call. Answered by None; the runner's process ends."""
+    """The last call. The runner's process ends."""
 
 
 class AddSource(msgspec.Struct, frozen=True, tag=True):
@@ -77,14 +76,12 @@ class AddSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.finish``. Its result stays with the runner until Commit or Abandon. Answered by None."""
+    """``Staging.finish``. Its result stays with the runner until Commit or Abandon."""
 
     staging: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.abandon``. Answered by None."""
-
     staging: int
 
 

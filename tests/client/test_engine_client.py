@@ -159,11 +159,19 @@ async def test_a_fence_is_acknowledged_only_after_earlier_outputs_are_in_their_q
     stream.close()
 
 
-async def test_after_a_goodbye_open_requests_fail_and_the_client_connects_again(engine, client):
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [(m.Goodbye(), "dropped this API server"), (m.Outputs([m.Output("r", 0)]), "could not be handled")],
+    ids=["goodbye", "unexpected"],
+)
+async def test_a_message_that_ends_the_connection_fails_requests_and_the_client_connects_again(
+    engine, client, message, why
+):
     stream = await client.submit(request())
     await expect(engine, AddRequest)
-    engine.send(m.Goodbye())
-    with pytest.raises(errors.EngineDead):
+    stream.put = None  # an output cannot be handled
+    engine.send(message)
+    with pytest.raises(errors.EngineDead, match=why):
         await next_outputs(stream)
     await client.connected.wait()
     assert len(set(engine.clients)) == 2
@@ -294,25 +302,27 @@ async def test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everyth
         assert await asyncio.to_thread(process.wait, 10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("args", [m.PauseArgs(), m.MetricsArgs()])
-async def test_a_call_that_a_silent_engine_does_not_answer_is_stalled(endpoint, killable, args):
-    killable.replies[type(args)] = lambda call: None
+CALLS = (m.PauseArgs(), m.MetricsArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs())
+
+
+async def test_all_calls_to_a_silent_engine_end_as_stalled(endpoint, killable):
+    killable.replies = {type(args): lambda call: None for args in CALLS}
     async with connected(endpoint, killable, stall_s=0.2) as client:
         killable.beating = False
-        with pytest.raises(errors.EngineStalled):
-            await client.call(args)
+        results = await asyncio.gather(*map(client.call, CALLS), return_exceptions=True)
+        assert {type(result) for result in results} == {errors.EngineStalled}
 
 
-@pytest.mark.parametrize("args", [m.PauseArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs()])
-async def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, killable, process, args):
-    killable.replies[type(args)] = lambda call: None
+async def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, killable, process):
+    killable.replies = {type(args): lambda call: None for args in CALLS}
     async with connected(endpoint, killable, stall_s=0.3) as client:
-        call = asyncio.create_task(client.call(args))
-        sent = await expect(killable, type(args))
+        calls = asyncio.gather(*map(client.call, CALLS))
+        sent = [await expect(killable, type(args)) for args in CALLS]
         await asyncio.sleep(0.9)
-        assert process.poll() is None and not call.done()
-        killable.send(m.Reply(sent.call_id, {"ok": 1}))
-        assert await call == {"ok": 1}
+        assert process.poll() is None and not calls.done()
+        for call in sent:
+            killable.send(m.Reply(call.call_id, {"ok": 1}))
+        assert await calls == [{"ok": 1}] * len(CALLS)
 
 
 async def test_an_engine_is_not_killed_because_the_event_loop_of_the_client_was_blocked(endpoint, killable, process):
@@ -322,17 +332,6 @@ async def test_an_engine_is_not_killed_because_the_event_loop_of_the_client_was_
             await asyncio.sleep(0)
         await client.call(m.PauseStatusArgs())
         assert process.poll() is None
-
-
-async def test_after_a_message_that_cannot_be_handled_the_client_connects_again(engine, client):
-    stream = await client.submit(request())
-    await expect(engine, AddRequest)
-    stream.put = None
-    engine.emit("r", [1])
-    with pytest.raises(errors.EngineDead, match="could not be handled"):
-        await next_outputs(stream)
-    await client.connected.wait()
-    assert len(set(engine.clients)) == 2
 
 
 async def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(engine, client):

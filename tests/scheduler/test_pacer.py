@@ -5,6 +5,13 @@ from __future__ import annotations
 from fastdeploy.scheduler.pacer import StepPacer
 
 
+def observe(pacer: StepPacer, prompt_s: float, decode_s: float = 0.0) -> None:
+    """Let ``pacer`` learn from steps with and without 256 prompt tokens, which take ``prompt_s`` seconds."""
+    for _ in range(50):
+        pacer.observe(0, decode_s)
+        pacer.observe(256, decode_s + prompt_s)
+
+
 def test_the_first_step_is_small():
     assert StepPacer(2048, 0.25).budget(0) == StepPacer.FIRST_GUESS
     assert StepPacer(20, 0.25).budget(0) == 20
@@ -12,11 +19,9 @@ def test_the_first_step_is_small():
 
 def test_the_budget_follows_what_prompt_tokens_cost():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(256, 0.256)  # 1 ms each
+    observe(pacer, 0.256)  # 1 ms each
     assert 128 <= pacer.budget(0) <= 256 and pacer.budget(0) % StepPacer.ALIGN == 0
-    for _ in range(50):
-        pacer.observe(256, 0.0256)
+    observe(pacer, 0.0256)
     assert pacer.budget(0) == 2048
 
 
@@ -28,17 +33,13 @@ def test_the_budget_on_a_slow_device_is_at_least_one_tile():
 
 def test_slow_decodes_lower_the_budget():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(0, 0.2)
-        pacer.observe(256, 0.2 + 0.128)  # 0.5 ms each
+    observe(pacer, 0.128, decode_s=0.2)  # 0.5 ms each
     assert pacer.budget(0) == 64
 
 
 def test_steps_with_few_prompt_tokens_do_not_change_the_budget():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(0, 0.04)
-        pacer.observe(256, 0.04 + 0.1)
+    observe(pacer, 0.1, decode_s=0.04)
     budget = pacer.budget(0)
     for _ in range(400):
         pacer.observe(2, 0.045)

@@ -28,16 +28,11 @@ def test_a_prompt_in_several_chunks_gets_all_logprobs_in_order(budget):
     h = Harness(max_num_batched_tokens=budget)
     h.add("r", PROMPT, prompt_logprobs=1, max_tokens=3)
     h.add("plain", PROMPT[5:], max_tokens=3)
+    h.add("one token", [5], prompt_logprobs=1, max_tokens=2)
     h.run_out()
-    assert reported(h, "r") == all_of(PROMPT) and reported(h, "plain") == []
+    assert reported(h, "r") == all_of(PROMPT) and reported(h, "plain") == reported(h, "one token") == []
+    assert len(h.stream("one token").tokens) == 2
     assert h.stream("r").tokens == expected_tokens(PROMPT, 3)
-
-
-def test_a_prompt_of_one_token_has_none():
-    h = Harness()
-    h.add("r", [5], prompt_logprobs=1, max_tokens=2)
-    h.run_out()
-    assert reported(h, "r") == [] and len(h.stream("r").tokens) == 2
 
 
 def test_only_the_first_choice_computes_prompt_logprobs():
