@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -31,30 +32,20 @@ def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
     return request
 
 
-def test_an_equal_prompt_computes_only_its_last_token_in_a_copy_of_the_partial_block():
+@pytest.mark.parametrize(
+    ("first", "second", "hit_tokens", "copied"),
+    [(10, 10, 9, 2), (8, 8, 7, 1), (10, 12, 8, None)],
+    ids=["partial last block", "full last block", "longer prompt"],
+)
+def test_a_prompt_shares_full_blocks_and_copies_a_block_that_it_will_write_to(first, second, hit_tokens, copied):
     kv = KVCacheManager(16, 4)
-    first = serve(kv, list(range(10)))
-    second = make(list(range(10)))
-    grant = kv.admit(second)
-    assert grant.hit_tokens == 9 and second.num_computed == 9
-    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
-    assert (grant.copy.source, grant.copy.target) == (first.blocks[2], second.blocks[2])
-    kv.check_integrity([first, second])
-
-
-def test_a_full_block_whose_last_token_must_be_computed_anew_is_copied_too():
-    kv = KVCacheManager(16, 4)
-    first = serve(kv, list(range(8)))
-    second = make(list(range(8)))
-    grant = kv.admit(second)
-    assert grant.hit_tokens == 7 and grant.copy.source == first.blocks[1]
-
-
-def test_a_longer_prompt_shares_full_blocks_and_copies_nothing():
-    kv = KVCacheManager(16, 4)
-    serve(kv, list(range(10)))
-    grant = kv.admit(make(list(range(12))))
-    assert grant.hit_tokens == 8 and grant.copy is None
+    one, two = serve(kv, list(range(first))), make(list(range(second)))
+    grant = kv.admit(two)
+    assert grant.hit_tokens == two.num_computed == hit_tokens
+    shared = hit_tokens // 4
+    assert two.blocks[:shared] == one.blocks[:shared] and set(two.blocks[shared:]).isdisjoint(one.blocks)
+    assert grant.copy == (None if copied is None else BlockCopy(one.blocks[copied], two.blocks[copied]))
+    kv.check_integrity([one, two])
 
 
 def test_output_tokens_are_found_in_full_blocks_only():
