@@ -40,6 +40,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> balance.ByFi
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Event loop of the tests that are marked with anyio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def torch_process(pytestconfig: pytest.Config) -> Iterator[TorchProcess]:
     """Give references of torch, stored ones or computed in another process."""
     process = TorchProcess(pytestconfig.getoption("oracles"))

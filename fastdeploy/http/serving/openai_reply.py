@@ -109,7 +109,7 @@ class OpenAIReply:
             "prompt_tokens": prompt,
             "completion_tokens": generation.completion_tokens,
             "total_tokens": prompt + generation.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens)},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
