@@ -51,7 +51,7 @@ ROUTERS = {
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
-    """Make the HTTP application. It starts ``client`` when it starts, and closes it when it ends."""
+    """Return the HTTP application. Its start starts ``client``, and its end closes ``client``."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,9 +75,9 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
             app.include_router(router(context), tags=[tag])
     add_docs_page(app)
     add_error_handlers(app)
-    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
+    # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     app.add_middleware(route_access.AccessControl, policy=route_access.AccessPolicy.of(config, keys))
-    if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
+    if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
     app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.PagePolicy.of(config))
@@ -89,8 +89,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:
-    """End this process where its connection to the engine cannot be kept up: the supervisor starts another one, while
-    this one could only answer 503."""
+    """End this process when its connection to the engine has failed for good. The supervisor starts another one."""
     if not connecting.cancelled():
-        logger.error("the connection to the engine cannot be kept up", exc_info=connecting.exception())
+        logger.error("the connection to the engine failed for good", exc_info=connecting.exception())
         os.kill(os.getpid(), signal.SIGTERM)

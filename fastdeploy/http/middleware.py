@@ -9,8 +9,8 @@ from fastdeploy.http.errors import error_response
 
 
 class Routing:
-    """Serves /path/ as /path, without a redirect, which would lose the body; and HEAD as GET, of which the HTTP server
-    sends no body."""
+    """Serves /path/ as /path, and HEAD as GET. A redirect to /path would lose the body of the request. The HTTP server
+    sends no body in the answer to a HEAD request."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -23,7 +23,7 @@ class Routing:
 
 
 class LastResort:
-    """Answers an exception that nobody expected, so that the HTTP server does not drop the connection for it."""
+    """Answers an unexpected exception with a JSON error, so that the connection stays open."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -39,7 +39,7 @@ class LastResort:
         try:
             await self._app(scope, receive, watched_send)
         except ClientDisconnect:
-            return  # nobody waits for an answer
+            return
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
@@ -47,7 +47,7 @@ class LastResort:
 
 
 class TraceId:
-    """Sends an X-Request-Id back as it came, so that a service mesh can match replies with traces."""
+    """Copies X-Request-Id from the request to the response, so that a service mesh can match them."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

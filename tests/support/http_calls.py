@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from fastdeploy.inter_communicator import messages as m
+
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+def in_thread(call: Callable, *args: Any, **kwargs: Any) -> Future:
+    """Run a blocking call in a thread."""
+    return ThreadPoolExecutor(1).submit(call, *args, **kwargs)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def answer(stack: Any, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
