@@ -59,13 +59,13 @@
     37 preempted taken for waiting        test_a_preempted_request_is_drained_like_a_running_one
                                           test_a_preempted_request_is_aborted_with_its_tokens
     39 equal prompts, equal samples       tests/worker/test_resubmission.py::test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone
-                                          tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_completion
+                                          tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_body
     40 a reply that cannot be encoded     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
                                           tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
     41 a file that never ends to open     tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
                                           tests/engine/test_staging_thread.py::test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back
     42 numbers multiplied unbounded       tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
-    43 replies that keep a fence waiting  tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
+    43 replies that keep a fence waiting  tests/http/serving/test_pace.py::test_a_whole_reply_is_made_in_slices
                                           tests/engine/test_pause.py::test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it
     44 stuck, or only busy                tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
                                           tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes
@@ -102,7 +102,7 @@ def test_every_test_of_the_table_exists():
     assert numbers == {*range(1, 49)} - {28, 38} and len(table) >= 60  # 28 and 38 are about adapters
     for path, name in table:
         tree = ast.parse((ROOT / (path or "tests/test_known_failures.py")).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, name
 
 
 def test_an_abort_that_races_with_the_end_leaves_nothing_behind():

@@ -154,9 +154,10 @@ def test_sampling_parameters_reach_the_engine(stack):
 
 def test_max_tokens_of_a_completion_is_16_by_default_and_is_cut_to_the_context(stack):
     stack.script(reply_with([97]))
-    for length, max_tokens, expected in ((3, {}, 16), (3, None, 16), (120, None, 8), (3, 10**6, 125), (3, 4, 4)):
-        fields = {} if max_tokens == {} else {"max_tokens": max_tokens}
-        stack.post("/v1/completions", prompt=[1] * length, **fields)
+    stack.post("/v1/completions", prompt=[1])
+    assert stack.engine.expect(AddRequest).sampling.max_tokens == 16
+    for length, max_tokens, expected in ((3, None, 16), (120, None, 8), (3, 10**6, 125), (3, 4, 4)):
+        stack.post("/v1/completions", prompt=[1] * length, max_tokens=max_tokens)
         assert stack.engine.expect(AddRequest).sampling.max_tokens == expected
 
 
