@@ -82,7 +82,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -101,8 +100,7 @@ def test_every_test_of_the_table_exists():
     numbers = {int(n) for n in re.findall(r"^    (\d+) ", __doc__, re.M)}
     assert numbers == {*range(1, 49)} - {28, 38} and len(table) >= 60  # 28 and 38 are about adapters
     for path, name in table:
-        tree = ast.parse((ROOT / (path or "tests/test_known_failures.py")).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, name
+        assert f"def {name}(" in (ROOT / (path or "tests/test_known_failures.py")).read_text(), name
 
 
 def test_an_abort_that_races_with_the_end_leaves_nothing_behind():

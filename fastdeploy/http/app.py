@@ -68,7 +68,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         docs_url=None,
         redoc_url=None,
     )
-    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
     context = ServingContext(client, tokenizer, config, uploads)
     for tag, routers in ROUTERS.items():
         for router in routers:

@@ -32,8 +32,8 @@ class BodyLimit:
         self._app = app
         self._config = config
         self._slice_lock = slice_lock
-        what = "the request bodies that are being received (--max-bodies-mb)"
-        self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, what)
+        limit = "the memory for bodies of requests (--max-bodies-mb)"
+        self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

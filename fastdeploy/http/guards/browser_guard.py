@@ -93,7 +93,7 @@ def host_name(host: str) -> str:
 
 
 class BrowserGuard:
-    """Middleware that answers 403 or 415 to what :func:`refusal` refuses, without reading the body."""
+    """Middleware that answers the error of :func:`refusal` (403 or 415), without reading the body."""
 
     def __init__(self, app: ASGIApp, policy: PagePolicy):
         self._app = app

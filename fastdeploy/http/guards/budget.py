@@ -12,12 +12,12 @@ from fastdeploy.core.errors import ServerBusy
 
 class Budget:
     """``total`` units for all requests of one event loop. A caller waits up to ``wait_s`` seconds while too few units
-    are free. what: name of the units in the error."""
+    are free. limit: words for the limit in the error."""
 
-    def __init__(self, total: int, wait_s: float, what: str):
+    def __init__(self, total: int, wait_s: float, limit: str):
         self._total = self._free = total
         self._wait_s = wait_s
-        self._what = what
+        self._limit = limit
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, units: int) -> int:
@@ -39,7 +39,7 @@ class Budget:
                 self._waiting.remove((units, granted))
             self._grant()
             if isinstance(error, TimeoutError):
-                raise ServerBusy(f"no room among {self._what}") from error
+                raise ServerBusy(f"waited too long for room within {self._limit}") from error
             raise
         return units
 

@@ -151,7 +151,7 @@ def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
 
 
 class AccessControl:
-    """Middleware that answers 401, 403 or 404 to what :func:`refusal` refuses, without reading the body."""
+    """Middleware that answers the error of :func:`refusal` (401, 403 or 404), without reading the body."""
 
     def __init__(self, app: ASGIApp, policy: AccessPolicy):
         self._app = app

@@ -66,8 +66,8 @@ def _check_template(context: ServingContext, body: ChatBody) -> None:
     """Raise InvalidField for tools whose calls would have to be parsed from the answer, and for the template of an
     untrusted client: a template is a program that may run without end."""
     if body.tools and body.tool_choice != "none":
-        what = 'no tool calls are parsed by this server; with tool_choice "none" tools are rendered into the prompt'
-        raise InvalidField("tools", what)
+        why = 'this server parses no tool calls; with tool_choice "none" tools are rendered into the prompt'
+        raise InvalidField("tools", why)
     if body.chat_template is not None and not context.config.trust_request_chat_template:
         raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
 
