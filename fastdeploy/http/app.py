@@ -26,11 +26,12 @@ from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
 from fastdeploy.http.docs_page import add_docs_page
 from fastdeploy.http.errors import add_error_handlers
-from fastdeploy.http.guards import browser_guard, route_access
 from fastdeploy.http.guards.body_limit import BodyLimit
+from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.middleware import LastResort, Routing, TraceId
+from fastdeploy.http.guards.route_access import AccessPolicy
+from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
 from fastdeploy.http.openapi import DescribedApp
@@ -76,11 +77,11 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
     add_docs_page(app)
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
-    app.add_middleware(route_access.AccessControl, policy=route_access.AccessPolicy.of(config, keys))
+    app.add_middleware(Guard, check=AccessPolicy.of(config, keys).check)
     if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.PagePolicy.of(config))
+    app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
     app.add_middleware(Routing)

@@ -21,7 +21,7 @@ from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
+from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 
 # A bound for the characters of a token, if no token of the vocabulary is longer. A text that exceeds a context by this
 # bound is refused before it is tokenised.
@@ -147,7 +147,7 @@ class ServingContext:
         ).check()
 
     def text_options(self, body: GenerationBody) -> TextOptions:
-        stops = body.stops()
+        stops = stop_strings(body.stop, "stop")
         if stops:
             self.require_tokenizer("stop")
         return TextOptions(

@@ -48,7 +48,9 @@ def error_response(error: Exception, **extra: Any) -> Response:
         known = isinstance(error, errors.FastDeployError)  # logged in one line: thousands of requests may fail alike
         logger.error("request failed: %s", error, exc_info=None if known else error)
     wait = getattr(error, "detail", {}).get("retry_after", RETRY_AFTER.get(status))
-    headers = None if wait is None else {"Retry-After": str(wait)}
+    headers = {} if wait is None else {"Retry-After": str(wait)}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response({**error_body(error), **extra}, status, headers)
 
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.http.errors import error_response
+
+
+class Guard:
+    """Answers the error that ``check`` returns for a request, without reading the body of the request."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], FastDeployError | None]):
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope) if scope["type"] == "http" else None
+        await (error_response(error) if error else self._app)(scope, receive, send)
 
 
 class Routing:

@@ -23,22 +23,13 @@ JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/even
 ABOUT = "An LLM serving engine for RL rollouts: OpenAI's routes, and the control routes that trainers call."
 # Status and code of the errors that fastdeploy.core.errors does not have.
 HTTP_ERRORS = {404: "not_found", 405: "method_not_allowed"}
+ERROR_FIELDS = {"message": "string", "type": "string", "code": ["string", "integer"], "param": ["string", "null"]}
 ERROR: Schema = {
     "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "code": {"type": ["string", "integer"]},
-                "param": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "required": ["message", "type", "code"],
+    "properties": {name: {"type": kind} for name, kind in ERROR_FIELDS.items()},
 }
+ERROR_BODY: Schema = {"type": "object", "required": ["error"], "properties": {"error": ERROR}}
 
 
 def takes(kind: Any, *, query: bool = False, upload: Any = None) -> Schema:
@@ -137,7 +128,7 @@ def _with_errors(document: Schema) -> Schema:
     for code, status in STATUS.items():
         codes.setdefault(status, []).append(code)
     components = document.setdefault("components", {})
-    components["schemas"] = {"Error": ERROR}
+    components["schemas"] = {"Error": ERROR_BODY}
     content = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     components["responses"] = {
         str(status): {"description": ", ".join(sorted(names)), "content": content} for status, names in codes.items()

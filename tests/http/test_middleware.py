@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 
 import pytest
 
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.http.errors import error_response
 from support.fake_engine_server import reply_with
-
-
-def raw(stack, request: bytes) -> tuple[bytes, dict]:
-    """Send bytes on a new connection, and return the head and the JSON of the reply when the server has closed it."""
-    with socket.create_connection(("127.0.0.1", stack.http.base_url.port), timeout=10) as connection:
-        connection.sendall(request)
-        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
-    return head, json.loads(body)
+from support.http_calls import exchange
 
 
 def test_a_body_beyond_the_limit_is_a_413(make_stack):
     stack = make_stack(max_body_mb=1)
     stack.script(reply_with([97]))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 1048577\r\n\r\n"
-    status, body = raw(stack, head)
+    status, body = exchange(stack, head)
     assert b" 413 " in status and body["error"]["code"] == "request_too_large", "without waiting for the body"
     content = b'{"prompt": [97]' + b" " * (1 << 20)
     for reply in (
@@ -52,7 +44,7 @@ def test_an_unexpected_exception_is_a_json_500_and_the_connection_stays_open(sta
 
 
 def test_bytes_that_are_not_http_get_a_json_400(module_stack):
-    head, body = raw(module_stack, b"GARBAGE\r\n\r\n")
+    head, body = exchange(module_stack, b"GARBAGE\r\n\r\n")
     assert b" 400 " in head and b"application/json" in head
     assert body["error"]["code"] == "invalid_field"
 

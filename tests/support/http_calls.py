@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +37,14 @@ def events(response: httpx.Response) -> list:
     """Return the events of a stream, decoded."""
     lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def exchange(stack: Any, request: bytes) -> tuple[bytes, dict]:
+    """Send bytes on a new connection, and return the head and the JSON of the reply when the server has closed it."""
+    with socket.create_connection(("127.0.0.1", stack.http.base_url.port), timeout=20) as connection:
+        connection.sendall(request)
+        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
+    return head, json.loads(body)
 
 
 def refused(response: httpx.Response, field: str, *words: str) -> None:

@@ -88,7 +88,7 @@ class SourceBody(Body):
         return self.model_dump(exclude={"model_path", "shared_memory", "nbytes"})
 
 
-class UpdateWeightsBody(SourceBody):
+class UpdateOptions(Body):
     version: Version | None = None
     expected_version: Version | None = None
     kv: Kv = "keep"
@@ -97,14 +97,11 @@ class UpdateWeightsBody(SourceBody):
     timeout_s: Seconds | None = None
 
 
-class BeginBody(Body):
-    version: Version | None = None
-    expected_version: Version | None = None
-    kv: Kv = "keep"
-    partial: bool = False
-    in_place: bool = False
+class UpdateWeightsBody(UpdateOptions, SourceBody): ...
+
+
+class BeginBody(UpdateOptions):
     lease_s: Seconds = 300.0
-    timeout_s: Seconds | None = None
 
 
 class ChunkBody(SourceBody):

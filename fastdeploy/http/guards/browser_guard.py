@@ -23,11 +23,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig, is_loopback
 from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
-from fastdeploy.http.errors import error_response
 
 BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
 OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the user, or sent by a page of this server
@@ -47,6 +46,10 @@ class PagePolicy:
         named = frozenset(host_name(host) for host in config.allowed_hosts)
         anything = "*" in named or (not named and not is_loopback(config.host))
         return cls(None if anything else named | {host_name(config.host)}, frozenset(config.allowed_origins))
+
+    def check(self, scope: Scope) -> FastDeployError | None:
+        """Return the :func:`refusal` of the request of ``scope``."""
+        return refusal(scope["method"], scope["headers"], self)
 
 
 def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: PagePolicy) -> FastDeployError | None:
@@ -90,15 +93,3 @@ def host_name(host: str) -> str:
     elif host.count(":") == 1:
         host = host.partition(":")[0]
     return host.lower().removesuffix(".")
-
-
-class BrowserGuard:
-    """Middleware that answers the error of :func:`refusal` (403 or 415), without reading the body."""
-
-    def __init__(self, app: ASGIApp, policy: PagePolicy):
-        self._app = app
-        self._policy = policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = refusal(scope["method"], scope["headers"], self._policy) if scope["type"] == "http" else None
-        await (error_response(error) if error else self._app)(scope, receive, send)

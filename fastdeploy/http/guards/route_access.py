@@ -17,11 +17,10 @@ import enum
 import hmac
 from collections.abc import Collection, Iterable, Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, RouteNotFound
-from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
@@ -91,6 +90,12 @@ class AccessPolicy:
         """Return the policy of a server with these settings. config.control_port must be the real port, not 0."""
         return cls(keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
+    def check(self, scope: Scope) -> FastDeployError | None:
+        """Return the :func:`refusal` of the request of ``scope``."""
+        path, headers = scope["path"], scope["headers"]
+        _, port = scope.get("server") or (None, None)
+        return refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self)
+
 
 def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
     """Return the error for a request that breaks a rule of this module, or None."""
@@ -148,26 +153,3 @@ def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
     """Return whether the body may be tensors. An empty body is not: aiohttp gives it the content type of octets."""
     octets = any(name == b"content-type" and b"octet-stream" in value.lower() for name, value in headers)
     return path in JSON_UPLOAD_PATHS or (octets and (b"content-length", b"0") not in headers)
-
-
-class AccessControl:
-    """Middleware that answers the error of :func:`refusal` (401, 403 or 404), without reading the body."""
-
-    def __init__(self, app: ASGIApp, policy: AccessPolicy):
-        self._app = app
-        self._policy = policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path, headers = scope["path"], scope["headers"]
-        _, port = scope.get("server") or (None, None)
-        error = refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self._policy)
-        if error is None:
-            await self._app(scope, receive, send)
-            return
-        response = error_response(error)
-        if isinstance(error, InvalidKey):
-            response.headers["WWW-Authenticate"] = "Bearer"
-        await response(scope, receive, send)

@@ -120,9 +120,6 @@ class GenerationBody(RequestFieldsBody):
         given = {name: getattr(self, name) for name in RequestFields.__struct_fields__}
         return RequestFields(**{name: value for name, value in given.items() if value is not None})
 
-    def stops(self) -> tuple[str, ...]:
-        return stop_strings(self.stop, "stop")
-
 
 def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
     """Return the stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long."""

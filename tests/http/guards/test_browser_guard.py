@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-
 import pytest
 
 from fastdeploy.core.config import ServeConfig
@@ -13,7 +10,7 @@ from fastdeploy.http.guards.browser_guard import PagePolicy, host_name, refusal
 from fastdeploy.http.guards.keys import Keys
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
-from support.http_calls import answer
+from support.http_calls import answer, exchange
 
 OWN = "127.0.0.1:8180"
 EVIL = {"origin": "http://evil.example"}
@@ -145,10 +142,8 @@ def test_a_preflight_of_another_origin_gets_no_permission(served):
 
 @pytest.mark.parametrize("host", [b"", b"Host: localhost:1\r\n", b"Host: [::1]:8180\r\n"])
 def test_http_1_0_with_and_without_host(served, host):
-    with socket.create_connection(("127.0.0.1", served.http.base_url.port), timeout=20) as connection:
-        connection.sendall(b"GET /version HTTP/1.0\r\n" + host + b"\r\n")
-        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
-    assert b" 200 " in head and "version" in json.loads(body)
+    head, body = exchange(served, b"GET /version HTTP/1.0\r\n" + host + b"\r\n")
+    assert b" 200 " in head and "version" in body
 
 
 def test_requests_of_curl_and_of_json_clients_are_answered(served):

@@ -16,6 +16,8 @@ from support.fake_engine_server import reply_with
 from support.http_calls import in_thread, wait_until
 
 MIB = 1 << 20
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @contextlib.contextmanager
@@ -56,7 +58,7 @@ def served(stack) -> bool:
 )
 def test_endless_headers_are_a_431_and_reading_stops(make_stack, part):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: a") as connection:
+    with connected(stack, GET + b"x-long: a") as connection:
         if not part.startswith(b"a"):
             connection.sendall(b"\r\n")
         assert send_until_closed(connection, part, 20_000) < 20_000
@@ -69,7 +71,7 @@ def test_endless_headers_are_a_431_and_reading_stops(make_stack, part):
 @pytest.mark.parametrize("headers", [b"x-filler: " + b"a" * (65 << 10) + b"\r\n", b"x: y\r\n" * 257])
 def test_headers_beyond_a_limit_are_a_431_and_headers_below_it_are_served(make_stack, headers):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n") as connection:
+    with connected(stack, GET + headers + b"\r\n") as connection:
         status, code, head = answer(connection)
     assert (status, code) == (431, "headers_too_large") and b"connection: close" in head
     fewer = headers[: len(headers) // 2].rpartition(b"\r\n")[0] or b"x-filler: " + b"a" * (60 << 10)
@@ -87,9 +89,8 @@ def test_trailers_are_not_kept(make_stack):
     stack = make_stack(body_idle_s=0.5)
     stack.script(reply_with([97]))
     body = b'{"prompt": [97]}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
-    trailers = b"x-trailer: y\r\n" * 1000
-    with connected(stack, head + b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)) as connection:
+    chunked = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, b"x-trailer: y\r\n" * 1000)
+    with connected(stack, POST + b"transfer-encoding: chunked\r\n\r\n" + chunked) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
@@ -115,8 +116,7 @@ def test_incomplete_headers_behind_an_answered_request_are_a_408(make_stack):
 @pytest.mark.parametrize("length", [100, 10 * MIB])
 def test_an_incomplete_body_is_a_408(make_stack, length):
     stack = make_stack(body_idle_s=0.2)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length
-    with connected(stack, head + b'{"prompt"') as connection:
+    with connected(stack, POST + b'content-length: %d\r\n\r\n{"prompt"' % length) as connection:
         assert answer(connection)[:2] == (408, "request_timeout")
     assert served(stack)
 
@@ -145,9 +145,8 @@ def test_a_body_that_arrives_slowly_but_steadily_is_accepted(make_stack):
 
 def test_no_timer_runs_while_the_server_answers(make_stack):
     stack = make_stack(header_s=0.2, body_idle_s=0.2, keepalive_s=0.1)
-    with stack.http.stream(
-        "POST", "/v1/completions", json={"prompt": [97], "stream": True, "request_id": "r"}
-    ) as reply:
+    body = {"prompt": [97], "stream": True, "request_id": "r"}
+    with stack.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         for _ in range(6):
             assert next(line for line in lines if line).startswith(": keep-alive")
@@ -173,15 +172,13 @@ def test_connections_beyond_the_limit_are_a_429_until_others_have_gone(make_stac
 def test_too_many_pipelined_requests_are_refused(stack):
     """The first request is never answered, so all others wait."""
     body = b'{"prompt": [97], "stream": true}'
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    with connected(stack, request * 100) as connection:
+    with connected(stack, (POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)) * 100) as connection:
         assert answer(connection) == (0, "", b""), "the client would take an answer for that of the first request"
     assert served(stack)
 
 
 def half_body(size: int) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
-    return head + b'{"prompt": [97]' + b" " * (size // 2)
+    return POST + b'content-length: %d\r\n\r\n{"prompt": [97]' % size + b" " * (size // 2)
 
 
 def test_half_sent_bodies_hold_no_more_than_their_limit_and_small_requests_are_served(make_stack):

@@ -82,8 +82,8 @@ def generation_of(context: ServingContext, kind: type[Generation] = Generation, 
     return kind(context.client, context.tokenizer, request, context.pace())
 
 
-def completion(context: ServingContext):
-    return CompletionView(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
+def completion(context: ServingContext, view: type = CompletionView):
+    return view(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
 
 
 def chat(context: ServingContext):
@@ -92,8 +92,7 @@ def chat(context: ServingContext):
 
 
 def vllm(context: ServingContext):
-    body = CompletionBody(prompt="a", logprobs=TOP, n=CHOICES)
-    return vllm_generate.GenerateView(context, generation_of(context), body)
+    return completion(context, vllm_generate.GenerateView)
 
 
 def sglang(context: ServingContext):
