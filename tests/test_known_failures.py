@@ -53,7 +53,7 @@
                                           tests/rl/test_staleness.py::test_the_age_of_a_rollout_is_that_of_its_oldest_token
     33 silent old policy, lazy reads      tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again
                                           tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
-    34 other distribution, fields         tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing
+    34 other distribution, fields         tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_its_value_is_neutral
     35 update without a label             tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
     36 drain waits for the dead           test_a_drain_does_not_wait_for_the_requests_of_a_dead_client
     37 preempted taken for waiting        test_a_preempted_request_is_drained_like_a_running_one

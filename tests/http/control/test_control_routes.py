@@ -34,9 +34,7 @@ ERROR_CASES = [
 ]  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 CHAT_ERROR_CASES = [
-    ({"messages": []}, "messages"),
-    ({}, "messages"),
-    ({"messages": [{"content": "a"}]}, "messages.0.role"),
+    ({"messages": []}, "messages"), ({}, "messages"), ({"messages": [{"content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "evil", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0"),
     (CHAT | {"tools": [{"type": "function"}]}, "tools"),
@@ -45,8 +43,7 @@ CHAT_ERROR_CASES = [
     (CHAT | {"tools": ["search"], "tool_choice": "none"}, "tools.0"),
     (CHAT | {"chat_template": "{{ messages }}"}, "chat_template"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT | {"top_logprobs": 2}, "top_logprobs"),
-    (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT | {"top_logprobs": 2}, "top_logprobs"), (CHAT | {"max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT | {"max_completion_tokens": 10**30}, "max_completion_tokens"),
     (CHAT | {"logprobs": True, "top_logprobs": 10**30}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a " * 5000}]}, "messages"),

@@ -54,28 +54,28 @@ def test_chat_by_the_openai_package(stack, tokenizer):
 def test_streams_by_the_openai_package(stack):
     stack.script(reply_with(HELLO))
     options = {"stream": True, "stream_options": {"include_usage": True}, "model": "tiny"}
-    chunks = list(client(stack).completions.create(prompt="hello", n=2, **options))
+    payloads = list(client(stack).completions.create(prompt="hello", n=2, **options))
     texts = ["", ""]
-    for chunk in chunks[:-1]:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
+    for payload in payloads[:-1]:
+        texts[payload.choices[0].index] += payload.choices[0].text
     assert texts == ["hey you"] * 2
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 14
-    chunks = list(client(stack).chat.completions.create(messages=[{"role": "user", "content": "a"}], **options))
-    assert "".join(c.choices[0].delta.content for c in chunks[:-1]) == "hey you"
-    assert [c.choices[0].delta.role for c in chunks[:2]] == ["assistant", None]
-    assert [c.choices[0].finish_reason for c in chunks[-2:-1]] == ["length"]
+    assert payloads[-1].choices == [] and payloads[-1].usage.completion_tokens == 14
+    payloads = list(client(stack).chat.completions.create(messages=[{"role": "user", "content": "a"}], **options))
+    assert "".join(c.choices[0].delta.content for c in payloads[:-1]) == "hey you"
+    assert [c.choices[0].delta.role for c in payloads[:2]] == ["assistant", None]
+    assert [c.choices[0].finish_reason for c in payloads[-2:-1]] == ["length"]
 
 
-def test_token_ids_and_weight_versions_are_in_replies_and_in_every_chunk(stack):
+def test_token_ids_and_weight_versions_are_in_replies_and_in_every_event(stack):
     stack.script(reply_with([104, 105, 106], step=2))
     body = {"prompt": [1, 2, 3], "return_token_ids": True, "max_tokens": 3}
     choice = stack.post("/v1/completions", **body).json()["choices"][0]
     assert choice["token_ids"] == [104, 105, 106] and choice["prompt_token_ids"] == [1, 2, 3]
     assert choice["weight_versions"] == [{"version": "v1", "weight_epoch": 1, "start": 0, "end": 3}]
-    chunks = events(stack.post("/v1/completions", **body, stream=True))
-    assert chunks.pop() == "[DONE]"
-    assert [c["choices"][0]["token_ids"] for c in chunks] == [[104, 105], [106]]
-    spans = [c["choices"][0]["weight_versions"] for c in chunks]
+    payloads = events(stack.post("/v1/completions", **body, stream=True))
+    assert payloads.pop() == "[DONE]"
+    assert [c["choices"][0]["token_ids"] for c in payloads] == [[104, 105], [106]]
+    spans = [c["choices"][0]["weight_versions"] for c in payloads]
     assert spans == [[{"version": "v1", "weight_epoch": 1, "start": 0, "end": 2}],
                      [{"version": "v1", "weight_epoch": 1, "start": 2, "end": 3}]]  # fmt: skip
     assert "token_ids" not in stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
@@ -230,8 +230,8 @@ def test_stop_strings_beyond_their_limits_are_refused(module_stack, path):
 def test_an_abort_sends_the_text_that_was_kept_back_for_a_stop_string(stack):
     stack.script(reply_with(list(b"abY"), finish_reason="abort"))
     assert stack.post("/v1/completions", prompt="a", stop="YZ").json()["choices"][0]["text"] == "abY"
-    chunks = events(stack.post("/v1/completions", prompt="a", stop="YZ", stream=True))
-    assert [c["choices"][0]["text"] for c in chunks[:-1]] == ["a", "b", "Y"]
+    payloads = events(stack.post("/v1/completions", prompt="a", stop="YZ", stream=True))
+    assert [c["choices"][0]["text"] for c in payloads[:-1]] == ["a", "b", "Y"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -293,8 +293,8 @@ def test_a_request_that_fails_in_the_engine_is_a_500_with_its_message(stack):
     stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="error", message="the step failed")])
     reply = stack.post("/v1/completions", prompt="a")
     assert reply.status_code == 500 and reply.json()["error"]["message"] == "the step failed"
-    chunks = events(stack.post("/v1/completions", prompt="a", stream=True))
-    assert "[DONE]" not in chunks
+    payloads = events(stack.post("/v1/completions", prompt="a", stream=True))
+    assert "[DONE]" not in payloads
 
 
 @pytest.mark.parametrize("stream", [True, False])
