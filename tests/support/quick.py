@@ -15,7 +15,7 @@ FOLDERS = ("cache_manager", "client", "core", "engine", "http", "inter_communica
 LEFT_OUT = (
     "engine/test_update_exactness.py",
     "engine/test_weight_memory.py",
-    "http/guards/test_access_processes.py",
+    "http/guards/test_route_access_processes.py",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
     "rl/test_client_e2e.py",
