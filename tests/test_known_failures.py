@@ -129,6 +129,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
