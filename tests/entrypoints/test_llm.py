@@ -95,10 +95,10 @@ def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_p
 
 
 def test_an_engine_that_dies_without_a_word_ends_every_wait(llm, monkeypatch):
-    def silent(error: Exception) -> None:
+    def silent(reason: object, error: Exception) -> None:
         raise error
 
-    monkeypatch.setattr(llm._engine, "_fail", silent)
+    monkeypatch.setattr(llm._engine, "_end_everything", silent)
     llm._runner.fail_next = True
     with pytest.raises(errors.EngineError):
         llm.generate([[1, 2]], GREEDY)
