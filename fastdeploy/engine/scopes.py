@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
-from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator.messages import PauseArgs
 
