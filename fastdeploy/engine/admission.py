@@ -9,10 +9,8 @@ from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.retention import Retention, check_retainable
+from fastdeploy.engine.retention import RETRY_AFTER_S, Retention, check_retainable
 from fastdeploy.engine.scopes import Scopes
-
-RETRY_AFTER_S = 1
 
 
 class AdmissionControl:

@@ -105,7 +105,7 @@ class CommonEngine:
             m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
-            m.UpdateChunkArgs: self.weights.chunk,
+            m.UpdateChunkArgs: self.weights.add_part,
             m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),

@@ -189,7 +189,7 @@ class RequestLifecycle:
             self.scheduler.kv.forget_prefixes()
         return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
-    # ------------------------------------------------------------------ what a pause needs
+    # ------------------------------------------------------------------ for pauses
 
     def abort_all(self, message: str, scope: Scope) -> list[str]:
         """End every live request of ``scope``, also one that has not run yet. Return the ids that clients know."""

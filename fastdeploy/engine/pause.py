@@ -50,7 +50,7 @@ class PauseState:
         self._num_anonymous = 0
         self._fence: DeliveryFence | None = None
 
-    # ------------------------------------------------------------------ what others read
+    # ------------------------------------------------------------------ state
 
     @property
     def mode(self) -> Mode | None:
@@ -88,30 +88,15 @@ class PauseState:
 
     # ------------------------------------------------------------------ calls
 
-    def pause(self, args: PauseArgs, answer: Answer) -> None:
+    def pause(self, args: PauseArgs, answer: Answer, system_hold: str | None = None, locked: str = "") -> None:
         """Place or renew a hold. ``answer(report, error)`` is called once, when the scope is quiesced or the pause has
-        failed. Raises InvalidField, and changes nothing, if an argument is out of range."""
-        mode_before = self.mode
-        self._place(self._new_call(args, answer), mode_before)
+        failed. Raises InvalidField, and changes nothing, if an argument is out of range.
 
-    def pause_for_system(
-        self, hold_id: str, mode: str, clear_cache: bool, timeout_s: float, locked: str, answer: Answer
-    ) -> None:
-        """Pause with a system hold, which is released if the drain does not end in time. locked: see Hold."""
-        args = PauseArgs(
-            mode=mode,
-            clear_cache=clear_cache,
-            admission="hold",
-            timeout_s=timeout_s,
-            on_timeout="cancel",
-            placed_by=SYSTEM,
-        )
+        system_hold: name of the hold if it is the engine's own. locked: see Hold.
+        """
         mode_before = self.mode
-        call = self._new_call(args, answer, system_hold=hold_id)
+        call = self._new_call(args, answer, system_hold or args.hold_id)
         call.hold.locked = locked
-        self._place(call, mode_before)
-
-    def _place(self, call: PauseCall, mode_before: Mode | None) -> None:
         self.holds[call.hold.id] = call.hold
         if mode_before is not None and call.hold.mode > mode_before:
             self._escalate_others(call)
@@ -278,12 +263,12 @@ class PauseState:
     def _advance(self, event: PauseEvent) -> None:
         self.phase = TRANSITIONS[self.phase, event]
 
-    # ------------------------------------------------------------------ calls in, reports out
+    # ------------------------------------------------------------------ new calls and reports
 
-    def _new_call(self, args: PauseArgs, answer: Answer, system_hold: str | None = None) -> PauseCall:
+    def _new_call(self, args: PauseArgs, answer: Answer, name: str | None) -> PauseCall:
         now = self._clock()
         terms, expires_at = read_terms(args), expiry(args.ttl_s, now)
-        hold = self._hold_for(args.placed_by, system_hold or args.hold_id, terms, now)
+        hold = self._hold_for(args.placed_by, name, terms, now)
         hold.expires_at = expires_at
         counts = self._lifecycle.counts(self.scope)
         return PauseCall(hold, terms.clear_cache, now + args.timeout_s, terms.on_timeout, now, counts, answer)

@@ -50,8 +50,8 @@ class ChoiceRecord:
             self.final = output
 
     def replay(self, request_id: str, choice: int) -> list[Output]:
-        """Return one output with all tokens. A final output without a token stays a separate output: a client takes the
-        last token of a final output for the EOS or stop id."""
+        """Return one output with all tokens. A final output without a token stays a separate output: a client reads the
+        last token of a final output as the EOS or stop id."""
         whole = Output(
             request_id=request_id,
             choice=choice,

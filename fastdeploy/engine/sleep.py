@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.holds import SYSTEM
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.weights import NO_WEIGHTS, WeightSessions
-from fastdeploy.inter_communicator.messages import SleepArgs, WakeArgs
+from fastdeploy.inter_communicator.messages import PauseArgs, SleepArgs, WakeArgs
 
 WEIGHT, KV_CACHE = "weight", "kv_cache"
 TAGS = (WEIGHT, KV_CACHE)
@@ -65,14 +66,15 @@ class Sleeper:
             self._num_open -= 1
             answer(self._state(), error)
 
-        self._pause.pause_for_system(
-            SLEEP_HOLD,
+        pause = PauseArgs(
             mode=args.mode,
             clear_cache=KV_CACHE in tags,
+            admission="hold",
             timeout_s=args.timeout_s,
-            locked="the engine sleeps; wake it up first (/v1/wakeup)",
-            answer=paused,
+            on_timeout="cancel",
+            placed_by=SYSTEM,
         )
+        self._pause.pause(pause, paused, SLEEP_HOLD, locked="the engine sleeps; wake it up first (/v1/wakeup)")
         self._num_open += 1
 
     def settle(self) -> None:

@@ -80,7 +80,7 @@ class StagingThread:
         """Raise UpdateInProgress if MAX_LEFT_BEHIND abandoned reads still hang: no further read may start then."""
         number = sum(job.reads for job in self._left_behind)
         if number >= MAX_LEFT_BEHIND:
-            raise UpdateInProgress(f"{number} abandoned reads of weights still hang; try again when one has ended")
+            raise UpdateInProgress(f"{number} reads of weights hang; try again when one of them has ended")
 
     def next_deadline(self) -> float | None:
         return None if self._running is None else self._running.deadline

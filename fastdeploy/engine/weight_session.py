@@ -25,7 +25,7 @@ class SessionState(Enum):
 
 
 class SessionEvent(Enum):
-    CHUNK = "chunk"
+    PART = "part"
     COMMIT = "commit"
     CHECKED = "checked"
     SWAP = "swap"
@@ -34,7 +34,7 @@ class SessionEvent(Enum):
 
 # An event that is not listed is our own mistake and raises KeyError.
 TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
-    (SessionState.OPEN, SessionEvent.CHUNK): SessionState.OPEN,
+    (SessionState.OPEN, SessionEvent.PART): SessionState.OPEN,
     (SessionState.OPEN, SessionEvent.COMMIT): SessionState.COMMITTING,
     (SessionState.COMMITTING, SessionEvent.CHECKED): SessionState.READY,
     (SessionState.READY, SessionEvent.SWAP): SessionState.ENDED,
@@ -96,7 +96,7 @@ class Session:
         return receipt
 
     def answer_commit(self, result: dict[str, Any], error: FastDeployError | None) -> None:
-        """Answer the commit call, if there is one that waits."""
+        """Answer the waiting commit call, if there is one."""
         answer, self.answer = self.answer, None
         if answer is not None:
             answer(result, error)

@@ -101,7 +101,7 @@ class WeightSessions:
         session = self._open(args)
         return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
 
-    def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def add_part(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
         if session_id is None:
             answer({"session_id": None}, None)
@@ -109,12 +109,12 @@ class WeightSessions:
         session = self._find_open(session_id)
         self._check_source(args)
         check_label("version", args.version)
-        session.advance(SessionEvent.CHUNK)
+        session.advance(SessionEvent.PART)
         session.version = args.version or session.version
-        self._submit_chunk(session, args, answer)
+        self._submit_part(session, args, answer)
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
-        """Raise what the chunk or the begin of ``args`` would raise."""
+        """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._session_meant(args)
         if session_id is not None:
             self._find_open(session_id)
@@ -292,7 +292,7 @@ class WeightSessions:
         if expected is not None and expected != serves:
             raise VersionConflict(f"expected_version: expected {expected!r}, but {serves!r} serves", version=serves)
 
-    def _submit_chunk(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def _submit_part(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session.pending += 1
 
         def done(receipt: ChunkReceipt | None, error: FastDeployError | None, seconds: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import uvicorn
+import uvloop
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
@@ -98,15 +99,9 @@ def main() -> int:
         tokenizer = load_tokenizer(config.model)
     except InvalidField as error:
         return events.refuse(error)
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, keys, tokenizer, args.endpoint, listeners, events))
     return 0
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(serve.add_argument_group("HTTP").add_argument, http)
     _add_limit_flags(serve.add_argument_group("connections, request bodies and uploads").add_argument, http)
     _add_request_flags(serve.add_argument_group("requests").add_argument, http)
-    _add_access_flags(serve.add_argument_group("who may do what").add_argument)
+    _add_access_flags(serve.add_argument_group("access").add_argument)
     _add_engine_flags(serve.add_argument_group("engine").add_argument, engine)
     _add_weight_flags(serve.add_argument_group("weights").add_argument, engine, http)
     return parser
@@ -62,16 +62,16 @@ def _add_limit_flags(add: AddArgument, http: ServeConfig) -> None:
 
 
 def _add_request_flags(add: AddArgument, http: ServeConfig) -> None:
-    what = "log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)"
-    add("--max-reply-logprobs", type=int, default=http.max_reply_logprobs, help=what)
-    what = "for requests that name no mode; routes of SGLang: temperature (%(default)s)"
-    add("--logprobs-mode", choices=LOGPROBS_MODES, default=http.logprobs_mode, help=what)
+    text = "log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)"
+    add("--max-reply-logprobs", type=int, default=http.max_reply_logprobs, help=text)
+    text = "for requests that name no mode; routes of SGLang: temperature (%(default)s)"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, default=http.logprobs_mode, help=text)
     add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")
-        what = f"mode of a pause by a {dialect} route that names no mode (%(default)s)"
-        add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
+        text = f"mode of a pause by a {dialect} route that names no mode (%(default)s)"
+        add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=text)
 
 
 def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
@@ -97,27 +97,27 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
 
 
 def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig) -> None:
-    what = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
-    add("--model-root", action="append", metavar="PATH", help=what)
-    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
-    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
+    text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
+    add("--model-root", action="append", metavar="PATH", help=text)
+    text = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    add("--pull-root", default=http.pull_root, metavar="PATH", help=text)
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
-    what = "seconds that reading new weights may take, then it is abandoned (%(default)g)"
-    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
+    text = "seconds that reading new weights may take, then it is abandoned (%(default)g)"
+    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=text)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
 
 
 def _add_access_flags(add: AddArgument) -> None:
-    keys = "file of keys, one on each line, any of which opens"
+    keys = "file of keys, one on each line; each key opens"
     add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
     add("--control-key", metavar="FILE", help=f"{keys} every route (or {CONTROL_KEY}, likewise)")
     add("--control-port", type=int, help="the only port that answers control routes, 0 = any free one (--port)")
-    why = "answer control routes without a key though other machines can reach them"
-    add("--insecure-control", action="store_true", help=why)
-    names = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
-    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=names)
-    origins = "origins of web pages that may use this server; * = any (none but its own)"
-    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=origins)
+    text = "answer control routes without a key though other machines can reach them"
+    add("--insecure-control", action="store_true", help=text)
+    text = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
+    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=text)
+    text = "origins of web pages that may use this server; * = any (none but its own)"
+    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=text)
 
 
 def _comma_list(text: str) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
     if not is_exposed(config, keys):
         return
     if config.insecure_control:
-        logger.warning("--insecure-control: anyone who reaches %s can pause it and change weights", config.host)
+        logger.warning("--insecure-control: anyone who reaches %s can pause the engine and change weights", config.host)
     else:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 

@@ -49,9 +49,8 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
     assert parse("--model", folder, "--host", "0.0.0.0")[0].model_roots == ()
     assert parse("--model", folder, "--host", "0.0.0.0", "--model-root", "/a")[0].model_roots == ("/a",)
     engine, http = parse("--model", folder, "--host", "0.0.0.0", "--pull-root", "/tmp")
-    assert engine.model_roots == http.model_roots == ("/tmp",) and http.pull_root == "/tmp", (
-        "pulled weights cannot be loaded"
-    )
+    assert engine.model_roots == http.model_roots == ("/tmp",), "pulled weights cannot be loaded"
+    assert http.pull_root == "/tmp"
     assert parse("--model", folder)[1].pull_root == ""
 
 

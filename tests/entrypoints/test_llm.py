@@ -133,10 +133,9 @@ def test_a_choice_with_logits_that_are_not_finite_does_not_affect_other_prompts(
 def test_a_field_has_one_value_for_all_prompts_or_one_per_prompt(llm):
     prompts = [[1, 2], [3, 4]]
     sampled = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
-    both = [o.choices[0].token_ids for o in llm.generate(prompts, sampled, first_choice=7, cache_salt="ab")]
-    assert both == [
-        o.choices[0].token_ids for o in llm.generate(prompts, sampled, first_choice=[7, 8], priority=[1, 0])
-    ]
+    single = llm.generate(prompts, sampled, first_choice=7, cache_salt="ab")
+    lists = llm.generate(prompts, sampled, first_choice=[7, 8], priority=[1, 0])
+    assert [o.choices[0].token_ids for o in single] == [o.choices[0].token_ids for o in lists]
     for bad in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
         with pytest.raises(errors.InvalidField) as info:
             llm.generate(prompts, sampled, **bad)

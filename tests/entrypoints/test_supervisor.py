@@ -25,8 +25,8 @@ TESTS = Path(__file__).parents[1]
 
 
 class Tree:
-    """A supervisor with its children. name: how the engine behaves, see support/fake_engine_main.py. root: parent of the
-    socket folder."""
+    """A supervisor with its children. name: selects the behaviour of the engine, see support/fake_engine_main.py. root:
+    parent of the socket folder."""
 
     def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
         self.root = tempfile.mkdtemp(prefix="fdt-")
