@@ -89,7 +89,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
     tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again
     tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
 34. Logprobs were of another distribution than the trainer's. An unsupported field was ignored and changed the data.
-    tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing
+    tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_its_value_is_neutral
 35. An update without a version label left the cached prefixes of the old weights in use.
     tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
 36. A dead API server left its requests running, and a drain waited for them.
@@ -99,7 +99,7 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
     test_a_preempted_request_is_aborted_with_its_tokens
 39. Equal prompts of one request drew equal samples.
     tests/worker/test_resubmission.py::test_equal_prompts_of_one_call_draw_apart_and_each_can_be_resubmitted_alone
-    tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_completion
+    tests/http/serving/test_random_numbers.py::test_choices_are_numbered_over_all_prompts_of_a_body
 40. A message that cannot be encoded ended the engine's loop.
     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
     tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
