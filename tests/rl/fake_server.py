@@ -10,11 +10,13 @@ import asyncio
 import json
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from fastdeploy.core.errors import FastDeployError, HoldNotFound
+from fastdeploy.rl.client import RolloutClient
 
 EOS = 7
 VOCAB = 64
@@ -304,3 +306,11 @@ class FakeServer:
         self.version = str(self.session.get("version", self.weight_epoch))
         self.session = None
         return self._label() | {"status": "committed"}
+
+
+@asynccontextmanager
+async def fleet(count: int = 3, **options: Any) -> AsyncIterator[tuple[list[FakeServer], RolloutClient]]:
+    """Start ``count`` scripted servers, and a client of all of them with ``options``."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
+        yield servers, await stack.enter_async_context(RolloutClient([s.url for s in servers], **options))

@@ -179,56 +179,44 @@ def test_a_parameter_that_the_client_sets_itself_is_refused_by_name(field):
         RolloutRequest(PROMPT, {field: 1})
 
 
-def test_an_invalid_request_raises_at_once_and_is_not_repeated():
-    async def go():
-        async with FakeServer() as server, RolloutClient(server.url) as client:
-            with pytest.raises(InvalidField):
-                await client.generate([1000], PARAMS)
-            assert len(server.requests) == 1
-            assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
-
-    run(go())
+async def test_an_invalid_request_raises_at_once_and_is_not_repeated():
+    async with FakeServer() as server, RolloutClient(server.url) as client:
+        with pytest.raises(InvalidField):
+            await client.generate([1000], PARAMS)
+        assert len(server.requests) == 1
+        assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
 
 
-def test_a_failed_rollout_keeps_its_tokens():
-    async def go():
-        async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
-            async with RolloutClient(server.url, max_failures=3) as client:
-                with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
-                    await client.generate(PROMPT, PARAMS)
-            assert len(failed.value.partial[0].token_ids) == 4
-            assert failed.value.partial[0].finish_reason == "abort"
-        async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
-            with pytest.raises(RolloutFailed, match="in time") as failed:
-                await client.generate(PROMPT, PARAMS, timeout_s=0.3)
-            assert len(failed.value.partial[0].token_ids) == 2
-
-    run(go())
+async def test_a_failed_rollout_keeps_its_tokens():
+    async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
+        async with RolloutClient(server.url, max_failures=3) as client:
+            with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
+                await client.generate(PROMPT, PARAMS)
+        assert len(failed.value.partial[0].token_ids) == 4
+        assert failed.value.partial[0].finish_reason == "abort"
+    async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
+        with pytest.raises(RolloutFailed, match="in time") as failed:
+            await client.generate(PROMPT, PARAMS, timeout_s=0.3)
+        assert len(failed.value.partial[0].token_ids) == 2
 
 
-def test_a_cancelled_generation_closes_its_stream():
-    async def go():
-        async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
-            task = asyncio.create_task(client.generate(PROMPT, PARAMS))
-            while not server.streams:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            while server.streams:
-                await asyncio.sleep(0.01)
-            assert client.replicas[0].in_flight == 0
-
-    run(go())
+async def test_a_cancelled_generation_closes_its_stream():
+    async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
+        task = asyncio.create_task(client.generate(PROMPT, PARAMS))
+        while not server.streams:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while server.streams:
+            await asyncio.sleep(0.01)
+        assert client.replicas[0].in_flight == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
-    async def go():
-        async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
-            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
-                await client.generate_group(PROMPT, PARAMS, n=n)
-            assert len(server.requests) == 1
-            return failed.value.partial
-
-    rollouts = asyncio.run(go())
+async def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
+    async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
+        with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+            await client.generate_group(PROMPT, PARAMS, n=n)
+    assert len(server.requests) == 1
+    rollouts = failed.value.partial
     assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
     assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)
