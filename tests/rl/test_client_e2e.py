@@ -181,11 +181,11 @@ async def test_a_stop_string_across_two_attempts_is_found(servers):
         choice = PartialRollout(request)
         choice.begin_attempt("first")
         head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
-        choice.add_chunk(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
+        choice.add_output(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
         choice.begin_attempt("second")
         async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
             async for event in events:
-                choice.add_chunk(event["choices"][0], None)
+                choice.add_output(event["choices"][0], None)
         assert said(choice.rollout()) == said(alone)
 
 

@@ -94,12 +94,12 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     request = RolloutRequest(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
     partial = PartialRollout(request)
     partial.begin_attempt("a")
-    partial.add_chunk({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    partial.add_output({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin_attempt("b")
     whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
-    partial.add_chunk({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 
@@ -144,7 +144,7 @@ def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
         partial = PartialRollout(request)
         partial.begin_attempt("a")
-        partial.add_chunk({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial.add_output({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
         partial.end_attempt_early()
         assert partial.finish_reason == end, tokens
 
@@ -162,13 +162,13 @@ def test_missing_logprobs_and_too_many_tokens_raise(chunk):
     partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
     partial.begin_attempt("a")
     with pytest.raises(MalformedReply):
-        partial.add_chunk(chunk, None)
+        partial.add_output(chunk, None)
 
 
 def test_a_choice_with_max_tokens_is_complete_although_its_last_chunk_was_lost():
     partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
     partial.begin_attempt("a")
-    partial.add_chunk({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+    partial.add_output({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
     partial.end_attempt_early()
     assert partial.finish_reason == "length"
 

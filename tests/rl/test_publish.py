@@ -90,7 +90,7 @@ async def test_if_staging_fails_on_one_no_replica_commits_and_no_session_stays_o
     async with fleet() as (servers, client):
         answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
         servers[1].refuse[f"/v1/weights/{step}"] = deque([answer])
-        with pytest.raises(FleetError, match="nobody has committed") as failed:
+        with pytest.raises(FleetError, match="no replica has committed") as failed:
             await client.publish(STATE, via="upload")
         assert [r.ok for r in failed.value.reports] == [True, False, True]
         assert [s.weight_epoch for s in servers] == [0, 0, 0] and [s.session for s in servers] == [None] * 3
