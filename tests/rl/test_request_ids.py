@@ -10,6 +10,7 @@ import pytest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
+from rl.coroutines import until_running
 from rl.real_server import RealServer, real_server
 from support.fake_runner import expected_tokens
 
@@ -21,11 +22,6 @@ PARAMS = {"max_tokens": 60, "ignore_eos": True}
 def server() -> Iterator[RealServer]:
     with real_server(runner={"step_s": 0.002}, max_num_seqs=8) as server:
         yield server
-
-
-async def until_running(client: RolloutClient, count: int, task: asyncio.Task) -> None:
-    while not task.done() and (await client.replicas[0].call("GET", "/v1/is_paused"))["counts"]["running"] < count:
-        await asyncio.sleep(0.005)
 
 
 async def test_a_named_group_that_is_aborted_twice_loses_no_token(server):
