@@ -34,9 +34,17 @@ def rollout(*faults: Fault | None, params=PARAMS) -> tuple[Rollout, FakeServer]:
     return one, server
 
 
-def said(r: Rollout) -> tuple:
+def content(r: Rollout) -> tuple:
     spans = [(s.version, s.weight_epoch, s.start, s.end) for s in r.spans]
     return r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.finish_reason, r.stop_reason, r.index
+
+
+def begun(request: RolloutRequest, tokens: list[int]) -> PartialRollout:
+    """Return a choice whose first attempt has made ``tokens``."""
+    partial = PartialRollout(request)
+    partial.begin_attempt("a")
+    partial.add_output({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+    return partial
 
 
 @pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
@@ -45,7 +53,7 @@ def test_an_answer_aborted_at_any_token_equals_that_of_an_undisturbed_run(k, kin
     alone, _ = rollout()
     assert len(alone.token_ids) == 12 == len(alone.logprobs) and alone.finish_reason == "length"
     joined, server = rollout(Fault(kind, k))
-    assert said(joined) == said(alone)
+    assert content(joined) == content(alone)
     assert joined.num_resumes == len(server.requests) - 1 == (1 if k < 12 else 0)
 
 
@@ -69,11 +77,11 @@ def test_any_schedule_of_faults_gives_the_undisturbed_answer(faults, n, params):
     before = copy.deepcopy(params)
     alone, _ = rollouts(params=params, n=n)
     joined, server = rollouts(*faults, params=params, n=n)
-    assert [said(r) for r in joined] == [said(r) for r in alone]
+    assert [content(r) for r in joined] == [content(r) for r in alone]
     for r in joined:
         assert len(r.token_ids) <= params["max_tokens"]
         assert r.logprobs is None if params.get("logprobs", 0) is None else len(r.logprobs) == len(r.token_ids)
-    assert params == before, "the caller's parameters are its own"
+    assert params == before, "the caller's parameters are not changed"
 
 
 def test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_choice():
@@ -85,16 +93,14 @@ def test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_cho
     assert [len(b["prompt"]) for b in server.requests] == [5, 9, 12]
     assert {b["seed"] for b in server.requests} == {3} and {b["temperature"] for b in server.requests} == {0.7}
     assert third["prompt"] == PROMPT + joined.token_ids[:7]
-    assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "they are asked for once"
+    assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "prompt logprobs are requested once"
     assert len(joined.prompt_logprobs) == len(PROMPT) and joined.prompt_logprobs[1] == {12: {"logprob": -0.5}}
     assert joined.num_preempted == 2  # of the two attempts that reported it: the first and the last
 
 
 def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_original_prompt():
     request = RolloutRequest(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
-    partial = PartialRollout(request)
-    partial.begin_attempt("a")
-    partial.add_output({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    partial = begun(request, [1, 2])
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin_attempt("b")
@@ -142,9 +148,7 @@ def test_a_deadline_covers_all_attempts_together():
 def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
     request = RolloutRequest(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
-        partial = PartialRollout(request)
-        partial.begin_attempt("a")
-        partial.add_output({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial = begun(request, tokens)
         partial.end_attempt_early()
         assert partial.finish_reason == end, tokens
 
@@ -159,16 +163,13 @@ def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
     ],
 )
 def test_missing_logprobs_and_too_many_tokens_raise(chunk):
-    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
-    partial.begin_attempt("a")
+    partial = begun(RolloutRequest(PROMPT, {"max_tokens": 3}), [])
     with pytest.raises(MalformedReply):
         partial.add_output(chunk, None)
 
 
-def test_a_choice_with_max_tokens_is_complete_although_its_last_chunk_was_lost():
-    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
-    partial.begin_attempt("a")
-    partial.add_output({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+def test_a_choice_with_max_tokens_is_complete_although_its_last_event_was_lost():
+    partial = begun(RolloutRequest(PROMPT, {"max_tokens": 3}), [1, 2, 3])
     partial.end_attempt_early()
     assert partial.finish_reason == "length"
 

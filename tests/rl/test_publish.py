@@ -39,8 +39,8 @@ async def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
         for server in servers:
             assert sessions(server) == ["begin", "chunk", "chunk", "commit"]
             assert [list(load(upload)) for upload in server.uploads] == [["a"], ["b"]]
-            begin = next(body for path, body in server.calls if path == "/v1/weights/begin")
-            assert begin == {"kv": "recompute", "partial": False, "version": "v1"}
+            begin = {"kv": "recompute", "partial": False, "version": "v1"}
+            assert server.bodies("/v1/weights/begin") == [begin]
 
 
 async def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
@@ -56,7 +56,7 @@ async def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
             server._v1_weights_chunk = read
         await client.publish(STATE)
         assert seen == [(STATE["a"].tolist(), STATE.keys())] * 2
-        names = [body["shared_memory"] for s in servers for path, body in s.calls if path.endswith("chunk")]
+        names = [body["shared_memory"] for s in servers for body in s.bodies("/v1/weights/chunk")]
         assert not any((SHM / name).exists() for name in names) and len(set(names)) == 1
 
 
@@ -68,7 +68,7 @@ async def test_a_folder_is_written_for_the_replicas_and_deleted(tmp_path):
             await client.publish(STATE, via="folder")
 
 
-async def test_tensors_that_come_one_by_one_are_sent_in_chunks_though_their_buffer_is_used_again():
+async def test_a_stream_of_tensors_is_sent_in_parts_and_may_reuse_its_buffer():
     async with fleet(1) as (servers, client):
         buffer = np.zeros(6, np.float32)
 
@@ -86,7 +86,7 @@ async def test_tensors_that_come_one_by_one_are_sent_in_chunks_though_their_buff
 
 @pytest.mark.parametrize("step", ["begin", "chunk"])
 @pytest.mark.parametrize("how", ["refused", "lost"])
-async def test_if_staging_fails_on_one_no_replica_commits_and_no_session_stays_open(step, how):
+async def test_if_staging_fails_on_one_replica_none_commits_and_no_session_stays_open(step, how):
     async with fleet() as (servers, client):
         answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
         servers[1].refuse[f"/v1/weights/{step}"] = deque([answer])
@@ -141,7 +141,7 @@ async def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place)
                 await client.publish(STATE, via="upload")
 
 
-async def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest():
+async def test_changed_only_sends_the_difference_while_every_replica_serves_the_last_publication():
     async with fleet(2) as (servers, client):
 
         async def sent(state, **options) -> list[str]:
@@ -152,7 +152,7 @@ async def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest
             return sorted(name for upload in servers[0].uploads for name in load(upload))
 
         def partial() -> bool:
-            return [body for path, body in servers[0].calls if path == "/v1/weights/begin"][-1]["partial"]
+            return servers[0].bodies("/v1/weights/begin")[-1]["partial"]
 
         assert await sent(STATE) == ["a", "b"] and not partial()
         changed = STATE | {"b": STATE["b"] + 1}
@@ -171,17 +171,16 @@ async def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest
         assert await sent(changed) == ["a", "b"]
 
 
-async def test_update_weights_without_a_version_is_labelled_with_the_epoch():
+async def test_update_weights_without_a_version_is_labelled_with_the_weight_epoch():
     async with fleet(2) as (servers, client):
         done = await client.update_weights("/w")
         assert done.version == "1" and done.number == 1
         assert servers[0].calls[-2][1] == {"model_path": "/w", "session_id": "s-1"}
-        begin = next(body for path, body in servers[0].calls if path == "/v1/weights/begin")
-        assert begin == {}
+        assert servers[0].bodies("/v1/weights/begin") == [{}]
         assert (await client.update_weights("/w", version=40, kv="recompute")).version == "40"
 
 
-async def test_a_failed_call_over_all_replicas_names_each():
+async def test_a_failed_call_to_all_replicas_reports_each():
     async with fleet(2, control_s=0.3) as (servers, client):
         await client.set_version(7)
         assert servers[1].calls[-1] == ("/v1/update_weights", {"version": "7"})

@@ -75,9 +75,9 @@ def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
 
 def test_the_refusals_of_health_and_ready_are_different_errors():
     """A client that waits for a server repeats its call while there is no engine."""
-    told = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
-    assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
-    assert all(is_retryable(error) for error in told)
+    errors = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
+    assert [error.code for error in errors] == ["engine_dead", "rejecting_new_requests"]
+    assert all(is_retryable(error) for error in errors)
 
 
 def test_a_busy_server_may_be_asked_again_and_a_wrong_key_may_not():

@@ -18,7 +18,6 @@ from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
-from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -49,7 +48,7 @@ async def handle(*faults: Fault | None, limits: Limits = LIMITS):
         await verl.close()
 
 
-async def test_a_whole_answer_is_completed_and_says_which_step_made_it():
+async def test_a_whole_answer_is_completed_and_has_the_step_of_its_weights():
     async with handle() as (server, verl):
         server.version, before = "41", copy.deepcopy(PARAMS)
         out = await verl.generate(PROMPT, PARAMS, "r1")
@@ -66,10 +65,10 @@ async def test_a_broken_generation_is_returned_as_aborted_with_its_tokens(kind, 
     async with handle(Fault(kind, k)) as (server, verl):
         out = await verl.generate(PROMPT, PARAMS, "r1")
         assert out.stop_reason == "aborted" and len(out.token_ids) == len(out.log_probs) == k
-        assert len(server.requests) == 1, "verl's client goes on from there, not we"
+        assert len(server.requests) == 1, "verl's client continues, the handle does not"
 
 
-async def test_the_reported_step_is_that_of_the_tokens_and_not_of_the_reply():
+async def test_the_reported_steps_are_those_at_which_the_tokens_were_sampled():
     async with handle() as (server, verl):
         server.version = "4"
 
@@ -97,19 +96,7 @@ async def test_max_tokens_is_as_asked_or_the_rest_of_the_response_within_the_con
         assert server.requests[0]["max_tokens"] == 6 and "max_new_tokens" not in server.requests[0]
 
 
-def test_equal_prompts_under_one_seed_get_different_answers_that_each_run_repeats():
-    """verl's full_determinism has one seed per server, and sends the members of a group one by one."""
-    unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
-
-    async def group() -> list[tuple[int, ...]]:
-        async with handle(limits=replace(LIMITS, seed=7)) as (_, verl):
-            return [tuple((await verl.generate(PROMPT, unseeded, f"r{i}")).token_ids) for i in range(4)]
-
-    first = run(group())
-    assert len(set(first)) == 4 and run(group()) == first
-
-
-async def test_logits_that_are_not_finite_raise_and_are_no_sample():
+async def test_logits_that_are_not_finite_raise():
     async with handle(Fault("non_finite", 3)) as (_, verl):
         with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
             await verl.generate(PROMPT, PARAMS, "r")
@@ -149,7 +136,7 @@ async def test_a_busy_server_is_asked_again_after_its_retry_after(kind, waits):
     async with handle(*[Fault(kind)] * 5) as (server, verl):
         out = await verl.generate(PROMPT, PARAMS, "r1")
         assert out.stop_reason == "completed" and len(out.token_ids) == 8
-        assert [body["request_id"] for body in server.requests] == ["r1"] * 6, "an id that was never taken"
+        assert [body["request_id"] for body in server.requests] == ["r1"] * 6, "no server had accepted the id"
         assert waits == [0.01] * 5
 
 
@@ -158,12 +145,12 @@ async def test_a_lasting_refusal_ends_as_an_abort_without_a_busy_loop(waits, mon
     async with handle(*[Fault("full")] * 1000) as (server, verl):
         out = await verl.generate(PROMPT, PARAMS, "r1")
         assert out.stop_reason == "aborted" and out.token_ids == []
-        assert len(server.requests) == len(waits) >= 1, "each refusal is waited for"
+        assert len(server.requests) == len(waits) >= 1, "a wait follows each refusal"
         assert set(waits[:-1]) <= {0.01} and waits[-1] <= 0.01
 
 
-async def test_a_request_during_rejections_that_verl_asked_for_is_aborted_after_one_wait(waits):
-    """verl sends the request to another server; this one is not resumed soon."""
+async def test_a_request_is_aborted_after_one_wait_if_verl_asked_for_rejections(waits):
+    """verl then sends the request to another server."""
     async with handle() as (server, verl):
         server._v1_pause = lambda body: {"aborted_ids": []}
         await verl.abort_all_requests(reject_request=True)
@@ -182,16 +169,17 @@ async def test_a_wrong_key_raises_at_once(status):
         assert len(server.requests) == 1
 
 
-async def test_requests_of_a_seeded_run_get_different_seeds_that_each_run_repeats():
-    seeds = []
+async def test_equal_prompts_of_a_seeded_run_get_different_answers_that_each_run_repeats():
+    """verl's full_determinism has one seed per server, and sends the members of a group one by one."""
+    unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
+    seeds, answers = [], []
     for _ in range(2):
         async with handle(limits=replace(LIMITS, seed=5)) as (server, verl):
-            params = {name: value for name, value in PARAMS.items() if name != "seed"}
-            for k in range(4):
-                await verl.generate(PROMPT, params, f"sample-{k}")
-            await verl.generate(PROMPT, PARAMS, "asked")
+            answers.append([tuple((await verl.generate(PROMPT, unseeded, f"r{k}")).token_ids) for k in range(4)])
+            await verl.generate(PROMPT, PARAMS, "with a seed")
             seeds.append([body["seed"] for body in server.requests])
     assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5 and seeds[0][-1] == PARAMS["seed"]
+    assert answers[0] == answers[1] and len(set(answers[0])) == 4
     assert all(0 <= seed < 2**63 for seed in seeds[0])
 
 
@@ -219,7 +207,7 @@ async def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_
     assert not some and [pair async for pair in all_of_them] == []
 
 
-async def test_sleeping_twice_and_waking_what_is_awake_are_fine():
+async def test_a_repeated_sleep_or_wake_up_changes_nothing():
     async with handle() as (server, verl):
         asleep: set[str] = set()
 
@@ -247,7 +235,7 @@ async def test_sleeping_twice_and_waking_what_is_awake_are_fine():
             await step()
             assert asleep == expected
         with pytest.raises(InvalidField, match="tags"):
-            await verl.wake_up(["brain"])
+            await verl.wake_up(["unknown"])
     async with handle(limits=Limits(1, 1, 9, sleeps=False, frees_kv=False)) as (server, verl):
         for call in (verl.sleep, verl.wake_up, verl.release_kv_cache, verl.resume_kv_cache):
             await call()
@@ -260,5 +248,5 @@ async def test_one_request_is_aborted_by_its_id():
         server._v1_abort_requests = lambda body: {"aborted": [r for r in body["req_ids"] if r in known]}
         assert await verl.abort_request("r1") == {"aborted": True, "request_id": "r1"}
         assert server.paths()[-1] == "/reset_prefix_cache"
-        assert (await verl.abort_request("nobody"))["aborted"] is False
+        assert (await verl.abort_request("unknown"))["aborted"] is False
         assert server.paths()[-1] == "/v1/abort_requests"
