@@ -156,12 +156,15 @@ class PartialRollout:
             raise MalformedReply(f"expected at most {self.request.max_tokens} tokens, got {len(self.token_ids)}")
         self._add_spans(choice.get("weight_versions") or [], boot_id)
         if choice.get("prompt_logprobs") is not None and self.prompt_logprobs is None:
-            whole = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
-            self.prompt_logprobs = [e and {int(token): entry for token, entry in e.items()} for e in whole]
+            entries = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
+            self.prompt_logprobs = [e and {int(token): logprob for token, logprob in e.items()} for e in entries]
         if choice.get("num_preempted") is not None:
             self.num_preempted = self._preempted_before + choice["num_preempted"]
-        if choice.get("finish_reason") is not None:
-            self._finish(choice["finish_reason"], choice.get("stop_reason"))
+        reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+        if reason == "abort" and stop_reason not in FINAL_ABORTS:
+            self.end_attempt_early()
+        elif reason is not None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _add_logprobs(self, ids: list[int], logprobs: Mapping[str, Any] | None) -> None:
         if self.request.params["logprobs"] is None:
@@ -178,26 +181,14 @@ class PartialRollout:
 
     def _add_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
         for s in spans:
-            span = TokenSpan(
-                str(s["version"]),
-                s["weight_epoch"],
-                s["start"] + self._base,
-                s["end"] + self._base,
-                bool(s.get("recomputed")),
-                self.replicas[-1],
-                boot_id,
-            )
+            start, end = s["start"] + self._base, s["end"] + self._base
+            made_by = str(s["version"]), s["weight_epoch"]
+            span = TokenSpan(*made_by, start, end, bool(s.get("recomputed")), self.replicas[-1], boot_id)
             last = self.spans[-1] if self.spans else None
             if last is not None and replace(span, start=last.start) == replace(last, end=span.end):
                 self.spans[-1] = replace(last, end=span.end)
             else:
                 self.spans.append(span)
-
-    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        if reason != "abort" or stop_reason in FINAL_ABORTS:
-            self.finish_reason, self.stop_reason = reason, stop_reason
-        else:
-            self.end_attempt_early()
 
     def end_attempt_early(self) -> None:
         """End an aborted attempt. The choice is complete if its last token ends it or max_tokens is reached."""

@@ -27,13 +27,6 @@ class Router:
     @asynccontextmanager
     async def reserve(self, session: Hashable | None, choices: int) -> AsyncIterator[Replica]:
         """Choose a healthy replica, and add ``choices`` to its load inside the block. Waits while none is healthy."""
-        replica = await self._acquire(session, choices)
-        try:
-            yield replica
-        finally:
-            replica.in_flight -= choices
-
-    async def _acquire(self, session: Hashable | None, choices: int) -> Replica:
         while True:
             replica = self._pick(session)
             if replica is None:
@@ -42,11 +35,10 @@ class Router:
             replica.in_flight += choices
             try:
                 if not replica.needs_probe or await self._probe(replica):
-                    return replica
-            except BaseException:
+                    yield replica
+                    return
+            finally:
                 replica.in_flight -= choices
-                raise
-            replica.in_flight -= choices
 
     def _pick(self, session: Hashable | None) -> Replica | None:
         now = _now()

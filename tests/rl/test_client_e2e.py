@@ -130,10 +130,10 @@ async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_i
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}])
 async def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, params):
     async with RolloutClient([s.url for s in servers]) as client:
-        asked = LONG | params | {"prompt_logprobs": 0, "max_tokens": 800}
-        alone = await client.generate_group(PROMPT, asked, n=3)
+        options = LONG | params | {"prompt_logprobs": 0, "max_tokens": 800}
+        alone = await client.generate_group(PROMPT, options, n=3)
         assert {r.num_resumes for r in alone} == {0}
-        running = asyncio.create_task(client.generate_group(PROMPT, asked, n=3, session_id=0))
+        running = asyncio.create_task(client.generate_group(PROMPT, options, n=3, session_id=0))
         while not running.done():
             await asyncio.sleep(0.05)
             await client.abort_all()
@@ -160,11 +160,11 @@ async def test_a_stop_string_across_two_attempts_is_found(servers):
     async with RolloutClient([s.url for s in servers]) as client:
         free = await client.generate(list(b"347+85="), {"max_tokens": 30, "temperature": 0.0})
         stop = free.text[8:16]
-        asked = {"max_tokens": 30, "temperature": 0.0, "stop": [stop]}
-        alone = await client.generate(list(b"347+85="), asked)
+        options = {"max_tokens": 30, "temperature": 0.0, "stop": [stop]}
+        alone = await client.generate(list(b"347+85="), options)
         assert (alone.finish_reason, alone.stop_reason) == ("stop", stop) and alone.text == free.text[:8]
         cut = 11  # tokens are bytes here: inside of the stop string
-        request = RolloutRequest(list(b"347+85="), asked)
+        request = RolloutRequest(list(b"347+85="), options)
         choice = PartialRollout(request)
         choice.begin_attempt("first")
         head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}

@@ -104,8 +104,8 @@ def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_origi
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin_attempt("b")
-    whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
-    partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    entries = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
+    partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": entries}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 

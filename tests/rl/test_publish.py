@@ -28,11 +28,11 @@ async def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
         for server in servers:
             commit = server._v1_weights_commit
 
-            def noted(body, server=server, commit=commit):
+            def commit_and_record(body, server=server, commit=commit):
                 order.append([len(s.session["chunks"]) if s.session else None for s in servers])
                 return commit(body)
 
-            server._v1_weights_commit = noted
+            server._v1_weights_commit = commit_and_record
         done = await client.publish(STATE, "v1", via="upload", chunk_mb=0, kv="recompute")
         assert done.number == 1 and done.version == "v1" and [r.ok for r in done.reports] == [True] * 3
         assert order[0] == [2, 2, 2]
@@ -80,8 +80,8 @@ async def test_a_stream_of_tensors_is_sent_in_parts_and_may_reuse_its_buffer():
         await client.publish(pairs(), via="upload", chunk_mb=1)
         await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1))], via="upload", chunk_mb=0)
         loaded = [{k: v.tolist() for k, v in load(upload).items()} for upload in servers[0].uploads]
-        whole = {f"t{i}": [float(i)] * 6 for i in range(5)}
-        assert loaded == [whole, {"x": [1.0] * 3}, {"y": [1.0]}]
+        first = {f"t{i}": [float(i)] * 6 for i in range(5)}
+        assert loaded == [first, {"x": [1.0] * 3}, {"y": [1.0]}]
 
 
 @pytest.mark.parametrize("step", ["begin", "chunk"])
@@ -129,12 +129,12 @@ async def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place)
         if took_place:
             servers[0].weight_epoch, begin = 0, servers[0]._v1_weights_begin
 
-            def begun(body):
+            def begin_and_count(body):
                 done = begin(body)
                 servers[0].weight_epoch = 1  # as it will be after the commit
                 return done
 
-            servers[0]._v1_weights_begin = begun
+            servers[0]._v1_weights_begin = begin_and_count
             assert [r.ok for r in (await client.publish(STATE, via="upload")).reports] == [True, True]
         else:
             with pytest.raises(FleetError, match="did not take place"):

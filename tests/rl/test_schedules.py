@@ -108,7 +108,7 @@ def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, b
 def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server, events, budgets):
     """verl's client sends the prompt with the tokens so far again while the answer is aborted."""
 
-    async def whole(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
+    async def generate_as_verl(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
         tokens, logprobs = [], []
         for attempt in range(1000):
             left = {"max_tokens": TOKENS - len(tokens), "logprobs": True}
@@ -123,7 +123,9 @@ def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server,
         async with Wire(server.url, budgets) as wire:
             verl = VerlServer(wire.url, LIMITS, SimpleNamespace)
             disturbing = asyncio.create_task(disturb(server, wire, events))
-            answers = await asyncio.gather(*(whole(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS)))
+            answers = await asyncio.gather(
+                *(generate_as_verl(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS))
+            )
             await disturbing
             await verl.close()
             return answers

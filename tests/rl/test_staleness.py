@@ -66,8 +66,10 @@ def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
         ledger.record_commit(number, "a", "boot-a", epoch_a)
         ledger.record_commit(number, "b", "boot-b", epoch_b)
         ledger.end_publication()
-    made = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
-    spans = [TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in made]
+    sampled = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
+    spans = [
+        TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in sampled
+    ]
     assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
 
 

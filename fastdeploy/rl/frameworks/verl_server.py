@@ -61,13 +61,7 @@ class VerlServer:
     """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields.
     access: api_key, control_key and control_url of Replica."""
 
-    def __init__(
-        self,
-        url: str,
-        limits: Limits,
-        output: Callable[..., Any],
-        **access: str | None,
-    ):
+    def __init__(self, url: str, limits: Limits, output: Callable[..., Any], **access: str | None):
         self._limits = limits
         self._output = output
         self._server = Replica(url, http_client(), **access)

@@ -28,16 +28,16 @@ LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
     """The seconds of each wait that the server handle asked for."""
-    asked: list[float] = []
+    seconds_of_waits: list[float] = []
     sleep = asyncio.sleep
 
-    async def noted(seconds: float) -> None:
-        asked.append(round(seconds, 4))
+    async def record(seconds: float) -> None:
+        seconds_of_waits.append(round(seconds, 4))
         await sleep(seconds)
 
-    monkeypatch.setattr(verl_server, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": noted})))
+    monkeypatch.setattr(verl_server, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": record})))
     monkeypatch.setattr(verl_server, "BACKOFF_S", 0.001)
-    return asked
+    return seconds_of_waits
 
 
 @asynccontextmanager
@@ -126,9 +126,9 @@ async def test_abort_all_holds_or_rejects_requests_as_asked_until_the_resume():
         assert list(server.holds.values()) == ["reject"]
         await verl.abort_all_requests(reset_prefix_cache=False)
         assert list(server.holds.values()) == ["hold"] and pauses[-1]["clear_cache"] is False
-        server.holds["somebody"] = "hold"
+        server.holds["other"] = "hold"
         await verl.resume_generation()
-        assert server.holds == {"somebody": "hold"}
+        assert server.holds == {"other": "hold"}
 
 
 @pytest.mark.parametrize("kind", ["reject", "full"])
