@@ -32,7 +32,7 @@ class RolloutGenerator:
                 await self._finish(choices, session)
         except TimeoutError as error:
             raise RolloutFailed("not finished in time", [c.rollout() for c in choices]) from error
-        except GivenUp as error:
+        except TooManyFailures as error:
             raise RolloutFailed(error.message, [c.rollout() for c in choices]) from error.__cause__
         if failed := [c for c in choices if c.finish_reason == "error"]:
             which = ", ".join(f"{c.index} ({c.stop_reason})" for c in failed)
@@ -54,7 +54,7 @@ class RolloutGenerator:
                 failures = 0 if sum(len(c.token_ids) for c in choices) > before else failures
                 failures += not is_busy(error)
                 if failures > self._max_failures:
-                    raise GivenUp(f"{failures} failures in a row: {error.message}") from error
+                    raise TooManyFailures(f"{failures} failures in a row: {error.message}") from error
             else:
                 failures = 0
 
@@ -111,5 +111,5 @@ class RolloutGenerator:
             raise Unreachable(replica.stale or "")
 
 
-class GivenUp(RolloutError):
-    """Too many failures in a row."""
+class TooManyFailures(RolloutError):
+    """Says that a generation is given up. RolloutGenerator.generate turns it into RolloutFailed."""
