@@ -129,7 +129,6 @@ also have tests with real processes in tests/e2e. 28 and 38 are about adapters, 
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -148,9 +147,8 @@ def test_every_test_of_the_table_exists():
     numbers = [int(n) for n in re.findall(r"^(\d+)\. ", __doc__, re.M)]
     assert numbers == [n for n in range(1, 49) if n not in (28, 38)] and len(table) >= 60
     for path, name in table:
-        tree = ast.parse((ROOT / (path or "tests/test_known_failures.py")).read_text())
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        assert name in {node.name for node in functions}, name
+        source = (ROOT / (path or "tests/test_known_failures.py")).read_text()
+        assert re.search(rf"^(async )?def {name}\(", source, re.M), name
 
 
 def test_an_abort_that_races_with_the_end_leaves_nothing_behind():

@@ -22,7 +22,7 @@ from fastdeploy.rl.errors import Report, TooStale
 from fastdeploy.rl.fan_out import fan_out, require_all
 from fastdeploy.rl.generate import RolloutGenerator
 from fastdeploy.rl.holds import TTL_S, Holds, new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import ChunkCalls, Publication, Publisher
+from fastdeploy.rl.publish import PartCalls, Publication, Publisher
 from fastdeploy.rl.replica import Replica, http_client
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
@@ -38,7 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     messages: a chat, instead of prompt_ids. session_id: requests of one session go to one replica; 0 is a session too.
     request_id: id of the first attempt; a later attempt has this id, "~" and a suffix. timeout_s: limit for all
     attempts together. max_staleness: greatest number of this client's publications that a token's weights may lack.
-    on_stale: on a token beyond that limit, "raise" TooStale, "retry" from the prompt, or "mark" (return the rollout
+    on_stale: with a token beyond that limit, "raise" TooStale, "retry" from the prompt, or "mark" (return the rollout
     with its ``staleness``)."""
 
     messages: Sequence[Mapping[str, Any]] | None
@@ -98,11 +98,7 @@ class RolloutClient:
         self._published_state = PublishedState()
         self._control_s = control_s
         self._eos_ids = tuple(eos_ids)
-        self._defaults: GenerateOptions = {
-            "timeout_s": timeout_s,
-            "max_staleness": max_staleness,
-            "on_stale": on_stale,
-        }
+        self._defaults = GenerateOptions(timeout_s=timeout_s, max_staleness=max_staleness, on_stale=on_stale)
 
     async def __aenter__(self) -> RolloutClient:
         return self
@@ -111,8 +107,7 @@ class RolloutClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, which cancels running generations. A hold that was not released stands until its ttl
-        ends."""
+        """Close the connections and cancel running generations. Holds that were not released end by their ttl."""
         await self._holds.close()
         await self._http.aclose()
 
@@ -124,7 +119,7 @@ class RolloutClient:
         params: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Rollout:
-        """Return one complete answer. Aborts, pauses and failed replicas only delay the answer.
+        """Return one complete answer. Aborts, pauses and failed replicas delay the answer and do not change it.
 
         params: fields of /v1/completions. Without max_tokens, the answer may fill the rest of the context. Logprobs are
         returned unless ``params["logprobs"]`` is None.
@@ -163,7 +158,7 @@ class RolloutClient:
     async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Return the token ids of a chat, by the server's chat template. options: further fields of the chat body."""
         body = {"messages": list(messages), **options}
-        async with self._router.lease(None, 0) as replica:
+        async with self._router.reserve(None, 0) as replica:
             reply = await replica.call("POST", "/v1/chat/completions/render", self._control_s, json=body)
             return reply["token_ids"]
 
@@ -182,7 +177,7 @@ class RolloutClient:
         /v1/pause.
 
         A thread renews the hold's ttl (ttl_s, by default hold_ttl_s) until :meth:`resume` or :meth:`close`. If this
-        process dies, the ttl ends and the servers run again. A hold with ttl_s None has no end."""
+        process dies, the ttl ends and the servers run again. A hold with ttl_s None does not end by itself."""
         options |= {"mode": mode, "timeout_s": timeout_s}
         return await self._holds.pause(options, hold_id, timeout_s + self._control_s)
 
@@ -198,8 +193,8 @@ class RolloutClient:
         self, mode: Literal["abort", "wait", "keep"] = "keep", *, timeout_s: float = 60.0, **options: Any
     ) -> AsyncIterator[list[Report]]:
         """Pause all replicas inside the block, and resume them at its end, also after an exception or a cancellation.
-        Raises HoldLost at the end if the hold had ended early on a replica. An exception of the block gets a note that
-        says so instead."""
+        Raises HoldLost at the end if the hold had ended early on a replica. If the block raises, its exception gets the
+        message of HoldLost as a note instead."""
         hold_id = new_hold_id()
         reports = await self.pause(mode, hold_id=hold_id, timeout_s=timeout_s, **options)
         try:
@@ -239,7 +234,7 @@ class RolloutClient:
         fails on one replica, none commits (FleetError). If a hold of this client ended early, none commits (HoldLost).
 
         state: Paddle, torch or numpy tensors by their name in the checkpoint; or an (async) iterable of (name, tensor)
-        pairs, which is read chunk by chunk and is never in memory as a whole.
+        pairs, which is read part by part and is never in memory as a whole.
         partial: tensors that ``state`` lacks keep their value. changed_only: send only tensors that differ from this
         client's last publication, if every replica still serves that publication. via: the way to send tensors; "auto"
         takes shared memory if all replicas are on this host, else an upload; "folder" needs ``folder``, readable by all
@@ -253,7 +248,7 @@ class RolloutClient:
             if version is not None:
                 begin["version"] = str(version)
             try:
-                publication = await self._publisher.publish(begin, transfer.chunk_calls, deadline_s)
+                publication = await self._publisher.publish(begin, transfer.part_calls, deadline_s)
             except BaseException:
                 self._published_state.forget()
                 raise
@@ -266,13 +261,13 @@ class RolloutClient:
         """Load a checkpoint folder, which all replicas can read, on all of them or on none. version None: each replica
         makes a label from its weight_epoch. options: kv, partial, in_place, expected_version, lease_s."""
 
-        async def chunk_calls() -> ChunkCalls:
+        async def part_calls() -> PartCalls:
             yield {"json": {"model_path": str(model_path)}}
 
         async with self._publisher.lock:
             begin = options if version is None else options | {"version": str(version)}
             self._published_state.forget()
-            return await self._publisher.publish(begin, chunk_calls, deadline_s)
+            return await self._publisher.publish(begin, part_calls, deadline_s)
 
     async def set_version(self, version: str | int) -> list[Report]:
         """Give the served weights another version label. Nothing else changes."""
@@ -308,7 +303,6 @@ class RolloutClient:
         return await fan_out(self.replicas, ask, self._control_s)
 
     async def _call_all(self, method: str, path: str, failure: str, body: dict | None = None) -> list[Report]:
-        async def call(replica: Replica) -> dict[str, Any]:
-            return await replica.call(method, path, self._control_s, **({} if body is None else {"json": body}))
-
-        return require_all(failure, await fan_out(self.replicas, call, self._control_s))
+        limit = self._control_s
+        reports = await fan_out(self.replicas, lambda r: r.call(method, path, limit, json=body), limit)
+        return require_all(failure, reports)

@@ -22,7 +22,7 @@ OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
 REST_OF_CONTEXT = 2**31 - 1  # a server reduces max_tokens to the rest of its context
-MAX_ID_CHARS = 448  # the server allows 512; the ids of later attempts are longer than the caller's
+MAX_ID_CHARS = 448  # the server allows 512; the id of a later attempt is longer than the caller's
 
 
 class RolloutRequest:
@@ -65,13 +65,13 @@ class RolloutRequest:
             self._end_ids |= set(eos_ids)
 
     def start_over(self) -> None:
-        """Begin again at the prompt. The next attempts get new ids, since a server may have kept the results of the old
-        ones (retain_s)."""
+        """Begin again at the prompt. The next attempts get new ids, since a server may retain results under the old
+        ids (retain_s)."""
         self._restarts += 1
 
     def body(self, choices: Sequence[PartialRollout]) -> dict[str, Any]:
-        """Return the request body of an attempt that ``choices`` have begun: the whole group, without a token yet, or
-        one choice with its tokens so far."""
+        """Return the request body of an attempt that ``choices`` have begun. They are the whole group without a token
+        yet, or one choice with its tokens so far."""
         first = choices[0]
         assert len(choices) == 1 or not any(c.token_ids for c in choices)
         done = len(first.token_ids)
@@ -99,9 +99,9 @@ class RolloutRequest:
         return body
 
     def _attempt_id(self, choice: PartialRollout) -> str:
-        """Return an id that no other attempt has, since an aborted attempt may still be live at the server for a
-        moment. The first attempt has the caller's id, a later one "<caller's id>~restart.choice.attempt". A choice also
-        counts the attempts of its whole group, so the ids of a group and of its first choice alone differ."""
+        """Return an id that no other attempt has, since an aborted attempt may still run at the server for a moment.
+        The first attempt has the caller's id, a later one "<caller's id>~restart.choice.attempt". A choice also counts
+        the attempts of its whole group, so the ids of a group and of its first choice alone differ."""
         attempt = choice.num_attempts - 1
         if not attempt and not self._restarts:
             return self.request_id
@@ -114,7 +114,7 @@ class RolloutRequest:
 
 @dataclass
 class PartialRollout:
-    """One choice that grows over its attempts. ``finish_reason`` is None until the choice is complete."""
+    """One choice, which grows with each attempt. ``finish_reason`` is None until the choice is complete."""
 
     request: RolloutRequest
     index: int = 0
@@ -137,15 +137,15 @@ class PartialRollout:
         return len(self.replicas)
 
     def begin_attempt(self, replica: str) -> None:
-        """Start an attempt on ``replica``, whose spans, text and count of preemptions begin at zero again."""
+        """Start an attempt on ``replica``. Spans, text and count of preemptions of an attempt begin at zero."""
         self._base = len(self.token_ids)
         self._is_new_attempt = True
         self._preempted_before = self.num_preempted
         self.replicas.append(replica)
 
-    def add_chunk(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
-        """Add the part of a stream's chunk for this choice. Raises MalformedReply if tokens and logprobs do not match,
-        or if there are more tokens than max_tokens."""
+    def add_output(self, choice: Mapping[str, Any], boot_id: str | None) -> None:
+        """Add what one event of a stream says of this choice. Raises MalformedReply if tokens and logprobs do not
+        match, or if there are more tokens than max_tokens."""
         ids = choice.get("token_ids") or []
         self._add_logprobs(ids, choice.get("logprobs"))
         # The text of an attempt includes that of the resumed tokens: a stop string may span two attempts.
@@ -156,12 +156,15 @@ class PartialRollout:
             raise MalformedReply(f"expected at most {self.request.max_tokens} tokens, got {len(self.token_ids)}")
         self._add_spans(choice.get("weight_versions") or [], boot_id)
         if choice.get("prompt_logprobs") is not None and self.prompt_logprobs is None:
-            whole = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
-            self.prompt_logprobs = [e and {int(token): entry for token, entry in e.items()} for e in whole]
+            entries = choice["prompt_logprobs"][: len(self.request.prompt_ids)]
+            self.prompt_logprobs = [e and {int(token): logprob for token, logprob in e.items()} for e in entries]
         if choice.get("num_preempted") is not None:
             self.num_preempted = self._preempted_before + choice["num_preempted"]
-        if choice.get("finish_reason") is not None:
-            self._finish(choice["finish_reason"], choice.get("stop_reason"))
+        reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+        if reason == "abort" and stop_reason not in FINAL_ABORTS:
+            self.end_attempt_early()
+        elif reason is not None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _add_logprobs(self, ids: list[int], logprobs: Mapping[str, Any] | None) -> None:
         if self.request.params["logprobs"] is None:
@@ -178,26 +181,14 @@ class PartialRollout:
 
     def _add_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
         for s in spans:
-            span = TokenSpan(
-                str(s["version"]),
-                s["weight_epoch"],
-                s["start"] + self._base,
-                s["end"] + self._base,
-                bool(s.get("recomputed")),
-                self.replicas[-1],
-                boot_id,
-            )
+            start, end = s["start"] + self._base, s["end"] + self._base
+            made_by = str(s["version"]), s["weight_epoch"]
+            span = TokenSpan(*made_by, start, end, bool(s.get("recomputed")), self.replicas[-1], boot_id)
             last = self.spans[-1] if self.spans else None
             if last is not None and replace(span, start=last.start) == replace(last, end=span.end):
                 self.spans[-1] = replace(last, end=span.end)
             else:
                 self.spans.append(span)
-
-    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        if reason != "abort" or stop_reason in FINAL_ABORTS:
-            self.finish_reason, self.stop_reason = reason, stop_reason
-        else:
-            self.end_attempt_early()
 
     def end_attempt_early(self) -> None:
         """End an aborted attempt. The choice is complete if its last token ends it or max_tokens is reached."""

@@ -4,8 +4,8 @@ FastDeployError
 └── RolloutError
     ├── Unreachable       a replica cannot be reached, or the connection broke
     ├── RolloutFailed     a generation was given up (failures or time-out); ``partial`` has its tokens
-    ├── TooStale          a token's weights lack more publications than allowed; ``rollouts`` are the results
-    ├── MalformedReply    the server broke its contract (other number of logprobs than tokens, too many tokens)
+    ├── TooStale          a token's weights lack more publications than allowed; ``rollouts`` has the results
+    ├── MalformedReply    the server broke its contract (too many tokens, or not as many logprobs as tokens)
     └── FleetError        a call to all replicas failed on some; ``reports`` has one entry per replica
         └── HoldLost      a hold of this client ended before its release: the servers may have run meanwhile
 """
@@ -87,14 +87,14 @@ class HoldLost(FleetError):
 
 
 def is_busy(error: FastDeployError) -> bool:
-    """Return whether the replica is healthy, but takes no requests at the moment. ``detail["retry_after"]`` has the
-    wait in seconds, if the replica told one."""
+    """Return whether the replica is healthy, but takes no requests at the moment. ``detail["retry_after"]`` is the
+    wait in seconds, if the replica gave one."""
     return error.code in BUSY or error.detail.get("status") == 429
 
 
 def is_retryable(error: FastDeployError) -> bool:
-    """Return whether another attempt may succeed: the replica was at fault or busy, and the request and its key were
-    not."""
+    """Return whether another attempt may succeed: the replica failed or is busy, and the request and its key are
+    good."""
     if isinstance(error, RolloutError):
         return isinstance(error, Unreachable)
     return is_busy(error) or error.detail.get("status", error.status) >= 500

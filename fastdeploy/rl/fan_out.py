@@ -26,32 +26,25 @@ async def fan_out(
     retry: repeat the call, which must be idempotent, on a replica that cannot be reached or has no live engine, until
     ``timeout_s`` has passed.
     """
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    return list(await asyncio.gather(*(_report(r, call, deadline, timeout_s, retry) for r in replicas)))
 
+    async def report(replica: Replica) -> Report:
+        last: FastDeployError = Unreachable(f"no answer within {timeout_s} s")
+        wait = RETRY_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return Report(replica.url, await call(replica))
+                    except FastDeployError as error:
+                        last = error
+                        if not (retry and (isinstance(error, Unreachable) or error.code == "engine_dead")):
+                            return Report(replica.url, error=error)
+                    await asyncio.sleep(wait)
+                    wait = min(2 * wait, MAX_RETRY_S)
+        except TimeoutError:
+            return Report(replica.url, error=last)
 
-async def _report(
-    replica: Replica,
-    call: Callable[[Replica], Awaitable[dict[str, Any]]],
-    deadline: float,
-    timeout_s: float,
-    retry: bool,
-) -> Report:
-    last: FastDeployError = Unreachable(f"no answer within {timeout_s} s")
-    wait = RETRY_S
-    try:
-        async with asyncio.timeout_at(deadline):
-            while True:
-                try:
-                    return Report(replica.url, await call(replica))
-                except FastDeployError as error:
-                    last = error
-                    if not (retry and (isinstance(error, Unreachable) or error.code == "engine_dead")):
-                        return Report(replica.url, error=error)
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, MAX_RETRY_S)
-    except TimeoutError:
-        return Report(replica.url, error=last)
+    return list(await asyncio.gather(*map(report, replicas)))
 
 
 def require_all(failure: str, reports: list[Report]) -> list[Report]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
@@ -14,8 +13,8 @@ from fastdeploy.rl.routing import Router
 
 
 class RolloutGenerator:
-    """Generates answers. max_failures, silence_s: see RolloutClient. The stream of a frozen request is not silent: a
-    comment comes every few seconds."""
+    """Generates answers. max_failures, silence_s: see RolloutClient. The stream of a frozen request is not silent: the
+    server sends a comment every few seconds."""
 
     def __init__(self, router: Router, max_failures: int, silence_s: float):
         self._router = router
@@ -33,7 +32,7 @@ class RolloutGenerator:
                 await self._finish(choices, session)
         except TimeoutError as error:
             raise RolloutFailed("not finished in time", [c.rollout() for c in choices]) from error
-        except GivenUp as error:
+        except TooManyFailures as error:
             raise RolloutFailed(error.message, [c.rollout() for c in choices]) from error.__cause__
         if failed := [c for c in choices if c.finish_reason == "error"]:
             which = ", ".join(f"{c.index} ({c.stop_reason})" for c in failed)
@@ -55,7 +54,7 @@ class RolloutGenerator:
                 failures = 0 if sum(len(c.token_ids) for c in choices) > before else failures
                 failures += not is_busy(error)
                 if failures > self._max_failures:
-                    raise GivenUp(f"{failures} failures in a row: {error.message}") from error
+                    raise TooManyFailures(f"{failures} failures in a row: {error.message}") from error
             else:
                 failures = 0
 
@@ -71,14 +70,14 @@ class RolloutGenerator:
     async def _attempt(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         """Ask one replica for the rest of ``choices``. Raises the replica's error; tokens received before it are
         kept."""
-        async with self._router.lease(session, len(choices)) as replica:
+        async with self._router.reserve(session, len(choices)) as replica:
             for choice in choices:
                 choice.begin_attempt(replica.url)
             try:
                 await self._stream(replica, choices)
             except FastDeployError as error:
                 if all(choice.finish_reason is not None for choice in choices):
-                    return  # every choice has its finish reason, which the error only repeats
+                    return  # the error repeats a finish reason that is known already
                 if is_retryable(error):
                     self._router.note_refusal(replica, error)
                 for choice in choices:
@@ -91,32 +90,26 @@ class RolloutGenerator:
         ended: set[int] = set()
         async with replica.stream("/v1/completions", body, self._silence_s) as events:
             async for event in events:
-                if event is None:
-                    await self._check_engine(replica)
+                if event is None:  # no token for a while: a restarted engine may wait for weights to be published
+                    health = await replica.call("GET", "/health")
+                    self._require_published(replica, health.get("boot_id"))
                     continue
-                self._note_engine(replica, event)
+                self._require_published(replica, event.get("system_fingerprint"))
                 for item in event["choices"]:
-                    choices[item["index"]].add_chunk(item, replica.boot_id)
+                    choices[item["index"]].add_output(item, replica.boot_id)
                     if item.get("finish_reason") is not None:
                         ended.add(item["index"])
         for choice in choices:  # the prompt logprobs of a group come once, with choice 0
             choice.prompt_logprobs = choice.prompt_logprobs or choices[0].prompt_logprobs
         if len(ended) < len(choices):
-            raise Unreachable("the stream ended before its last chunk")
+            raise Unreachable("the stream ended before its last event")
 
-    def _note_engine(self, replica: Replica, event: dict[str, Any]) -> None:
-        """Note the boot id in a chunk. Raises Unreachable if that engine lost the published weights, so that its tokens
-        are not used."""
-        if not self._router.note_engine(replica, event.get("system_fingerprint")):
-            raise Unreachable(replica.stale or "")
-
-    async def _check_engine(self, replica: Replica) -> None:
-        """Ask for the boot id while no token comes: an engine that restarted may be paused until weights are published
-        to it. Raises Unreachable if the engine lost the published weights."""
-        health = await replica.call("GET", "/health")
-        if not self._router.note_engine(replica, health.get("boot_id")):
+    def _require_published(self, replica: Replica, boot_id: str | None) -> None:
+        """Note the engine's boot id. Raises Unreachable if that engine lost the published weights: its tokens must not
+        be used."""
+        if not self._router.note_engine(replica, boot_id):
             raise Unreachable(replica.stale or "")
 
 
-class GivenUp(RolloutError):
-    """Too many failures in a row."""
+class TooManyFailures(RolloutError):
+    """Says that a generation is given up. RolloutGenerator.generate turns it into RolloutFailed."""

@@ -20,8 +20,8 @@ PERIOD = 0.25
 class HoldRenewer:
     """Renews holds in a thread of its own, so that a hold stands while training blocks the caller's event loop.
 
-    A renewal never places a hold, so a renewal after the hold's end changes nothing. A failed renewal is only logged
-    here; Holds checks a hold before it relies on it.
+    A renewal after the hold's end changes nothing, since it never places a hold. A failed renewal is only logged here.
+    Holds.require_standing checks the holds before a commit.
     """
 
     def __init__(self, replicas: Sequence[Replica]):
@@ -58,13 +58,10 @@ async def _close(replicas: Sequence[Replica]) -> None:
 
 
 async def _renew(replicas: Sequence[Replica], hold_id: str, ttl_s: float) -> None:
-    period = ttl_s * PERIOD
-
-    async def renew(replica: Replica) -> dict:
-        return await replica.call("POST", "/v1/renew", period, json={"hold_id": hold_id, "ttl_s": ttl_s})
-
+    period, body = ttl_s * PERIOD, {"hold_id": hold_id, "ttl_s": ttl_s}
     while True:
         await asyncio.sleep(period)
-        for report in await fan_out(replicas, renew, period, retry=True):
+        reports = await fan_out(replicas, lambda r: r.call("POST", "/v1/renew", period, json=body), period, retry=True)
+        for report in reports:
             if report.error is not None:
                 log.warning("hold %s was not renewed on %s: %s", hold_id, report.replica, report.error.message)

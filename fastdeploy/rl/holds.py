@@ -1,12 +1,12 @@
-"""Pausing many replicas as one: either all are paused, or none is left paused.
+"""Pausing many replicas as one: either all are paused, or none stays paused.
 
-A hold has a ttl, which is renewed while this process lives. If the process dies, the ttl ends and the servers resume.
+The ttl of a hold is renewed while this process lives. If the process dies, the ttl ends and the servers run again.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,19 +35,17 @@ class Holds:
         self._unreleased: set[str] = set()  # holds whose release was tried, and may have failed
 
     async def pause(self, options: dict[str, Any], hold_id: str | None, deadline_s: float) -> list[Report]:
-        """Pause all replicas and return their reports. options: fields of /v1/pause; a hold with ttl_s None has no end.
-        If a replica fails or the caller is cancelled, the hold is released everywhere before FleetError (or the
-        cancellation) is raised."""
+        """Pause all replicas and return their reports. options: fields of /v1/pause; a hold with ttl_s None does not
+        end by itself. If a replica fails or the caller is cancelled, the hold is released everywhere before FleetError
+        (or the cancellation) is raised."""
         hold_id = hold_id or new_hold_id()
         body = {"ttl_s": self._ttl_s} | options | {"hold_id": hold_id}
-
-        async def pause(replica: Replica) -> dict[str, Any]:
-            return await replica.call("POST", "/v1/pause", deadline_s, json=body)
-
         try:
             if body["ttl_s"] is not None:  # started before the pause: draining may take longer than the ttl
                 self._renewer.start(hold_id, body["ttl_s"])
-            reports = await fan_out(self._replicas, pause, deadline_s, retry=True)
+            reports = await fan_out(
+                self._replicas, lambda r: r.call("POST", "/v1/pause", deadline_s, json=body), deadline_s, retry=True
+            )
             require_all("the pause failed, and its hold was released everywhere", reports)
         except BaseException as error:
             self._renewer.stop(hold_id)
@@ -88,10 +86,10 @@ class Holds:
         for name, ttl_s in list(self._ttl_of.items()):
             body = {"hold_id": name, "ttl_s": ttl_s}
 
-            async def ask(replica: Replica, body: dict[str, Any] = body) -> dict[str, Any]:
-                return await replica.call("POST", "/v1/renew", deadline_s, json=body)
+            def renew(replica: Replica, body: dict[str, Any] = body) -> Awaitable[dict[str, Any]]:
+                return replica.call("POST", "/v1/renew", deadline_s, json=body)
 
-            reports = await fan_out(self._replicas, ask, deadline_s)
+            reports = await fan_out(self._replicas, renew, deadline_s)
             self._require_none_lost(name, {r.replica: r.error for r in reports if isinstance(r.error, HoldNotFound)})
 
     async def close(self) -> None:
@@ -100,18 +98,18 @@ class Holds:
 
     async def _release(self, hold_id: str, deadline_s: float, lost: dict[str, FastDeployError]) -> list[Report]:
         """Release a hold everywhere. Adds to ``lost`` the replicas on which a hold of this client had ended before."""
-        # Asked once per replica, since a release is repeated if its answer is lost, and then finds no hold.
-        unasked = set(self._replicas) if hold_id in self._ttl_of else set()
+        # A release is repeated if its answer is lost, and then finds no hold. So each replica is checked only once.
+        unchecked = set(self._replicas) if hold_id in self._ttl_of else set()
         renewal = {"hold_id": hold_id, "ttl_s": self._ttl_of.pop(hold_id, None)}
         self._unreleased.add(hold_id)
 
         async def resume(replica: Replica) -> dict[str, Any]:
-            if replica in unasked:
+            if replica in unchecked:
                 try:
                     await replica.call("POST", "/v1/renew", deadline_s, json=renewal)
                 except HoldNotFound as error:
                     lost[replica.url] = error
-                unasked.discard(replica)
+                unchecked.discard(replica)
             return await replica.call("POST", "/v1/resume", deadline_s, json={"hold_id": hold_id})
 
         reports = await fan_out(self._replicas, resume, deadline_s, retry=True)
@@ -127,8 +125,7 @@ class Holds:
 
 @contextmanager
 def note_cleanup_failure(error: BaseException) -> Iterator[None]:
-    """Run the clean-up after ``error``, which the caller raises. A FleetError of the clean-up becomes a note on
-    ``error``."""
+    """Add a FleetError of the block to ``error`` as a note. The block cleans up; the caller then raises ``error``."""
     try:
         yield
     except FleetError as other:

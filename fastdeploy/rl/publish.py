@@ -6,7 +6,7 @@ If a replica refuses a tensor or cannot be reached, the sessions are aborted eve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,9 @@ from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
 
 CONFIRM_S = 30.0  # limit of each call that begins or aborts a session, or asks what a replica serves
-NOT_COMMITTED = "nobody has committed"
-ChunkCalls = AsyncGenerator[dict[str, Any], None]  # keyword arguments of Replica.call for each /v1/weights/chunk
+NOT_COMMITTED = "no replica has committed"
+PartCalls = AsyncGenerator[dict[str, Any], None]  # keyword arguments of Replica.call for each /v1/weights/chunk
+Sessions = dict[str, dict[str, Any]]  # by url of the replica: the answer of /v1/weights/begin
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,18 @@ class Publisher:
         return all(r.ok and self._last_commits.get(r.replica) == _identity(r.unwrap()) for r in reports)
 
     async def publish(
-        self, options: dict[str, Any], chunk_calls: Callable[[], ChunkCalls], deadline_s: float
+        self, options: dict[str, Any], part_calls: Callable[[], PartCalls], deadline_s: float
     ) -> Publication:
-        """Stage chunks on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with a
-        report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
+        """Stage all parts on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with
+        a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
         requests until the next publication. Raises HoldLost, and no replica has committed, if a hold of this client
         has ended on a replica."""
-        sessions: dict[str, dict[str, Any]] = {}
+        sessions: Sessions = {}
         tensors = nbytes = 0
         try:
             async with asyncio.timeout(deadline_s):
                 await self._begin(options, sessions)
-                async with aclosing(chunk_calls()) as calls:
+                async with aclosing(part_calls()) as calls:
                     async for call in calls:
                         staged = await self._stage(sessions, call, deadline_s)
                         tensors, nbytes = tensors + staged["tensors"], nbytes + staged["nbytes"]
@@ -82,40 +83,36 @@ class Publisher:
         require_all("the commit failed on some replicas, which are left out until they are published to", reports)
         return Publication(number, str(reports[0].unwrap()["version"]), reports, tensors, nbytes)
 
-    async def _begin(self, options: dict[str, Any], sessions: dict[str, dict[str, Any]]) -> None:
+    async def _begin(self, options: dict[str, Any], sessions: Sessions) -> None:
         async def begin(replica: Replica) -> dict[str, Any]:
             sessions[replica.url] = await replica.call("POST", "/v1/weights/begin", json=options)
             return sessions[replica.url]
 
         require_all(NOT_COMMITTED, await fan_out(self._replicas, begin, CONFIRM_S))
 
-    async def _stage(
-        self, sessions: dict[str, dict[str, Any]], chunk_call: dict[str, Any], deadline_s: float
-    ) -> dict[str, Any]:
-        async def stage(replica: Replica) -> dict[str, Any]:
-            session = {"session_id": sessions[replica.url]["session_id"]}
-            place = "json" if "json" in chunk_call else "params"
-            arguments = chunk_call | {place: chunk_call.get(place, {}) | session}
-            return await replica.call("POST", "/v1/weights/chunk", deadline_s, **arguments)
+    async def _stage(self, sessions: Sessions, part_call: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        place = "json" if "json" in part_call else "params"
+
+        def stage(replica: Replica) -> Awaitable[dict[str, Any]]:
+            arguments = part_call | {place: part_call.get(place, {}) | _session_id(sessions, replica)}
+            return replica.call("POST", "/v1/weights/chunk", deadline_s, **arguments)
 
         reports = require_all(NOT_COMMITTED, await fan_out(self._replicas, stage, deadline_s))
         return reports[0].unwrap()
 
-    async def _abort(self, sessions: dict[str, dict[str, Any]]) -> None:
-        async def abort(replica: Replica) -> dict[str, Any]:
-            session = {"session_id": sessions[replica.url]["session_id"]}
-            return await replica.call("POST", "/v1/weights/abort", json=session)
+    async def _abort(self, sessions: Sessions) -> None:
+        def abort(replica: Replica) -> Awaitable[dict[str, Any]]:
+            return replica.call("POST", "/v1/weights/abort", json=_session_id(sessions, replica))
 
         # A replica that cannot be reached drops its session when the lease ends.
         await fan_out([r for r in self._replicas if r.url in sessions], abort, CONFIRM_S)
 
-    async def _commit(self, sessions: dict[str, dict[str, Any]], number: int) -> list[Report]:
+    async def _commit(self, sessions: Sessions, number: int) -> list[Report]:
         async def commit(replica: Replica) -> dict[str, Any]:
-            session = sessions[replica.url]
             try:
-                done = await replica.call("POST", "/v1/weights/commit", json={"session_id": session["session_id"]})
+                done = await replica.call("POST", "/v1/weights/commit", json=_session_id(sessions, replica))
             except Unreachable:
-                done = await self._confirm(replica, session)
+                done = await self._confirm(replica, sessions[replica.url])
             self._ledger.record_commit(number, replica.url, done["boot_id"], done["weight_epoch"])
             self._router.note_published(replica, done["boot_id"])
             self._last_commits[replica.url] = _identity(done)
@@ -131,12 +128,17 @@ class Publisher:
         return reports
 
     async def _confirm(self, replica: Replica, session: dict[str, Any]) -> dict[str, Any]:
-        """Find out whether a commit whose answer was lost took place. Raises Unreachable if it did not."""
+        """Return what ``replica`` serves after a commit whose answer was lost. Raises Unreachable if the commit did not
+        take place."""
         (report,) = await fan_out([replica], lambda r: r.call("GET", "/v1/weights"), CONFIRM_S, retry=True)
         now = report.unwrap()
         if _identity(now) != (session["boot_id"], session["weight_epoch"] + 1):
             raise Unreachable("the connection broke at the commit, which did not take place")
         return now | {"status": "committed"}
+
+
+def _session_id(sessions: Sessions, replica: Replica) -> dict[str, Any]:
+    return {"session_id": sessions[replica.url]["session_id"]}
 
 
 def _identity(weights: dict[str, Any]) -> tuple[str, int]:

@@ -52,7 +52,7 @@ async def read_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, A
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``content``. Raises Unreachable for anything else (a proxy's page, half a line)."""
+    """Return the JSON object in ``content``. Raises Unreachable for anything else, as the page of a proxy."""
     try:
         body = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):

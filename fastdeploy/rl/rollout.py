@@ -13,7 +13,7 @@ class TokenSpan:
     """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
 
     weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. publication: number of this
-    client's last publication that those weights contain; 0 = weights from before the first publication.
+    client's last publication that those weights contain; 0: weights from before the first publication.
     """
 
     version: str
@@ -31,7 +31,7 @@ class Rollout:
     """One finished choice, joined from all its attempts.
 
     logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
-    prompt_logprobs: one entry per token of ``prompt_ids``, the first of them None. spans: cover all tokens, in order.
+    prompt_logprobs: one entry per token of ``prompt_ids``; the first is None. spans: cover all tokens, in order.
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s) | error (only within
     RolloutFailed). staleness: number of this client's publications that the oldest token's weights lack.
     num_resumes: attempts after the first. replicas: url of each attempt.

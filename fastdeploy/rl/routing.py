@@ -25,15 +25,8 @@ class Router:
         self._anything_published = False
 
     @asynccontextmanager
-    async def lease(self, session: Hashable | None, choices: int) -> AsyncIterator[Replica]:
-        """Lease a healthy replica, with ``choices`` added to its load meanwhile. Waits while there is none."""
-        replica = await self._acquire(session, choices)
-        try:
-            yield replica
-        finally:
-            replica.in_flight -= choices
-
-    async def _acquire(self, session: Hashable | None, choices: int) -> Replica:
+    async def reserve(self, session: Hashable | None, choices: int) -> AsyncIterator[Replica]:
+        """Choose a healthy replica, and add ``choices`` to its load inside the block. Waits while none is healthy."""
         while True:
             replica = self._pick(session)
             if replica is None:
@@ -42,11 +35,10 @@ class Router:
             replica.in_flight += choices
             try:
                 if not replica.needs_probe or await self._probe(replica):
-                    return replica
-            except BaseException:
+                    yield replica
+                    return
+            finally:
                 replica.in_flight -= choices
-                raise
-            replica.in_flight -= choices
 
     def _pick(self, session: Hashable | None) -> Replica | None:
         now = _now()
@@ -73,8 +65,8 @@ class Router:
             return
 
     async def _probe(self, replica: Replica) -> bool:
-        """Return whether a replica that failed or was never used takes requests, and note its boot id. Callers at the
-        same time share one probe. Raises the replica's error if no later probe can succeed: the key is wrong, or the
+        """Return whether a replica that failed or was never used takes requests, and note its boot id. Concurrent
+        callers share one probe. Raises the replica's error if no later probe can succeed: the key is wrong, or the
         address is that of another service."""
         async with replica.probe_lock:
             if not replica.needs_probe:

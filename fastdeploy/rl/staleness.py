@@ -1,7 +1,7 @@
-"""The age of a token's weights, counted in publications of this client.
+"""Staleness: the age of a token's weights, counted in publications of this client.
 
-weight_epoch counts the commits of one engine since its start, and versions may repeat, so neither can be compared
-between replicas. Publications can. The answer to each commit has the weight_epoch that the publication got there.
+weight_epoch counts the commits of one engine since its start, and versions may repeat. So neither can be compared
+between replicas, and publications can. A replica's answer to a commit has the weight_epoch of that publication there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from fastdeploy.rl.rollout import Rollout, TokenSpan
 
-MAX_COMMITS = 1024  # remembered per engine
+MAX_COMMITS = 1024  # kept per engine
 
 
 class PublicationLedger:

@@ -84,17 +84,17 @@ def digests(tensors: Mapping[str, HostTensor]) -> dict[str, str]:
 
 
 def split(tensors: Mapping[str, HostTensor], max_bytes: int) -> Iterator[dict[str, HostTensor]]:
-    """Yield ``tensors``, in their order, in chunks of at most ``max_bytes``. A larger tensor is a chunk of its own."""
-    chunk: dict[str, HostTensor] = {}
+    """Yield ``tensors``, in their order, in parts of at most ``max_bytes``. A larger tensor is a part of its own."""
+    part: dict[str, HostTensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        if chunk and size + tensor.data.nbytes > max_bytes:
-            yield chunk
-            chunk, size = {}, 0
-        chunk[name] = tensor
+        if part and size + tensor.data.nbytes > max_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
         size += tensor.data.nbytes
-    if chunk:
-        yield chunk
+    if part:
+        yield part
 
 
 def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
@@ -118,8 +118,8 @@ def encode(tensors: Mapping[str, HostTensor]) -> bytes:
 
 @contextmanager
 def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
-    """Write a POSIX shared memory segment in safetensors layout; give its name and size; delete it on exit. The segment
-    is written and not mapped, so that a full /dev/shm raises OSError instead of a SIGBUS."""
+    """Write a POSIX shared memory segment in safetensors layout; yield its name and size; delete it on exit. The
+    segment is written and not mapped, so that a full /dev/shm raises OSError and sends no SIGBUS."""
     path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
     try:
         yield path.name, _write(path, tensors, 0o600)
@@ -128,9 +128,9 @@ def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]
             path.unlink()
 
 
-def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> int:
-    """Write ``folder``/model.safetensors, readable by all users; return its size. The folder must exist."""
-    return _write(Path(folder) / "model.safetensors", tensors, 0o644)
+def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> None:
+    """Write ``folder``/model.safetensors, readable by all users. The folder must exist."""
+    _write(Path(folder) / "model.safetensors", tensors, 0o644)
 
 
 def _write(path: Path, tensors: Mapping[str, HostTensor], mode: int) -> int:

@@ -1,4 +1,4 @@
-"""The way of a state dict to the replicas: which tensors are sent, in which chunks, and by which means."""
+"""Transfer of a state dict to the replicas: which tensors are sent, in which parts, and by which means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastdeploy.core.errors import InvalidField
@@ -17,37 +17,38 @@ from fastdeploy.rl.state_encoding import HostTensor
 
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 NamedTensors = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The tensors of one publication. chunks: tensors to send, in order. digests: sha256 of each tensor, complete when
-    all chunks have been sent. is_difference: unchanged tensors are left out. via: upload, shared_memory or folder."""
+    """The tensors of one publication. parts: tensors to send, in order. digests: sha256 of each tensor, complete when
+    all parts have been sent. is_difference: unchanged tensors are left out. via: upload, shared_memory or folder."""
 
-    chunks: AsyncIterable[dict[str, HostTensor]]
+    parts: Iterable[dict[str, HostTensor]] | AsyncIterable[dict[str, HostTensor]]
     digests: dict[str, str]
     is_difference: bool
     via: str
     folder: str | None
 
-    async def chunk_calls(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the arguments of each call of /v1/weights/chunk. A chunk's file is deleted when the next chunk is
-        asked for."""
-        async for chunk in self.chunks:
-            if chunk.keys() - self.digests:
-                self.digests.update(await asyncio.to_thread(state_encoding.digests, chunk))
+    async def part_calls(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the arguments of each call of /v1/weights/chunk. A part's file is deleted when the next part is asked
+        for."""
+        async for part in each_item(self.parts):
+            if part.keys() - self.digests:
+                self.digests.update(await asyncio.to_thread(state_encoding.digests, part))
             # The server checks tensors that it reads from a file.
-            checksums = {name: self.digests[name] for name in chunk}
+            checksums = {name: self.digests[name] for name in part}
             if self.via == "upload":
-                content = await asyncio.to_thread(state_encoding.encode, chunk)
+                content = await asyncio.to_thread(state_encoding.encode, part)
                 yield {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
             elif self.via == "shared_memory":
-                with state_encoding.shared_memory(chunk) as (name, nbytes):
+                with state_encoding.shared_memory(part) as (name, nbytes):
                     yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": checksums}}
             else:
                 with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
                     os.chmod(folder, 0o755)
-                    await asyncio.to_thread(state_encoding.write_folder, chunk, folder)
+                    await asyncio.to_thread(state_encoding.write_folder, part, folder)
                     yield {"json": {"model_path": folder, "checksums": checksums}}
 
 
@@ -61,7 +62,7 @@ class PublishedState:
         self,
         state: Mapping[str, Any] | NamedTensors,
         changed_only: bool,
-        chunk_bytes: int,
+        part_bytes: int,
         via: str,
         folder: str | None,
         urls: Sequence[str],
@@ -69,10 +70,10 @@ class PublishedState:
         """Return the transfer of ``state``. changed_only: leave out tensors that the last publication had with the same
         bytes. Raises InvalidField for a state that cannot be sent by ``via``."""
         if not isinstance(state, Mapping):
-            via = _choose_via(via, folder, urls, chunk_bytes)
+            via = _choose_via(via, folder, urls, part_bytes)
             if changed_only or via == "folder":
                 raise InvalidField("state", "a stream of tensors is sent whole, and as an upload or in shared memory")
-            return Transfer(_split_stream(state, chunk_bytes), {}, False, via, None)
+            return Transfer(_split_stream(state, part_bytes), {}, False, via, None)
         if not state:
             raise InvalidField("state", "expected at least one tensor")
         tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
@@ -80,10 +81,10 @@ class PublishedState:
         if changed_only:
             tensors = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
         nbytes = sum(t.data.nbytes for t in tensors.values())
-        via = _choose_via(via, folder, urls, min(nbytes, chunk_bytes))
+        via = _choose_via(via, folder, urls, min(nbytes, part_bytes))
         if via == "folder":  # at least two folders: a folder with the whole model would need a config.json
-            chunk_bytes = min(chunk_bytes, nbytes // 2 + 1)
-        return Transfer(_split(tensors, chunk_bytes), digests, changed_only, via, folder)
+            part_bytes = min(part_bytes, nbytes // 2 + 1)
+        return Transfer(state_encoding.split(tensors, part_bytes), digests, changed_only, via, folder)
 
     def remember(self, transfer: Transfer) -> None:
         """Note that all replicas have committed ``transfer``."""
@@ -94,33 +95,28 @@ class PublishedState:
         self._digests = {}
 
 
-async def _split(tensors: Mapping[str, HostTensor], chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
-    for chunk in state_encoding.split(tensors, chunk_bytes):
-        yield chunk
-
-
-async def _split_stream(pairs: NamedTensors, chunk_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
-    """Yield the tensors of a stream in chunks of about ``chunk_bytes``. Each tensor is copied, since the next one may
-    overwrite its buffer, as where shards are gathered."""
-    chunk: dict[str, HostTensor] = {}
-    async for name, value in each_pair(pairs):
+async def _split_stream(pairs: NamedTensors, part_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
+    """Yield the tensors of a stream in parts of about ``part_bytes``. Each tensor is copied, since the trainer may
+    gather the next one into the same buffer."""
+    part: dict[str, HostTensor] = {}
+    async for name, value in each_item(pairs):
         tensor = state_encoding.host_tensors({name: value})[name]
-        chunk[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
-        if sum(t.data.nbytes for t in chunk.values()) >= chunk_bytes:
-            yield chunk
-            chunk = {}
-    if chunk:
-        yield chunk
+        part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
+        if sum(t.data.nbytes for t in part.values()) >= part_bytes:
+            yield part
+            part = {}
+    if part:
+        yield part
 
 
-async def each_pair(pairs: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
-    """Yield all pairs of an iterable, asynchronous or not."""
-    if isinstance(pairs, AsyncIterable):
-        async for pair in pairs:
-            yield pair
+async def each_item(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    """Yield all items of an iterable, asynchronous or not."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
     else:
-        for pair in pairs:
-            yield pair
+        for item in items:
+            yield item
 
 
 def _choose_via(via: str, folder: str | None, urls: Sequence[str], nbytes: int) -> str:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Unpack
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack
 
 from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import GenerateOptions, RolloutClient
 from fastdeploy.rl.errors import Report
 from fastdeploy.rl.holds import new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import Publication
 from fastdeploy.rl.rollout import Rollout
-from fastdeploy.rl.state_transfer import NamedTensors
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[RolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncRolloutClient, P], T]:
+    """Return the blocking form of a method of RolloutClient."""
+
+    @wraps(method)
+    def call(self: SyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(method(self._client, *args, **kwargs))
+
+    return call
 
 
 class SyncRolloutClient:
@@ -43,23 +57,20 @@ class SyncRolloutClient:
             self._run(self._client.close())
             self._thread.stop()
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int] | None = None,
-        params: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Rollout:
-        return self._run(self._client.generate(prompt_ids, params, **options))
-
-    def generate_group(
-        self,
-        prompt_ids: Sequence[int] | None = None,
-        params: Mapping[str, Any] | None = None,
-        *,
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Rollout]:
-        return self._run(self._client.generate_group(prompt_ids, params, n=n, **options))
+    generate = _blocking(RolloutClient.generate)
+    generate_group = _blocking(RolloutClient.generate_group)
+    render = _blocking(RolloutClient.render)
+    pause = _blocking(RolloutClient.pause)
+    resume = _blocking(RolloutClient.resume)
+    is_paused = _blocking(RolloutClient.is_paused)
+    abort_all = _blocking(RolloutClient.abort_all)
+    publish = _blocking(RolloutClient.publish)
+    update_weights = _blocking(RolloutClient.update_weights)
+    set_version = _blocking(RolloutClient.set_version)
+    sleep = _blocking(RolloutClient.sleep)
+    wake = _blocking(RolloutClient.wake)
+    reset = _blocking(RolloutClient.reset)
+    health = _blocking(RolloutClient.health)
 
     def generate_many(
         self,
@@ -78,15 +89,6 @@ class SyncRolloutClient:
 
         return self._run(many())
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        return self._run(self._client.render(messages, **options))
-
-    def pause(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> list[Report]:
-        return self._run(self._client.pause(mode, **options))
-
-    def resume(self, hold_id: str | None = None) -> list[Report]:
-        return self._run(self._client.resume(hold_id))
-
     @contextmanager
     def paused(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> Iterator[list[Report]]:
         """See RolloutClient.paused."""
@@ -99,35 +101,6 @@ class SyncRolloutClient:
                 self.resume(hold_id)
             raise
         self.resume(hold_id)
-
-    def is_paused(self) -> bool:
-        return self._run(self._client.is_paused())
-
-    def abort_all(self) -> list[Report]:
-        return self._run(self._client.abort_all())
-
-    def publish(
-        self, state: Mapping[str, Any] | NamedTensors, version: str | int | None = None, **options: Any
-    ) -> Publication:
-        return self._run(self._client.publish(state, version, **options))
-
-    def update_weights(self, model_path: str, version: str | int | None = None, **options: Any) -> Publication:
-        return self._run(self._client.update_weights(model_path, version, **options))
-
-    def set_version(self, version: str | int) -> list[Report]:
-        return self._run(self._client.set_version(version))
-
-    def sleep(self, *tags: str, **options: Any) -> list[Report]:
-        return self._run(self._client.sleep(*tags, **options))
-
-    def wake(self, *tags: str) -> list[Report]:
-        return self._run(self._client.wake(*tags))
-
-    def reset(self, version: str | int | None = None) -> list[Report]:
-        return self._run(self._client.reset(version))
-
-    def health(self) -> list[Report]:
-        return self._run(self._client.health())
 
 
 async def _make_client(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:

@@ -1,7 +1,7 @@
 """A scripted server for faults that are rare on a real one: aborts at any token, broken connections, refusals,
 restarts. Runs in the event loop of the test, with as much of the HTTP contract as RolloutClient needs.
 
-Its model is a pure function of (seed, choice, absolute position), as the real sampler's random numbers are.
+A token is a pure function of (seed, choice, absolute position), as the real sampler's random numbers are.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ import asyncio
 import json
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from fastdeploy.core.errors import FastDeployError, HoldNotFound
+from fastdeploy.rl.client import RolloutClient
 
 EOS = 7
 VOCAB = 64
+REFUSALS = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}  # by kind of fault
+FINISH_REASONS = {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}
 
 
 class Fault(NamedTuple):
-    """The fate of one generation request after ``tokens`` tokens of each choice: "abort" (by a final chunk), "drop"
+    """The end of one generation request after ``tokens`` tokens of each choice: "abort" (by a final chunk), "drop"
     (the connection breaks), "engine_dead" (an error event), "deadline" (an abort that the caller asked for), "reject"
     (503 at once), "full" (429), "hang" (comments only), "non_finite" (of choice 0 alone)."""
 
@@ -31,6 +35,10 @@ class Fault(NamedTuple):
 
 def token_at(seed: int, choice: int, position: int) -> int:
     return random.Random(f"{seed}/{choice}/{position}").randrange(VOCAB)
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens)
 
 
 def logprob_of(token: int, position: int) -> float:
@@ -80,6 +88,9 @@ class FakeServer:
     def paths(self) -> list[str]:
         return [path for path, _ in self.calls]
 
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for called, body in self.calls if called == path]
+
     # ------------------------------------------------------------------ HTTP
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -127,113 +138,91 @@ class FakeServer:
     async def _generate(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
-        if fault is not None and fault.kind in ("reject", "full"):
-            code = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}[fault.kind]
-            await self._error(writer, *code, retry_after=0.01)
-            return
+        if fault is not None and fault.kind in REFUSALS:
+            return await self._error(writer, *REFUSALS[fault.kind], retry_after=0.01)
         if refusals := self.refuse.get("/v1/completions"):
-            await self._error(writer, *refusals.popleft())
-            return
+            return await self._error(writer, *refusals.popleft())
         if body["prompt"][0] >= 1000:
-            await self._error(writer, 400, "invalid_field")
-            return
+            return await self._error(writer, 400, "invalid_field")
         if (request_id := body.get("request_id")) in self.ids:
-            await self._error(writer, 409, "duplicate_request_id")
-            return
+            return await self._error(writer, 409, "duplicate_request_id")
         self.ids |= {request_id} - {None}
         writer.write(b"HTTP/1.1 200 X\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
         self.streams += 1
         try:
             for k in range(body.get("n", 1)):
                 if not await self._choice(writer, body, k, fault):
-                    return
-            writer.write(b"data: [DONE]\n\n")
-            await writer.drain()
+                    return None
+            await self._write(writer, b"data: [DONE]\n\n")
         finally:
             self.streams -= 1
 
     async def _choice(self, writer: asyncio.StreamWriter, body: dict, k: int, fault: Fault | None) -> bool:
-        """Stream one choice; return False if the connection is gone."""
+        """Stream one choice; return False if the stream ends with it."""
         fault = None if k and fault is not None and fault.kind == "non_finite" else fault
         prompt, resumed = body["prompt"], body.get("resumed_tokens", 0)
         index, seed, budget = body.get("first_choice", 0) + k, body["seed"], body.get("max_tokens", 10_000)
         ids: list[int] = []
-        text = "".join(chr(97 + t % 26) for t in prompt[len(prompt) - resumed :])
+        text = text_of(prompt[len(prompt) - resumed :])
         end = None
-        first = True
         while end is None:
-            position = len(prompt) + len(ids)
-            chunk: list[int] = []
-            while end is None and len(chunk) < 1 + position % 3:
-                if (
-                    fault is not None
-                    and (k == 0 or fault.kind != "non_finite")
-                    and len(ids) + len(chunk) >= fault.tokens
-                ):
+            start, stop = len(ids), len(ids) + 1 + (len(prompt) + len(ids)) % 3
+            while end is None and len(ids) < stop:
+                if fault is not None and len(ids) >= fault.tokens:
                     end = fault.kind
                     break
-                self.before_token(len(prompt) + len(ids) + len(chunk) - (len(prompt) - resumed))
-                token = token_at(seed, index, len(prompt) + len(ids) + len(chunk))
-                chunk.append(token)
-                made = len(ids) + len(chunk)
-                if token == EOS and not body.get("ignore_eos") and made >= body.get("min_tokens", 0):
+                self.before_token(resumed + len(ids))
+                ids.append(token_at(seed, index, len(prompt) + len(ids)))
+                if ids[-1] == EOS and not body.get("ignore_eos") and len(ids) >= body.get("min_tokens", 0):
                     end = "stop"
-                elif made == budget:
+                elif len(ids) == budget:
                     end = "length"
-            start = len(ids)
-            ids += chunk
-            text += "".join(chr(97 + t % 26) for t in chunk)
-            if chunk or end in ("stop", "length", "abort", "deadline"):
-                await self._chunk(writer, body, k, start, ids, text, end, first)
-                text, first = "", False
+            if len(ids) > start or end in FINISH_REASONS:
+                await self._write_output(writer, body, k, start, ids, text + text_of(ids[start:]), end)
+                text = ""
         if end == "non_finite":
             return await self._end_with_error(writer, k, last=body.get("n", 1) == 1)
         if end == "drop":
-            await writer.drain()
             writer.transport.abort()
-            return False
-        if end == "engine_dead":
-            writer.write(b'data: {"error": {"message": "died", "code": "engine_dead"}}\n\n')
-            await writer.drain()
-            return False
+        elif end == "engine_dead":
+            await self._write(writer, {"error": {"message": "died", "code": "engine_dead"}})
         while end == "hang":
-            writer.write(b": keep-alive\n\n")
-            await writer.drain()
+            await self._write(writer, b": keep-alive\n\n")
             await asyncio.sleep(0.02)
-        return True
+        return end in FINISH_REASONS
 
     async def _end_with_error(self, writer: asyncio.StreamWriter, k: int, last: bool) -> bool:
         """End a choice with an error as the real server does: with the choice, and again if no choice is left."""
         error = {"error": {"message": "not finite", "code": "non_finite_logits"}}
         choice = {"index": k, "finish_reason": "error", "stop_reason": "non_finite_logits", **error}
-        events = [{"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else [])]
-        writer.write(b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
-        await writer.drain()
+        await self._write(writer, {"choices": [choice], "system_fingerprint": self.boot_id}, *([error] if last else []))
         return not last
 
-    async def _chunk(self, writer, body, k, start, ids, text, end, first) -> None:
+    async def _write_output(self, writer, body, k: int, start: int, ids: list[int], text: str, end: str | None) -> None:
+        """Write an event with the tokens of choice ``k`` from ``start`` on."""
         new = ids[start:]
-        positions = range(len(body["prompt"]) + start, len(body["prompt"]) + len(ids))
-        values = [logprob_of(t, p) for t, p in zip(new, positions, strict=True)]
+        values = [logprob_of(t, p) for p, t in enumerate(new, len(body["prompt"]) + start)]
+        span = {"version": self.version, "weight_epoch": self.weight_epoch, "start": start, "end": len(ids)}
         choice: dict[str, Any] = {
             "index": k,
             "text": text,
             "token_ids": new,
-            "finish_reason": {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}.get(end),
-            "weight_versions": [
-                {"version": self.version, "weight_epoch": self.weight_epoch, "start": start, "end": len(ids)}
-            ] if new else [],
-        }  # fmt: skip
+            "finish_reason": FINISH_REASONS.get(end),
+            "weight_versions": [span] if new else [],
+        }
         if body.get("logprobs") is not None:
             top = [{f"token:{t}": v, "token_id:63": -9.0} for t, v in zip(new, values, strict=True)]
             choice["logprobs"] = {"token_logprobs": values, "top_logprobs": top, "tokens": [str(t) for t in new]}
-        if choice["finish_reason"] is not None:
+        if end in FINISH_REASONS:
             choice["stop_reason"] = "deadline" if end == "deadline" else None
             choice["num_preempted"] = 1
-        if first and k == 0 and body.get("prompt_logprobs") is not None:
+        if start == 0 and k == 0 and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = [None, *({str(t): {"logprob": -0.5}} for t in body["prompt"][1:])]
-        event = {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]}
-        writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        await self._write(writer, {"id": "x", "system_fingerprint": self.boot_id, "choices": [choice]})
+
+    async def _write(self, writer: asyncio.StreamWriter, *events: dict[str, Any] | bytes) -> None:
+        for event in events:
+            writer.write(event if isinstance(event, bytes) else b"data: " + json.dumps(event).encode() + b"\n\n")
         await writer.drain()
 
     # ------------------------------------------------------------------ control
@@ -247,9 +236,9 @@ class FakeServer:
                 return
             await self._error(writer, status, code)
             return
-        result = getattr(self, "_" + path.strip("/").replace("/", "_"), dict)
+        route = getattr(self, "_" + path.strip("/").replace("/", "_"), lambda body: {})
         try:
-            result = result(body) if result is not dict else {}
+            result = route(body)
         except FastDeployError as error:
             await self._error(writer, error.status, error.code)
             return
@@ -304,3 +293,11 @@ class FakeServer:
         self.version = str(self.session.get("version", self.weight_epoch))
         self.session = None
         return self._label() | {"status": "committed"}
+
+
+@asynccontextmanager
+async def fleet(count: int = 3, **options: Any) -> AsyncIterator[tuple[list[FakeServer], RolloutClient]]:
+    """Start ``count`` scripted servers, and a client of all of them with ``options``."""
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
+        yield servers, await stack.enter_async_context(RolloutClient([s.url for s in servers], **options))

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -27,7 +27,7 @@ from support.fake_runner import FakeRunner, Known
 
 
 class Killed(BaseException):
-    """Raised in the engine's loop to end it without an answer to anyone."""
+    """Ends the engine's loop without an answer to any client."""
 
 
 class MortalTransport(ZmqRouterTransport):
@@ -113,7 +113,7 @@ class RealServer:
         transport.close()
 
     def restart_engine(self) -> None:
-        """Restart the engine as after a crash: nobody is answered; the new engine has the start-up weights and no
+        """Restart the engine as after a crash: no client is answered; the new engine has the start-up weights and no
         hold."""
         self._kill_engine()
         self._start_engine()
@@ -159,17 +159,17 @@ def real_server(**options: Any) -> Iterator[RealServer]:
 
 
 class Wire:
-    """A TCP proxy before a server. ``cut`` breaks all open connections. Each new connection takes the next of
-    ``budgets``: the number of bytes after which its reply breaks off (None: never)."""
+    """A TCP proxy at ``url`` before a server. ``cut`` breaks all open connections. Each new connection takes the next
+    of ``budgets``: the number of bytes after which its reply breaks off (None: never)."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, budgets: Sequence[int | None] = ()):
         self._host, port = target.removeprefix("http://").split(":")
         self._port = int(port)
         self._writers: set[asyncio.StreamWriter] = set()
-        self.budgets: list[int | None] = []
+        self._budgets = list(budgets)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        budget = self.budgets.pop(0) if self.budgets else None
+        budget = self._budgets.pop(0) if self._budgets else None
         try:
             up_reader, up_writer = await asyncio.open_connection(self._host, self._port)
         except OSError:
@@ -191,14 +191,14 @@ class Wire:
         for writer in list(self._writers):
             writer.transport.abort()
 
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            self.cut()
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        self.cut()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, budget: int | None) -> None:

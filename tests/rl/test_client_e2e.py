@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e.server import Server, until
+from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.embedded.tokenizer import chat_ids
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import HostTensor, write_folder
-from rl.coroutines import run
+from rl.coroutines import until_running
+from rl.embedded_weights import embedded_weights
 
 PROMPT = list(range(40, 60))
 LONG = {"max_tokens": 1200, "temperature": 1.0, "ignore_eos": True, "seed": 11, "logprobs": 0}
@@ -36,19 +36,11 @@ def servers() -> Iterator[list[Server]]:
 
 
 def state(scale: float = 0.0) -> dict[str, np.ndarray]:
-    """Return the embedded weights as float32 tensors of a trainer, every other one changed by ``scale``."""
-    raw = (MODEL_DIR / "model.safetensors").read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    tensors = {}
+    """Return the tensors of a trainer: those of the embedded model, every other one changed by noise of ``scale``."""
+    tensors = embedded_weights()
     rng = np.random.default_rng(5)
-    for i, (name, info) in enumerate(sorted(json.loads(raw[8 : 8 + size]).items())):
-        if name != "__metadata__":
-            begin, end = (8 + size + at for at in info["data_offsets"])
-            bits = np.frombuffer(raw[begin:end], np.uint16).astype(np.uint32) << 16
-            values = bits.view(np.float32).reshape(info["shape"])
-            tensors[name] = (
-                values + rng.normal(0, scale, values.shape).astype(np.float32) * (i % 2) if scale else values
-            )
+    for name in list(tensors)[::2] if scale else ():
+        tensors[name] = tensors[name] + rng.normal(0, scale, tensors[name].shape).astype(np.float32)
     return tensors
 
 
@@ -59,7 +51,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
     return folder
 
 
-def said(r):
+def content(r):
     return r.token_ids, r.logprobs, r.text, r.finish_reason, r.stop_reason
 
 
@@ -68,156 +60,124 @@ async def checksums(client: RolloutClient) -> set[str]:
     return {reply["checksum"] for reply in replies}
 
 
-def test_every_way_of_publishing_gives_both_replicas_the_same_weights(servers, tmp_path):
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            start, moved = state(), state(0.02)
-            before = await client.generate(PROMPT, SHORT)
-            folder = await client.update_weights(str(write_checkpoint(tmp_path / "new", moved)))
-            assert folder.version == str(folder.reports[0].result["weight_epoch"])
-            (expected,) = await checksums(client)
-            after = await client.generate(PROMPT, SHORT, max_staleness=0)
-            assert after.token_ids != before.token_ids and after.min_version == folder.version
-            for via in ("upload", "shared_memory", "folder"):
-                back = await client.publish(start, "start", via=via, folder=str(tmp_path), chunk_mb=1)
-                assert back.version == "start" and await checksums(client) != {expected}
-                done = await client.publish(moved, via, via=via, folder=str(tmp_path), changed_only=True)
-                assert 0 < done.tensors < len(moved), "half of them differ"
-                assert await checksums(client) == {expected}
-                again = await client.generate(PROMPT, SHORT, max_staleness=0)
-                assert said(again) == said(after) and again.spans[0].version == via
-            await client.publish(start, "start")
-            assert said(await client.generate(PROMPT, SHORT)) == said(before)
-
-    run(go())
+async def test_every_way_of_publishing_gives_both_replicas_the_same_weights(servers, tmp_path):
+    async with RolloutClient([s.url for s in servers]) as client:
+        start, moved = state(), state(0.02)
+        before = await client.generate(PROMPT, SHORT)
+        folder = await client.update_weights(str(write_checkpoint(tmp_path / "new", moved)))
+        assert folder.version == str(folder.reports[0].result["weight_epoch"])
+        (expected,) = await checksums(client)
+        after = await client.generate(PROMPT, SHORT, max_staleness=0)
+        assert after.token_ids != before.token_ids and after.min_version == folder.version
+        for via in ("upload", "shared_memory", "folder"):
+            back = await client.publish(start, "start", via=via, folder=str(tmp_path), chunk_mb=1)
+            assert back.version == "start" and await checksums(client) != {expected}
+            done = await client.publish(moved, via, via=via, folder=str(tmp_path), changed_only=True)
+            assert 0 < done.tensors < len(moved), "half of the tensors differ"
+            assert await checksums(client) == {expected}
+            again = await client.generate(PROMPT, SHORT, max_staleness=0)
+            assert content(again) == content(after) and again.spans[0].version == via
+        await client.publish(start, "start")
+        assert content(await client.generate(PROMPT, SHORT)) == content(before)
 
 
-def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(servers):
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            await client.publish(state(), "one")
-            (expected,) = await checksums(client)
-            done = await client.publish(state(), "two", changed_only=True)
-            assert done.tensors == 0 and await checksums(client) == {expected}
-            r = await client.generate(PROMPT, SHORT, max_staleness=0)
-            assert r.min_version == "two"
-
-    run(go())
+async def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(servers):
+    async with RolloutClient([s.url for s in servers]) as client:
+        await client.publish(state(), "one")
+        (expected,) = await checksums(client)
+        done = await client.publish(state(), "two", changed_only=True)
+        assert done.tensors == 0 and await checksums(client) == {expected}
+        r = await client.generate(PROMPT, SHORT, max_staleness=0)
+        assert r.min_version == "two"
 
 
-def test_a_tensor_refused_by_one_replica_is_committed_on_none(servers):
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            before = await checksums(client)
-            weight_epochs = [(await r.call("GET", "/v1/weights"))["weight_epoch"] for r in client.replicas]
-            wrong = state() | {"no.such.tensor": np.ones(3, np.float32)}
-            for via in ("upload", "shared_memory"):
-                with pytest.raises(FleetError, match="no.such.tensor") as failed:
-                    await client.publish(wrong, via=via)
-                assert [r.ok for r in failed.value.reports] == [False, False]
-            # Another trainer has a session on one replica: the other replica must not commit alone.
-            session = await client.replicas[1].call("POST", "/v1/weights/begin", json={})
-            with pytest.raises(FleetError) as failed:
-                await client.publish(state(0.1))
-            assert [r.ok for r in failed.value.reports] == [True, False]
-            await client.replicas[1].call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
-            infos = [await r.call("GET", "/v1/weights") for r in client.replicas]
-            assert [i["weight_epoch"] for i in infos] == weight_epochs and [i["session"] for i in infos] == [None, None]
-            assert await checksums(client) == before
-
-    run(go())
+async def test_a_tensor_refused_by_one_replica_is_committed_on_none(servers):
+    async with RolloutClient([s.url for s in servers]) as client:
+        before = await checksums(client)
+        weight_epochs = [(await r.call("GET", "/v1/weights"))["weight_epoch"] for r in client.replicas]
+        wrong = state() | {"no.such.tensor": np.ones(3, np.float32)}
+        for via in ("upload", "shared_memory"):
+            with pytest.raises(FleetError, match="no.such.tensor") as failed:
+                await client.publish(wrong, via=via)
+            assert [r.ok for r in failed.value.reports] == [False, False]
+        # Another trainer has a session on one replica: the other replica must not commit alone.
+        session = await client.replicas[1].call("POST", "/v1/weights/begin", json={})
+        with pytest.raises(FleetError) as failed:
+            await client.publish(state(0.1))
+        assert [r.ok for r in failed.value.reports] == [True, False]
+        await client.replicas[1].call("POST", "/v1/weights/abort", json={"session_id": session["session_id"]})
+        infos = [await r.call("GET", "/v1/weights") for r in client.replicas]
+        assert [i["weight_epoch"] for i in infos] == weight_epochs and [i["session"] for i in infos] == [None, None]
+        assert await checksums(client) == before
 
 
-def test_rollouts_survive_a_paused_publication_and_label_each_token_with_its_version(servers):
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            await client.publish(state(), "old")
-            tasks = [asyncio.create_task(client.generate([*PROMPT, i], LONG)) for i in range(4)]
-            for server in servers:
-                await asyncio.to_thread(until, lambda s=server: s.metric("num_requests_running") == 2, 30, "two run")
-            async with client.paused("keep") as reports:
-                assert all(r.result["is_paused"] for r in reports) and await client.is_paused()
-                await client.publish(state(0.02), "new")
-            assert not await client.is_paused()
-            for r in await asyncio.gather(*tasks):
-                assert [s.version for s in r.spans] == ["old", "new"] and r.staleness == 1
-                assert r.spans[0].start == 0 and r.spans[0].end == r.spans[1].start and r.spans[1].end == 1200
-                assert len(r.logprobs) == 1200 and r.num_resumes == 0
-            await client.publish(state(), "old")
-
-    run(go())
+async def test_rollouts_survive_a_paused_publication_and_label_each_token_with_its_version(servers):
+    async with RolloutClient([s.url for s in servers]) as client:
+        await client.publish(state(), "old")
+        tasks = [asyncio.create_task(client.generate([*PROMPT, i], LONG)) for i in range(4)]
+        await until_running(client, 2, *tasks)
+        async with client.paused("keep") as reports:
+            assert all(r.result["is_paused"] for r in reports) and await client.is_paused()
+            await client.publish(state(0.02), "new")
+        assert not await client.is_paused()
+        for r in await asyncio.gather(*tasks):
+            assert [s.version for s in r.spans] == ["old", "new"] and r.staleness == 1
+            assert r.spans[0].start == 0 and r.spans[0].end == r.spans[1].start and r.spans[1].end == 1200
+            assert len(r.logprobs) == 1200 and r.num_resumes == 0
+        await client.publish(state(), "old")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}])
-def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, params):
-    """Greedy or sampled, with penalties, on whichever replica the generation continues."""
-
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            asked = LONG | params | {"prompt_logprobs": 0, "max_tokens": 500}
-            alone = await client.generate_group(PROMPT, asked, n=3)
-            assert {r.num_resumes for r in alone} == {0}
-            running = asyncio.create_task(client.generate_group(PROMPT, asked, n=3, session_id=0))
-            aborts = 0
-            while not running.done():
-                await asyncio.sleep(0.05)
-                reports = await client.abort_all()
-                aborts += sum(len(r.result["aborted"]) for r in reports)
-            joined = await running
-            assert aborts >= 3 and sum(r.num_resumes for r in joined) >= 3, "not vacuous"
-            assert [said(r) for r in joined] == [said(r) for r in alone]
-            assert [r.prompt_logprobs for r in joined] == [r.prompt_logprobs for r in alone]
-            assert len(joined[0].prompt_logprobs) == len(PROMPT)
-
-    run(go())
+async def test_aborts_and_changes_of_replica_do_not_change_an_answer(servers, params):
+    async with RolloutClient([s.url for s in servers]) as client:
+        options = LONG | params | {"prompt_logprobs": 0, "max_tokens": 800}
+        alone = await client.generate_group(PROMPT, options, n=3)
+        assert {r.num_resumes for r in alone} == {0}
+        running = asyncio.create_task(client.generate_group(PROMPT, options, n=3, session_id=0))
+        while not running.done():
+            await asyncio.sleep(0.05)
+            await client.abort_all()
+        joined = await running
+        assert sum(r.num_resumes for r in joined) >= 1, "a choice was aborted"
+        assert [content(r) for r in joined] == [content(r) for r in alone]
+        assert [r.prompt_logprobs for r in joined] == [r.prompt_logprobs for r in alone]
+        assert len(joined[0].prompt_logprobs) == len(PROMPT)
 
 
-def test_a_pause_that_aborts_and_rejects_only_delays_an_answer(servers):
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            alone = await client.generate(PROMPT, LONG)
-            tasks = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(4)]
-            for server in servers:
-                await asyncio.to_thread(until, lambda s=server: s.metric("num_requests_running") == 2, 30, "two run")
-            async with client.paused("abort") as reports:
-                assert sum(r.result["counts"]["aborted"] for r in reports) >= 1
-                await asyncio.sleep(0.2)
-                assert not all(task.done() for task in tasks)
-            assert [said(r) for r in await asyncio.gather(*tasks)] == [said(alone)] * 4
-
-    run(go())
+async def test_a_pause_that_aborts_and_rejects_only_delays_an_answer(servers):
+    async with RolloutClient([s.url for s in servers]) as client:
+        alone = await client.generate(PROMPT, LONG)
+        tasks = [asyncio.create_task(client.generate(PROMPT, LONG)) for _ in range(4)]
+        await until_running(client, 2, *tasks)
+        async with client.paused("abort") as reports:
+            assert sum(r.result["counts"]["aborted"] for r in reports) >= 1
+            await asyncio.sleep(0.2)
+            assert not all(task.done() for task in tasks)
+        assert [content(r) for r in await asyncio.gather(*tasks)] == [content(alone)] * 4
 
 
-def test_a_stop_string_across_two_attempts_is_found(servers):
-    """Half of the stop string was generated before the abort, half after it."""
-
-    async def go():
-        async with RolloutClient([s.url for s in servers]) as client:
-            free = await client.generate(list(b"347+85="), {"max_tokens": 30, "temperature": 0.0})
-            stop = free.text[8:16]
-            asked = {"max_tokens": 30, "temperature": 0.0, "stop": [stop]}
-            alone = await client.generate(list(b"347+85="), asked)
-            assert (alone.finish_reason, alone.stop_reason) == ("stop", stop) and alone.text == free.text[:8]
-            cut = 11  # tokens are bytes here
-            request = RolloutRequest(list(b"347+85="), asked)
-            choice = PartialRollout(request)
-            choice.begin_attempt("first")
-            head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
-            choice.add_chunk(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
-            choice.begin_attempt("second")
-            async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
-                async for event in events:
-                    choice.add_chunk(event["choices"][0], None)
-            assert said(choice.rollout()) == said(alone)
-
-    run(go())
+async def test_a_stop_string_across_two_attempts_is_found(servers):
+    async with RolloutClient([s.url for s in servers]) as client:
+        free = await client.generate(list(b"347+85="), {"max_tokens": 30, "temperature": 0.0})
+        stop = free.text[8:16]
+        options = {"max_tokens": 30, "temperature": 0.0, "stop": [stop]}
+        alone = await client.generate(list(b"347+85="), options)
+        assert (alone.finish_reason, alone.stop_reason) == ("stop", stop) and alone.text == free.text[:8]
+        cut = 11  # tokens are bytes here: inside of the stop string
+        request = RolloutRequest(list(b"347+85="), options)
+        choice = PartialRollout(request)
+        choice.begin_attempt("first")
+        head = {"token_ids": free.token_ids[:cut], "logprobs": {"token_logprobs": free.logprobs[:cut]}}
+        choice.add_output(head | {"text": free.text[:cut], "finish_reason": "abort"}, None)
+        choice.begin_attempt("second")
+        async with client.replicas[0].stream("/v1/completions", request.body([choice]), 30.0) as events:
+            async for event in events:
+                choice.add_output(event["choices"][0], None)
+        assert content(choice.rollout()) == content(alone)
 
 
-def test_a_chat_is_rendered_by_the_server(servers):
-    async def go():
-        async with RolloutClient(servers[0].url) as client:
-            messages = [{"role": "user", "content": "12+34="}]
-            r = await client.generate(messages=messages, params={"max_tokens": 40, "temperature": 0.0})
-            assert r.prompt_ids == chat_ids("12+34=") and r.text.endswith("46")
-
-    run(go())
+async def test_a_chat_is_rendered_by_the_server(servers):
+    async with RolloutClient(servers[0].url) as client:
+        messages = [{"role": "user", "content": "12+34="}]
+        r = await client.generate(messages=messages, params={"max_tokens": 40, "temperature": 0.0})
+        assert r.prompt_ids == chat_ids("12+34=") and r.text.endswith("46")

@@ -34,9 +34,17 @@ def rollout(*faults: Fault | None, params=PARAMS) -> tuple[Rollout, FakeServer]:
     return one, server
 
 
-def said(r: Rollout) -> tuple:
+def content(r: Rollout) -> tuple:
     spans = [(s.version, s.weight_epoch, s.start, s.end) for s in r.spans]
     return r.token_ids, r.logprobs, spans, r.text, r.prompt_logprobs, r.finish_reason, r.stop_reason, r.index
+
+
+def begun(request: RolloutRequest, tokens: list[int]) -> PartialRollout:
+    """Return a choice whose first attempt has made ``tokens``."""
+    partial = PartialRollout(request)
+    partial.begin_attempt("a")
+    partial.add_output({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+    return partial
 
 
 @pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
@@ -45,7 +53,7 @@ def test_an_answer_aborted_at_any_token_equals_that_of_an_undisturbed_run(k, kin
     alone, _ = rollout()
     assert len(alone.token_ids) == 12 == len(alone.logprobs) and alone.finish_reason == "length"
     joined, server = rollout(Fault(kind, k))
-    assert said(joined) == said(alone)
+    assert content(joined) == content(alone)
     assert joined.num_resumes == len(server.requests) - 1 == (1 if k < 12 else 0)
 
 
@@ -69,11 +77,11 @@ def test_any_schedule_of_faults_gives_the_undisturbed_answer(faults, n, params):
     before = copy.deepcopy(params)
     alone, _ = rollouts(params=params, n=n)
     joined, server = rollouts(*faults, params=params, n=n)
-    assert [said(r) for r in joined] == [said(r) for r in alone]
+    assert [content(r) for r in joined] == [content(r) for r in alone]
     for r in joined:
         assert len(r.token_ids) <= params["max_tokens"]
         assert r.logprobs is None if params.get("logprobs", 0) is None else len(r.logprobs) == len(r.token_ids)
-    assert params == before, "the caller's parameters are its own"
+    assert params == before, "the caller's parameters are not changed"
 
 
 def test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_choice():
@@ -85,21 +93,19 @@ def test_a_continuation_asks_for_the_remaining_tokens_with_the_same_seed_and_cho
     assert [len(b["prompt"]) for b in server.requests] == [5, 9, 12]
     assert {b["seed"] for b in server.requests} == {3} and {b["temperature"] for b in server.requests} == {0.7}
     assert third["prompt"] == PROMPT + joined.token_ids[:7]
-    assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "they are asked for once"
+    assert "prompt_logprobs" in first and "prompt_logprobs" not in second, "prompt logprobs are requested once"
     assert len(joined.prompt_logprobs) == len(PROMPT) and joined.prompt_logprobs[1] == {12: {"logprob": -0.5}}
     assert joined.num_preempted == 2  # of the two attempts that reported it: the first and the last
 
 
 def test_prompt_logprobs_that_were_lost_are_asked_for_again_and_cut_to_the_original_prompt():
     request = RolloutRequest(PROMPT, {"prompt_logprobs": 0, "max_tokens": 9})
-    partial = PartialRollout(request)
-    partial.begin_attempt("a")
-    partial.add_chunk({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0, -2.0]}}, None)
+    partial = begun(request, [1, 2])
     body = request.body([partial])
     assert body["prompt_logprobs"] == 0
     partial.begin_attempt("b")
-    whole = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
-    partial.add_chunk({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": whole}, None)
+    entries = [None, *({str(t): {"logprob": -1.0}} for t in body["prompt"][1:])]
+    partial.add_output({"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "prompt_logprobs": entries}, None)
     assert len(partial.prompt_logprobs) == len(PROMPT)
     assert "prompt_logprobs" not in request.body([partial])
 
@@ -142,9 +148,7 @@ def test_a_deadline_covers_all_attempts_together():
 def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
     request = RolloutRequest(PROMPT, {"max_tokens": 9, "min_tokens": 2, "stop_token_ids": [5]}, eos_ids=(EOS,))
     for tokens, end in (([1, EOS], "stop"), ([1, 5], "stop"), ([EOS], None), ([1, 2], None)):
-        partial = PartialRollout(request)
-        partial.begin_attempt("a")
-        partial.add_chunk({"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)}}, None)
+        partial = begun(request, tokens)
         partial.end_attempt_early()
         assert partial.finish_reason == end, tokens
 
@@ -159,16 +163,13 @@ def test_an_aborted_attempt_whose_last_token_is_eos_is_complete():
     ],
 )
 def test_missing_logprobs_and_too_many_tokens_raise(chunk):
-    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
-    partial.begin_attempt("a")
+    partial = begun(RolloutRequest(PROMPT, {"max_tokens": 3}), [])
     with pytest.raises(MalformedReply):
-        partial.add_chunk(chunk, None)
+        partial.add_output(chunk, None)
 
 
-def test_a_choice_with_max_tokens_is_complete_although_its_last_chunk_was_lost():
-    partial = PartialRollout(RolloutRequest(PROMPT, {"max_tokens": 3}))
-    partial.begin_attempt("a")
-    partial.add_chunk({"token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-1.0] * 3}}, None)
+def test_a_choice_with_max_tokens_is_complete_although_its_last_event_was_lost():
+    partial = begun(RolloutRequest(PROMPT, {"max_tokens": 3}), [1, 2, 3])
     partial.end_attempt_early()
     assert partial.finish_reason == "length"
 
@@ -179,56 +180,44 @@ def test_a_parameter_that_the_client_sets_itself_is_refused_by_name(field):
         RolloutRequest(PROMPT, {field: 1})
 
 
-def test_an_invalid_request_raises_at_once_and_is_not_repeated():
-    async def go():
-        async with FakeServer() as server, RolloutClient(server.url) as client:
-            with pytest.raises(InvalidField):
-                await client.generate([1000], PARAMS)
-            assert len(server.requests) == 1
-            assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
-
-    run(go())
+async def test_an_invalid_request_raises_at_once_and_is_not_repeated():
+    async with FakeServer() as server, RolloutClient(server.url) as client:
+        with pytest.raises(InvalidField):
+            await client.generate([1000], PARAMS)
+        assert len(server.requests) == 1
+        assert (await client.generate(PROMPT, PARAMS)).num_resumes == 0
 
 
-def test_a_failed_rollout_keeps_its_tokens():
-    async def go():
-        async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
-            async with RolloutClient(server.url, max_failures=3) as client:
-                with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
-                    await client.generate(PROMPT, PARAMS)
-            assert len(failed.value.partial[0].token_ids) == 4
-            assert failed.value.partial[0].finish_reason == "abort"
-        async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
-            with pytest.raises(RolloutFailed, match="in time") as failed:
-                await client.generate(PROMPT, PARAMS, timeout_s=0.3)
-            assert len(failed.value.partial[0].token_ids) == 2
-
-    run(go())
+async def test_a_failed_rollout_keeps_its_tokens():
+    async with FakeServer(Fault("drop", 4), *[Fault("drop", 0)] * 99) as server:
+        async with RolloutClient(server.url, max_failures=3) as client:
+            with pytest.raises(RolloutFailed, match="4 failures in a row") as failed:
+                await client.generate(PROMPT, PARAMS)
+        assert len(failed.value.partial[0].token_ids) == 4
+        assert failed.value.partial[0].finish_reason == "abort"
+    async with FakeServer(Fault("hang", 2)) as server, RolloutClient(server.url) as client:
+        with pytest.raises(RolloutFailed, match="in time") as failed:
+            await client.generate(PROMPT, PARAMS, timeout_s=0.3)
+        assert len(failed.value.partial[0].token_ids) == 2
 
 
-def test_a_cancelled_generation_closes_its_stream():
-    async def go():
-        async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
-            task = asyncio.create_task(client.generate(PROMPT, PARAMS))
-            while not server.streams:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            while server.streams:
-                await asyncio.sleep(0.01)
-            assert client.replicas[0].in_flight == 0
-
-    run(go())
+async def test_a_cancelled_generation_closes_its_stream():
+    async with FakeServer(Fault("hang", 1)) as server, RolloutClient(server.url) as client:
+        task = asyncio.create_task(client.generate(PROMPT, PARAMS))
+        while not server.streams:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        while server.streams:
+            await asyncio.sleep(0.01)
+        assert client.replicas[0].in_flight == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
-    async def go():
-        async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
-            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
-                await client.generate_group(PROMPT, PARAMS, n=n)
-            assert len(server.requests) == 1
-            return failed.value.partial
-
-    rollouts = asyncio.run(go())
+async def test_non_finite_logits_raise_with_all_tokens_and_are_not_retried(n):
+    async with FakeServer(Fault("non_finite", 4)) as server, RolloutClient(server.url) as client:
+        with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+            await client.generate_group(PROMPT, PARAMS, n=n)
+    assert len(server.requests) == 1
+    rollouts = failed.value.partial
     assert [r.finish_reason for r in rollouts] == ["error"] + ["length"] * (n - 1)
     assert [len(r.token_ids) for r in rollouts] == [4] + [12] * (n - 1)

@@ -12,7 +12,7 @@ from fastdeploy.rl.errors import FleetError, Report, RolloutFailed, TooStale, Un
 MADE = [
     InvalidField("temperature", "expected a number"),
     Unreachable("gone", retry_after=2.0),
-    FleetError("nobody has committed", [Report("a", {"weight_epoch": 1}), Report("b", error=Unreachable("gone"))]),
+    FleetError("no replica has committed", [Report("a", {"weight_epoch": 1}), Report("b", error=Unreachable("gone"))]),
     RolloutFailed("not in time", []),
     TooStale("2 behind", []),
 ]

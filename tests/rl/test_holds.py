@@ -6,18 +6,16 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from e2e.server import until
 from fastdeploy.engine.delivery import DeliveryFence
-from fastdeploy.engine.lifecycle import SilentClients
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
 from fastdeploy.rl.sync_client import SyncRolloutClient
-from rl.coroutines import run
 from rl.real_server import RealServer, real_server
 
 
@@ -33,13 +31,6 @@ def server(shared) -> Iterator[RealServer]:
     yield shared
     for hold in shared.holds():
         shared.post("/v1/resume", hold_id=hold["id"])
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Renewals:
@@ -65,22 +56,17 @@ class Renewals:
 
 
 def expire(server: RealServer) -> None:
-    """End all holds at the engine's next turn, as the end of their ttl does."""
+    """End all holds in the engine's next step, as the end of their ttl does."""
     for hold in list(server.engine.pause.holds.values()):
         hold.expires_at = 0.0
-    until(lambda: not server.holds())
+    until(lambda: not server.holds(), 30, "no hold")
 
 
 @pytest.mark.processes
 def test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind(server):
     code = (
-        "import asyncio, os, sys\n"
-        "from fastdeploy.rl.client import RolloutClient\n"
-        "async def main():\n"
-        "    async with RolloutClient(sys.argv[1]) as client, client.paused():\n"
-        "        print('paused', flush=True)\n"
-        "        await asyncio.sleep(60)\n"
-        "asyncio.run(main())\n"
+        "import sys, time; from fastdeploy.rl.sync_client import SyncRolloutClient\n"
+        "SyncRolloutClient(sys.argv[1]).pause(); print('paused', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, server.url], stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"paused\n"
@@ -89,62 +75,49 @@ def test_a_trainer_that_dies_inside_a_pause_leaves_no_hold_behind(server):
     child.wait()
     child.stdout.close()
     server.pass_time(61.0)
-    until(lambda: not server.holds())
+    until(lambda: not server.holds(), 30, "no hold")
     assert not server.http.get("/v1/is_paused").json()["result"]["is_paused"]
 
 
-def test_a_hold_stands_while_the_trainers_event_loop_is_blocked(server, monkeypatch):
+async def test_a_hold_stands_while_the_trainers_event_loop_is_blocked(server, monkeypatch):
     renewals = Renewals(server, monkeypatch)
-
-    async def go():
-        async with RolloutClient(server.url) as client, client.paused():
-            renewals.outlive()  # blocks the loop
-            assert len(server.holds()) == 1
-        assert not server.holds()
-
-    run(go())
+    async with RolloutClient(server.url) as client, client.paused():
+        renewals.outlive()  # blocks the loop
+        assert len(server.holds()) == 1
+    assert not server.holds()
 
 
-@pytest.mark.parametrize("how", ["ttl", "restart", "somebody"])
-def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication(server, tmp_path, how):
+@pytest.mark.parametrize("how", ["ttl", "restart", "foreign resume"])
+async def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication(server, tmp_path, how):
     (tmp_path / "w1").mkdir()
-
-    async def go():
-        async with RolloutClient(server.url) as client:
-            with pytest.raises(HoldLost, match="may have run meanwhile") as lost:
-                async with client.paused():
-                    if how == "ttl":
-                        expire(server)
-                    elif how == "restart":
-                        server.restart_engine()
-                        server.wait_ready()
-                    else:
-                        server.post("/v1/resume", hold_id=server.holds()[0]["id"])
-                    with pytest.raises(HoldLost):
-                        await client.update_weights(str(tmp_path / "w1"))
-            assert lost.value.reports[0].error.code == "hold_not_found"
-            info = await client.replicas[0].call("GET", "/v1/weights")
-            assert (info["weight_epoch"], info["session"]) == (
-                server.engine.scopes.whole.served.weight_epoch,
-                None,
-            ) and server.runner.weights == 0
-            await client.resume()  # raised only once
-            async with client.paused():  # and the client still works
-                pass
-
-    run(go())
-
-
-def test_an_exception_from_inside_a_pause_is_raised_as_it_is_with_a_note_of_the_lost_hold(server):
-    async def go():
-        async with RolloutClient(server.url) as client:
-            with pytest.raises(ValueError) as failed:
-                async with client.paused():
+    async with RolloutClient(server.url) as client:
+        with pytest.raises(HoldLost, match="may have run meanwhile") as lost:
+            async with client.paused():
+                if how == "ttl":
                     expire(server)
-                    raise ValueError("of the trainer")
-            assert "may have run meanwhile" in failed.value.__notes__[0]
+                elif how == "restart":
+                    server.restart_engine()
+                    server.wait_ready()
+                else:
+                    server.post("/v1/resume", hold_id=server.holds()[0]["id"])
+                with pytest.raises(HoldLost):
+                    await client.update_weights(str(tmp_path / "w1"))
+        assert lost.value.reports[0].error.code == "hold_not_found"
+        info = await client.replicas[0].call("GET", "/v1/weights")
+        assert info["weight_epoch"] == server.engine.scopes.whole.served.weight_epoch
+        assert info["session"] is None and server.runner.weights == 0
+        await client.resume()  # HoldLost is raised only once
+        async with client.paused():
+            pass
 
-    run(go())
+
+async def test_an_exception_inside_a_pause_gets_a_note_of_the_lost_hold(server):
+    async with RolloutClient(server.url) as client:
+        with pytest.raises(ValueError) as failed:
+            async with client.paused():
+                expire(server)
+                raise ValueError("of the trainer")
+        assert "may have run meanwhile" in failed.value.__notes__[0]
     with SyncRolloutClient(server.url) as client:
         with pytest.raises(KeyboardInterrupt) as interrupted, client.paused():
             expire(server)
@@ -152,46 +125,36 @@ def test_an_exception_from_inside_a_pause_is_raised_as_it_is_with_a_note_of_the_
         assert "may have run meanwhile" in interrupted.value.__notes__[0]
 
 
-def test_a_pause_without_a_block_is_renewed_until_the_resume_or_the_end_of_the_client(server, monkeypatch):
+async def test_a_pause_without_a_block_is_renewed_until_the_resume_or_the_end_of_the_client(server, monkeypatch):
     renewals = Renewals(server, monkeypatch)
-
-    async def go():
-        async with RolloutClient(server.url) as client:
-            await client.pause("keep", hold_id="a", ttl_s=60.0)
-            await client.pause("wait", hold_id="b", ttl_s=None)
-            await asyncio.to_thread(renewals.outlive)
-            left = {hold["id"]: hold["ttl_left_s"] for hold in server.holds()}
-            assert left.keys() == {"a", "b"} and left["a"] <= 60.0 and left["b"] is None
-        server.pass_time(61.0)
-        await asyncio.to_thread(until, lambda: [hold["id"] for hold in server.holds()] == ["b"])
-        async with RolloutClient(server.url) as client:
-            await client.resume("b")
-        assert not server.holds()
-
-    run(go())
+    async with RolloutClient(server.url) as client:
+        await client.pause("keep", hold_id="a", ttl_s=60.0)
+        await client.pause("wait", hold_id="b", ttl_s=None)
+        await asyncio.to_thread(renewals.outlive)
+        left = {hold["id"]: hold["ttl_left_s"] for hold in server.holds()}
+        assert left.keys() == {"a", "b"} and left["a"] <= 60.0 and left["b"] is None
+    server.pass_time(61.0)
+    await asyncio.to_thread(until, lambda: [hold["id"] for hold in server.holds()] == ["b"], 30, "only b")
+    async with RolloutClient(server.url) as client:
+        await client.resume("b")
+    assert not server.holds()
     assert not [thread for thread in threading.enumerate() if thread.name == "renew-holds"]
 
 
-def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, monkeypatch):
+async def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, monkeypatch):
     """The pause is answered only at the end of the drain."""
     renewals, drained = Renewals(server, monkeypatch), threading.Event()
-    effects = server.engine.lifecycle
     monkeypatch.setattr(DeliveryFence, "passed", property(lambda fence: drained.is_set()))
-    monkeypatch.setattr(effects, "give_up_on_silent_clients", lambda fence, spare_running: SilentClients([], []))
-
-    async def go():
-        async with RolloutClient(server.url) as client:
-            task = asyncio.create_task(client.pause("keep", timeout_s=3600.0))
-            await asyncio.to_thread(renewals.outlive)
-            assert not task.done()
-            drained.set()
-            await task
-            await client.resume()
-
-    run(go())
+    async with RolloutClient(server.url) as client:
+        task = asyncio.create_task(client.pause("keep", timeout_s=3600.0))
+        await asyncio.to_thread(renewals.outlive)
+        assert not task.done()
+        drained.set()
+        await task
+        await client.resume()
 
 
-def test_the_sync_client_and_the_trl_integration_renew_and_report_too(server, monkeypatch):
+def test_the_sync_client_and_the_trl_integration_renew_holds_and_report_lost_ones(server, monkeypatch):
     renewals = Renewals(server, monkeypatch)
     with SyncRolloutClient(server.url) as client:
         with client.paused():
@@ -209,11 +172,8 @@ def test_the_sync_client_and_the_trl_integration_renew_and_report_too(server, mo
     transfer.destroy()
 
 
-def test_an_invalid_ttl_is_refused_and_no_hold_is_placed(server):
-    async def go():
-        async with RolloutClient(server.url) as client:
-            with pytest.raises(FleetError, match="ttl_s"):
-                await client.pause("keep", ttl_s=1e12)
-        assert not server.holds()
-
-    run(go())
+async def test_an_invalid_ttl_is_refused_and_no_hold_is_placed(server):
+    async with RolloutClient(server.url) as client:
+        with pytest.raises(FleetError, match="ttl_s"):
+            await client.pause("keep", ttl_s=1e12)
+    assert not server.holds()

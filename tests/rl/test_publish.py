@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -14,234 +13,189 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import SHM
-from rl.coroutines import run
-from rl.fake_server import FakeServer, Fault
+from rl.fake_server import FakeServer, Fault, fleet
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float16)}
-
-
-@asynccontextmanager
-async def fleet(count: int = 3, **options):
-    async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(FakeServer()) for _ in range(count)]
-        yield servers, await stack.enter_async_context(RolloutClient([s.url for s in servers], **options))
 
 
 def sessions(server: FakeServer) -> list[str]:
     return [path.rsplit("/", 1)[1] for path in server.paths() if path.startswith("/v1/weights/")]
 
 
-def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
-    async def go():
-        async with fleet() as (servers, client):
-            order = []
-            for server in servers:
-                commit = server._v1_weights_commit
+async def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
+    async with fleet() as (servers, client):
+        order = []
+        for server in servers:
+            commit = server._v1_weights_commit
 
-                def noted(body, server=server, commit=commit):
-                    order.append([len(s.session["chunks"]) if s.session else None for s in servers])
-                    return commit(body)
+            def commit_and_record(body, server=server, commit=commit):
+                order.append([len(s.session["chunks"]) if s.session else None for s in servers])
+                return commit(body)
 
-                server._v1_weights_commit = noted
-            done = await client.publish(STATE, "v1", via="upload", chunk_mb=0, kv="recompute")
-            assert done.number == 1 and done.version == "v1" and [r.ok for r in done.reports] == [True] * 3
-            assert order[0] == [2, 2, 2]
-            for server in servers:
-                assert sessions(server) == ["begin", "chunk", "chunk", "commit"]
-                assert [list(load(upload)) for upload in server.uploads] == [["a"], ["b"]]
-                begin = next(body for path, body in server.calls if path == "/v1/weights/begin")
-                assert begin == {"kv": "recompute", "partial": False, "version": "v1"}
-
-    run(go())
+            server._v1_weights_commit = commit_and_record
+        done = await client.publish(STATE, "v1", via="upload", chunk_mb=0, kv="recompute")
+        assert done.number == 1 and done.version == "v1" and [r.ok for r in done.reports] == [True] * 3
+        assert order[0] == [2, 2, 2]
+        for server in servers:
+            assert sessions(server) == ["begin", "chunk", "chunk", "commit"]
+            assert [list(load(upload)) for upload in server.uploads] == [["a"], ["b"]]
+            begin = {"kv": "recompute", "partial": False, "version": "v1"}
+            assert server.bodies("/v1/weights/begin") == [begin]
 
 
-def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
-    async def go():
-        async with fleet(2) as (servers, client):
-            seen = []
+async def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
+    async with fleet(2) as (servers, client):
+        seen = []
 
-            def read(body):
-                content = (SHM / body["shared_memory"]).read_bytes()[: body["nbytes"]]
-                seen.append((load(content)["a"].tolist(), body["checksums"].keys()))
-                return {"tensors": 2, "nbytes": len(content)}
+        def read(body):
+            content = (SHM / body["shared_memory"]).read_bytes()[: body["nbytes"]]
+            seen.append((load(content)["a"].tolist(), body["checksums"].keys()))
+            return {"tensors": 2, "nbytes": len(content)}
 
-            for server in servers:
-                server._v1_weights_chunk = read
-            await client.publish(STATE)
-            assert seen == [(STATE["a"].tolist(), STATE.keys())] * 2
-            names = [body["shared_memory"] for s in servers for path, body in s.calls if path.endswith("chunk")]
-            assert not any((SHM / name).exists() for name in names) and len(set(names)) == 1
-
-    run(go())
+        for server in servers:
+            server._v1_weights_chunk = read
+        await client.publish(STATE)
+        assert seen == [(STATE["a"].tolist(), STATE.keys())] * 2
+        names = [body["shared_memory"] for s in servers for body in s.bodies("/v1/weights/chunk")]
+        assert not any((SHM / name).exists() for name in names) and len(set(names)) == 1
 
 
-def test_a_folder_is_written_for_the_replicas_and_deleted(tmp_path):
-    async def go():
-        async with fleet(2) as (servers, client):
-            await client.publish(STATE, via="folder", folder=str(tmp_path))
-            assert list(tmp_path.iterdir()) == []
-            with pytest.raises(InvalidField, match="folder"):
-                await client.publish(STATE, via="folder")
-
-    run(go())
+async def test_a_folder_is_written_for_the_replicas_and_deleted(tmp_path):
+    async with fleet(2) as (servers, client):
+        await client.publish(STATE, via="folder", folder=str(tmp_path))
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(InvalidField, match="folder"):
+            await client.publish(STATE, via="folder")
 
 
-def test_tensors_that_come_one_by_one_are_sent_in_chunks_though_their_buffer_is_used_again():
-    async def go():
-        async with fleet(1) as (servers, client):
-            buffer = np.zeros(6, np.float32)
+async def test_a_stream_of_tensors_is_sent_in_parts_and_may_reuse_its_buffer():
+    async with fleet(1) as (servers, client):
+        buffer = np.zeros(6, np.float32)
 
-            async def pairs():
-                for i in range(5):
-                    buffer[:] = i
-                    yield f"t{i}", buffer
+        async def pairs():
+            for i in range(5):
+                buffer[:] = i
+                yield f"t{i}", buffer
 
-            await client.publish(pairs(), via="upload", chunk_mb=1)
-            await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1))], via="upload", chunk_mb=0)
-            loaded = [{k: v.tolist() for k, v in load(upload).items()} for upload in servers[0].uploads]
-            whole = {f"t{i}": [float(i)] * 6 for i in range(5)}
-            assert loaded == [whole, {"x": [1.0] * 3}, {"y": [1.0]}]
-
-    run(go())
+        await client.publish(pairs(), via="upload", chunk_mb=1)
+        await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1))], via="upload", chunk_mb=0)
+        loaded = [{k: v.tolist() for k, v in load(upload).items()} for upload in servers[0].uploads]
+        first = {f"t{i}": [float(i)] * 6 for i in range(5)}
+        assert loaded == [first, {"x": [1.0] * 3}, {"y": [1.0]}]
 
 
 @pytest.mark.parametrize("step", ["begin", "chunk"])
 @pytest.mark.parametrize("how", ["refused", "lost"])
-def test_if_staging_fails_on_one_no_replica_commits_and_no_session_stays_open(step, how):
-    async def go():
-        async with fleet() as (servers, client):
-            answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
-            servers[1].refuse[f"/v1/weights/{step}"] = deque([answer])
-            with pytest.raises(FleetError, match="nobody has committed") as failed:
-                await client.publish(STATE, via="upload")
-            assert [r.ok for r in failed.value.reports] == [True, False, True]
-            assert [s.weight_epoch for s in servers] == [0, 0, 0] and [s.session for s in servers] == [None] * 3
-            assert (await client.publish(STATE, via="upload")).number == 1
-            assert [s.weight_epoch for s in servers] == [1, 1, 1]
-
-    run(go())
+async def test_if_staging_fails_on_one_replica_none_commits_and_no_session_stays_open(step, how):
+    async with fleet() as (servers, client):
+        answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
+        servers[1].refuse[f"/v1/weights/{step}"] = deque([answer])
+        with pytest.raises(FleetError, match="no replica has committed") as failed:
+            await client.publish(STATE, via="upload")
+        assert [r.ok for r in failed.value.reports] == [True, False, True]
+        assert [s.weight_epoch for s in servers] == [0, 0, 0] and [s.session for s in servers] == [None] * 3
+        assert (await client.publish(STATE, via="upload")).number == 1
+        assert [s.weight_epoch for s in servers] == [1, 1, 1]
 
 
-def test_a_publication_that_is_cancelled_aborts_its_sessions():
-    async def go():
-        async with fleet(2) as (servers, client):
-            servers[0]._v1_weights_chunk = lambda body: task.cancel() or {"tensors": 1, "nbytes": 1}
-            task = asyncio.create_task(client.publish(STATE, via="upload", chunk_mb=0))
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert [s.weight_epoch for s in servers] == [0, 0] and [s.session for s in servers] == [None] * 2
-
-    run(go())
+async def test_a_publication_that_is_cancelled_aborts_its_sessions():
+    async with fleet(2) as (servers, client):
+        servers[0]._v1_weights_chunk = lambda body: task.cancel() or {"tensors": 1, "nbytes": 1}
+        task = asyncio.create_task(client.publish(STATE, via="upload", chunk_mb=0))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [s.weight_epoch for s in servers] == [0, 0] and [s.session for s in servers] == [None] * 2
 
 
-def test_a_replica_that_fails_at_the_commit_is_left_out_until_it_is_published_to():
-    async def go():
-        async with fleet(2) as (servers, client):
-            servers[0].refuse["/v1/weights/commit"] = deque([(409, "session_expired")])
-            with pytest.raises(FleetError, match="left out") as failed:
-                await client.publish(STATE, "v1", via="upload")
-            assert [r.ok for r in failed.value.reports] == [False, True]
-            for _ in range(4):
-                r = await client.generate([1, 2], {"max_tokens": 2, "ignore_eos": True})
-                assert r.replicas == (servers[1].url,) and r.min_version == "v1"
-            servers[0].session = None
-            await client.publish(STATE, "v2", via="upload")
-            got = [await client.generate([1, 2], {"max_tokens": 2, "ignore_eos": True}, session_id=i) for i in range(4)]
-            assert {r.min_version for r in got} == {"v2"}
-
-    run(go())
+async def test_a_replica_that_fails_at_the_commit_is_left_out_until_it_is_published_to():
+    async with fleet(2) as (servers, client):
+        servers[0].refuse["/v1/weights/commit"] = deque([(409, "session_expired")])
+        with pytest.raises(FleetError, match="left out") as failed:
+            await client.publish(STATE, "v1", via="upload")
+        assert [r.ok for r in failed.value.reports] == [False, True]
+        for _ in range(4):
+            r = await client.generate([1, 2], {"max_tokens": 2, "ignore_eos": True})
+            assert r.replicas == (servers[1].url,) and r.min_version == "v1"
+        servers[0].session = None
+        await client.publish(STATE, "v2", via="upload")
+        got = [await client.generate([1, 2], {"max_tokens": 2, "ignore_eos": True}, session_id=i) for i in range(4)]
+        assert {r.min_version for r in got} == {"v2"}
 
 
 @pytest.mark.parametrize("took_place", [True, False])
-def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place):
-    async def go():
-        async with fleet(2) as (servers, client):
-            servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop")])
-            if took_place:
-                servers[0].weight_epoch, begin = 0, servers[0]._v1_weights_begin
+async def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place):
+    async with fleet(2) as (servers, client):
+        servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop")])
+        if took_place:
+            servers[0].weight_epoch, begin = 0, servers[0]._v1_weights_begin
 
-                def begun(body):
-                    done = begin(body)
-                    servers[0].weight_epoch = 1  # as it will be after the commit
-                    return done
+            def begin_and_count(body):
+                done = begin(body)
+                servers[0].weight_epoch = 1  # as it will be after the commit
+                return done
 
-                servers[0]._v1_weights_begin = begun
-                assert [r.ok for r in (await client.publish(STATE, via="upload")).reports] == [True, True]
-            else:
-                with pytest.raises(FleetError, match="did not take place"):
-                    await client.publish(STATE, via="upload")
-
-    run(go())
+            servers[0]._v1_weights_begin = begin_and_count
+            assert [r.ok for r in (await client.publish(STATE, via="upload")).reports] == [True, True]
+        else:
+            with pytest.raises(FleetError, match="did not take place"):
+                await client.publish(STATE, via="upload")
 
 
-def test_only_what_changed_is_sent_as_long_as_every_replica_holds_the_rest():
-    async def go():
-        async with fleet(2) as (servers, client):
+async def test_changed_only_sends_the_difference_while_every_replica_serves_the_last_publication():
+    async with fleet(2) as (servers, client):
 
-            async def sent(state, **options) -> list[str]:
-                for server in servers:
-                    server.uploads.clear()
-                await client.publish(state, via="upload", changed_only=True, **options)
-                assert servers[0].uploads == servers[1].uploads
-                return sorted(name for upload in servers[0].uploads for name in load(upload))
+        async def sent(state, **options) -> list[str]:
+            for server in servers:
+                server.uploads.clear()
+            await client.publish(state, via="upload", changed_only=True, **options)
+            assert servers[0].uploads == servers[1].uploads
+            return sorted(name for upload in servers[0].uploads for name in load(upload))
 
-            def partial() -> bool:
-                return [body for path, body in servers[0].calls if path == "/v1/weights/begin"][-1]["partial"]
+        def partial() -> bool:
+            return servers[0].bodies("/v1/weights/begin")[-1]["partial"]
 
-            assert await sent(STATE) == ["a", "b"] and not partial()
-            changed = STATE | {"b": STATE["b"] + 1}
-            assert await sent(changed) == ["b"] and partial()
-            assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
-            # After a foreign commit, a restart or a failure, the replicas no longer serve the last publication.
-            servers[1].weight_epoch += 1
-            assert await sent(changed) == ["a", "b"] and not partial()
-            servers[0].restart()
-            assert await sent(changed) == ["a", "b"] and not partial()
-            servers[0].refuse["/v1/weights/chunk"] = deque([(400, "weight_update_refused")])
-            with pytest.raises(FleetError):
-                await sent(STATE)
-            assert await sent(changed) == ["a", "b"]
-            await client.update_weights("/w")
-            assert await sent(changed) == ["a", "b"]
-
-    run(go())
+        assert await sent(STATE) == ["a", "b"] and not partial()
+        changed = STATE | {"b": STATE["b"] + 1}
+        assert await sent(changed) == ["b"] and partial()
+        assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
+        # After a foreign commit, a restart or a failure, the replicas no longer serve the last publication.
+        servers[1].weight_epoch += 1
+        assert await sent(changed) == ["a", "b"] and not partial()
+        servers[0].restart()
+        assert await sent(changed) == ["a", "b"] and not partial()
+        servers[0].refuse["/v1/weights/chunk"] = deque([(400, "weight_update_refused")])
+        with pytest.raises(FleetError):
+            await sent(STATE)
+        assert await sent(changed) == ["a", "b"]
+        await client.update_weights("/w")
+        assert await sent(changed) == ["a", "b"]
 
 
-def test_update_weights_without_a_version_is_labelled_with_the_epoch():
-    async def go():
-        async with fleet(2) as (servers, client):
-            done = await client.update_weights("/w")
-            assert done.version == "1" and done.number == 1
-            assert servers[0].calls[-2][1] == {"model_path": "/w", "session_id": "s-1"}
-            begin = next(body for path, body in servers[0].calls if path == "/v1/weights/begin")
-            assert begin == {}
-            assert (await client.update_weights("/w", version=40, kv="recompute")).version == "40"
-
-    run(go())
+async def test_update_weights_without_a_version_is_labelled_with_the_weight_epoch():
+    async with fleet(2) as (servers, client):
+        done = await client.update_weights("/w")
+        assert done.version == "1" and done.number == 1
+        assert servers[0].calls[-2][1] == {"model_path": "/w", "session_id": "s-1"}
+        assert servers[0].bodies("/v1/weights/begin") == [{}]
+        assert (await client.update_weights("/w", version=40, kv="recompute")).version == "40"
 
 
-def test_a_failed_call_over_all_replicas_names_each():
-    async def go():
-        async with fleet(2, control_s=0.3) as (servers, client):
-            await client.set_version(7)
-            assert servers[1].calls[-1] == ("/v1/update_weights", {"version": "7"})
-            await client.abort_all()
-            assert servers[0].calls[-1] == ("/v1/abort_requests", {"abort_all": True})
-            servers[1].refuse["/v1/sleep"] = deque([(409, "wrong_order")])
-            with pytest.raises(FleetError, match="wrong_order") as failed:
-                await client.sleep("weight")
-            assert [r.ok for r in failed.value.reports] == [True, False]
-            servers[0].down = True
-            assert [r.ok for r in await client.health()] == [False, True]
-
-    run(go())
+async def test_a_failed_call_to_all_replicas_reports_each():
+    async with fleet(2, control_s=0.3) as (servers, client):
+        await client.set_version(7)
+        assert servers[1].calls[-1] == ("/v1/update_weights", {"version": "7"})
+        await client.abort_all()
+        assert servers[0].calls[-1] == ("/v1/abort_requests", {"abort_all": True})
+        servers[1].refuse["/v1/sleep"] = deque([(409, "wrong_order")])
+        with pytest.raises(FleetError, match="wrong_order") as failed:
+            await client.sleep("weight")
+        assert [r.ok for r in failed.value.reports] == [True, False]
+        servers[0].down = True
+        assert [r.ok for r in await client.health()] == [False, True]
 
 
-def test_a_rollout_in_flight_continues_during_a_publication():
-    async def go():
-        async with FakeServer(Fault("abort", 3)) as server, RolloutClient(server.url) as client:
-            await client.publish(STATE, via="upload")
-            r = await client.generate([1, 2], {"max_tokens": 9, "ignore_eos": True}, max_staleness=0)
-            assert len(r.token_ids) == 9 and r.staleness == 0
-
-    run(go())
+async def test_a_rollout_in_flight_continues_during_a_publication():
+    async with FakeServer(Fault("abort", 3)) as server, RolloutClient(server.url) as client:
+        await client.publish(STATE, via="upload")
+        r = await client.generate([1, 2], {"max_tokens": 9, "ignore_eos": True}, max_staleness=0)
+        assert len(r.token_ids) == 9 and r.staleness == 0

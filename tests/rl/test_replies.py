@@ -51,17 +51,14 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory():
         LineReader(max_bytes=100).feed(b"x" * 101 + b"\n")
 
 
-def test_the_client_reads_text_with_every_separator(tmp_path):
+async def test_the_client_reads_text_with_every_separator(tmp_path):
     """Tokens of this tokenizer are bytes, which the real server writes unchanged."""
     save_tokenizer(tmp_path)
     script = list(SEPARATORS.encode())
 
-    async def go(url: str):
-        async with RolloutClient(url, max_failures=0) as client:
-            return await client.generate([97], {"max_tokens": len(script), "ignore_eos": True})
-
     with real_server(tokenizer=load_tokenizer(str(tmp_path)), runner={"script": script}) as server:
-        rollout = asyncio.run(asyncio.wait_for(go(server.url), 30))
+        async with RolloutClient(server.url, max_failures=0) as client:
+            rollout = await client.generate([97], {"max_tokens": len(script), "ignore_eos": True})
     assert rollout.text == SEPARATORS and rollout.token_ids == script and rollout.num_resumes == 0
 
 
@@ -78,9 +75,9 @@ def test_a_retry_after_is_a_bounded_number_of_seconds_or_none(header, expected):
 
 def test_the_refusals_of_health_and_ready_are_different_errors():
     """A client that waits for a server repeats its call while there is no engine."""
-    told = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
-    assert [error.code for error in told] == ["engine_dead", "rejecting_new_requests"]
-    assert all(is_retryable(error) for error in told)
+    errors = [reply_error(503, {}, json.dumps({"status": s}).encode()) for s in ("no engine", "rejecting new requests")]
+    assert [error.code for error in errors] == ["engine_dead", "rejecting_new_requests"]
+    assert all(is_retryable(error) for error in errors)
 
 
 def test_a_busy_server_may_be_asked_again_and_a_wrong_key_may_not():

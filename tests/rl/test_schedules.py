@@ -81,9 +81,7 @@ def assert_nothing_is_left(server: RealServer) -> None:
 @given(events=EVENTS, budgets=BUDGETS, n=st.integers(1, 3), named=st.booleans(), retained=st.booleans())
 def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained):
     async def go():
-        wire = Wire(server.url)
-        wire.budgets = [None, *budgets]
-        async with wire.open() as url, RolloutClient(url, max_failures=100) as client:
+        async with Wire(server.url, [None, *budgets]) as wire, RolloutClient(wire.url, max_failures=100) as client:
             disturbing = asyncio.create_task(disturb(server, wire, events))
             params = PARAMS | ({"retain_s": 5.0} if named and retained else {})
             tasks = []
@@ -108,9 +106,9 @@ def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, b
 @SCHEDULES
 @given(events=EVENTS, budgets=BUDGETS)
 def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server, events, budgets):
-    """verl's client sends prompt and tokens so far again while the answer is aborted."""
+    """verl's client sends the prompt with the tokens so far again while the answer is aborted."""
 
-    async def whole(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
+    async def generate_as_verl(verl: VerlServer, prompt: list[int], name: str) -> tuple[list[int], list[float]]:
         tokens, logprobs = [], []
         for attempt in range(1000):
             left = {"max_tokens": TOKENS - len(tokens), "logprobs": True}
@@ -119,15 +117,15 @@ def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server,
             assert out.extra_fields["global_steps"] == 0
             if out.stop_reason != "aborted":
                 return tokens, logprobs
-        raise AssertionError("it spins")
+        raise AssertionError("the answer is still aborted after 1000 attempts")
 
     async def go():
-        wire = Wire(server.url)
-        wire.budgets = list(budgets)
-        async with wire.open() as url:
-            verl = VerlServer(url, LIMITS, SimpleNamespace)
+        async with Wire(server.url, budgets) as wire:
+            verl = VerlServer(wire.url, LIMITS, SimpleNamespace)
             disturbing = asyncio.create_task(disturb(server, wire, events))
-            answers = await asyncio.gather(*(whole(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS)))
+            answers = await asyncio.gather(
+                *(generate_as_verl(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS))
+            )
             await disturbing
             await verl.close()
             return answers
@@ -141,9 +139,8 @@ def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server,
 @given(events=EVENTS)
 def test_verls_pause_ends_under_any_fault_and_a_lost_hold_is_reported(server, events):
     async def go():
-        wire = Wire(server.url)
-        async with wire.open() as url:
-            verl = VerlServer(url, LIMITS, SimpleNamespace)
+        async with Wire(server.url) as wire:
+            verl = VerlServer(wire.url, LIMITS, SimpleNamespace)
             running = [asyncio.create_task(verl.generate(p, {}, f"{id(wire)}-{k}")) for k, p in enumerate(PROMPTS)]
             paused = await verl.abort_all_requests()
             assert paused["aborted_count"] == len(paused["request_ids"])
@@ -167,12 +164,11 @@ def test_verls_pause_ends_under_any_fault_and_a_lost_hold_is_reported(server, ev
 @SCHEDULES
 @given(kind=st.sampled_from(["restart", "cut", "abort", "reject", "hold"]), at=st.sampled_from(["pause", "send"]))
 def test_trls_sync_succeeds_or_raises_and_leaves_the_servers_running(server, kind, at):
-    """The fake runner refuses the tensors, so each publication fails, which is the harder case."""
+    """The fake runner refuses the tensors, so each publication fails."""
 
     async def go():
-        wire = Wire(server.url)
-        async with wire.open() as url:
-            transfer = FastDeployWeightTransfer(url, hold_ttl_s=60.0)
+        async with Wire(server.url) as wire:
+            transfer = FastDeployWeightTransfer(wire.url, hold_ttl_s=60.0)
 
             def step():
                 transfer.pause()

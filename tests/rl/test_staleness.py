@@ -10,7 +10,6 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import TooStale
 from fastdeploy.rl.rollout import TokenSpan
 from fastdeploy.rl.staleness import PublicationLedger
-from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13]
@@ -31,34 +30,31 @@ async def straddling(client: RolloutClient, server: FakeServer, commits: int = 1
     return await task
 
 
-def test_the_staleness_of_a_rollout_is_that_of_its_oldest_token():
-    async def go():
-        async with FakeServer() as server, RolloutClient(server.url) as client:
-            r = await straddling(client, server, commits=2)
-            assert [(s.version, s.weight_epoch, s.start, s.end, s.publication) for s in r.spans] == [
-                ("first", 1, 0, 2, 1),
-                ("3", 3, 2, 8, 3),
-            ]
-            assert r.staleness == 2 and (r.min_version, r.max_version) == ("first", "3")
-            assert (await client.generate(PROMPT, PARAMS)).staleness == 0
-
-    run(go())
+async def test_the_staleness_of_a_rollout_is_that_of_its_oldest_token():
+    async with FakeServer() as server, RolloutClient(server.url) as client:
+        r = await straddling(client, server, commits=2)
+        assert [(s.version, s.weight_epoch, s.start, s.end, s.publication) for s in r.spans] == [
+            ("first", 1, 0, 2, 1),
+            ("3", 3, 2, 8, 3),
+        ]
+        assert r.staleness == 2 and (r.min_version, r.max_version) == ("first", "3")
+        assert (await client.generate(PROMPT, PARAMS)).staleness == 0
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
-def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(bound):
-    async def go(policy):
+async def test_a_rollout_beyond_the_bound_is_raised_retried_or_marked_as_asked(bound):
+    async def generate(policy):
         async with FakeServer() as server, RolloutClient(server.url, max_staleness=bound, on_stale=policy) as client:
             return await straddling(client, server, commits=2)
 
     if bound == 2:
-        assert run(go("raise")).staleness == 2
+        assert (await generate("raise")).staleness == 2
         return
     with pytest.raises(TooStale) as stale:
-        run(go("raise"))
+        await generate("raise")
     assert stale.value.rollouts[0].staleness == 2
-    assert run(go("mark")).staleness == 2
-    again = run(go("retry"))
+    assert (await generate("mark")).staleness == 2
+    again = await generate("retry")
     assert again.staleness == 0 and [(s.version, s.start, s.end) for s in again.spans] == [("3", 0, 8)]
 
 
@@ -70,8 +66,10 @@ def test_two_replicas_are_compared_by_publication_and_not_by_epoch_or_label():
         ledger.record_commit(number, "a", "boot-a", epoch_a)
         ledger.record_commit(number, "b", "boot-b", epoch_b)
         ledger.end_publication()
-    made = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
-    spans = [TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in made]
+    sampled = [("a", "boot-a", 7), ("a", "boot-a", 9), ("a", "boot-a", 6), ("b", "boot-b", 2), ("b", "boot-z", 3)]
+    spans = [
+        TokenSpan("same", weight_epoch, 0, 1, False, replica, boot_id) for replica, boot_id, weight_epoch in sampled
+    ]
     assert [ledger.publication_of(span) for span in spans] == [1, 3, 0, 2, 0]
 
 

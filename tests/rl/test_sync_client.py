@@ -1,18 +1,17 @@
-"""The client without an event loop: the same answers, any number of threads, nothing left behind."""
+"""SyncRolloutClient: the methods of RolloutClient, for any number of threads."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.fake_server import FakeServer, Fault
@@ -23,15 +22,11 @@ PARAMS = {"max_tokens": 6, "seed": 1, "ignore_eos": True}
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     """A scripted server in an event loop of its own."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    fake = asyncio.run_coroutine_threadsafe(FakeServer().__aenter__(), loop).result(10)
+    loop = LoopThread("fake-server")
+    fake = loop.run(FakeServer().__aenter__())
     yield fake
-    asyncio.run_coroutine_threadsafe(fake.__aexit__(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
-    loop.close()
+    loop.run(fake.__aexit__())
+    loop.stop()
 
 
 def test_the_sync_client_has_every_method_of_the_async_client():
@@ -52,7 +47,7 @@ def test_generating_pausing_and_publishing_from_many_threads(server):
         assert not server.holds
         assert client.publish({"a": np.ones(2, np.float32)}, 3, via="upload").version == "3"
         many = [r.token_ids for r in client.generate_many([[1, 2]] * 3, PARAMS)]
-        assert many[0] == alone.token_ids and len(set(map(tuple, many))) == 3, "equal prompts draw apart"
+        assert many[0] == alone.token_ids and len(set(map(tuple, many))) == 3, "equal prompts get different answers"
         assert client.generate_many([[1, 2]], PARAMS | {"first_choice": 2})[0].token_ids == many[2]
         assert [r.index for r in client.generate_group([1, 2], PARAMS, n=2)] == [0, 1]
         with pytest.raises(ValueError), client.paused():

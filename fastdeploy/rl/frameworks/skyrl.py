@@ -60,14 +60,14 @@ class FastDeployWeightSender:
         self.publications: list[Publication] = []
 
     def skyrl_set_reset_prefix_cache(self, reset: bool) -> None:
-        """Choose whether the KV of requests in flight is recomputed by the next weights. With both settings, new
-        requests never match prefix KV of older weights."""
+        """Choose whether the KV of requests in flight is recomputed by the next weights. New requests never match
+        prefix KV of older weights, with either setting."""
         self._kv = "recompute" if reset else "keep"
 
     def send_weights(self) -> None:
-        """Publish the source as one commit. Blocks; SkyRL calls this method in a thread without an event loop, with the
-        rank's CUDA device. Raises FleetError if a server refuses. The source is then iterated to its end all the same,
-        since other ranks wait in its collectives."""
+        """Publish the source as one commit. SkyRL calls this method in a thread without an event loop, with the rank's
+        CUDA device. Raises FleetError if a server refuses. The source is iterated to its end also after an error, since
+        other ranks wait in its collectives."""
         pairs = iter(self._source)
         try:
             if self._is_sender:

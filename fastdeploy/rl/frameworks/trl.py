@@ -64,18 +64,16 @@ class FastDeployWeightTransfer:
         the servers expect. After a failure, the servers are resumed before the error is raised."""
         try:
             version = f"{self._label}{len(self.publications)}"
-            state = dict(iterator)
-            self.publications.append(
-                self._connected().publish(state, version, kv=self._kv, **self._publish_options),
-            )
+            publish = self._connected().publish
+            self.publications.append(publish(dict(iterator), version, kv=self._kv, **self._publish_options))
         except BaseException as error:
             with note_cleanup_failure(error):
                 self.resume()
             raise
 
     def resume(self) -> None:
-        """Release the hold of :meth:`pause`, and no other. A second call does nothing. Raises HoldLost if the hold had
-        ended early on a server."""
+        """Release only the hold of :meth:`pause`. A second call does nothing. Raises HoldLost if the hold had ended
+        early on a server."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._connected().resume(hold)

@@ -20,7 +20,6 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import ray
@@ -34,6 +33,7 @@ from fastdeploy.rl.fan_out import fan_out, require_all
 from fastdeploy.rl.frameworks.verl_server import CONTROL_S, Limits, VerlServer
 from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
 from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.state_transfer import NamedTensors
 
 NAME = "fastdeploy"
 # logprobs_mode: verl's names, which are vLLM's, and ours.
@@ -97,7 +97,7 @@ class FastDeployReplica(RolloutReplica):
     """One server for all workers of a replica."""
 
     async def launch_servers(self) -> None:
-        options = _options(self.config)
+        options = dict((self.config.engine_kwargs or {}).get(NAME, {}))
         urls, limits = options.get("urls"), self._limits()
         actor = ray.remote(FastDeployServer).options(
             name=actor_name(self.replica_rank, self.name_suffix), max_concurrency=self.max_concurrency, num_cpus=0
@@ -107,7 +107,8 @@ class FastDeployReplica(RolloutReplica):
         url = urls[index % len(urls)] if urls else None
         control_url = control_urls[index % len(control_urls)] if control_urls else None
         model = str(omega_conf_to_dataclass(self.model_config, HFModelConfig).path)
-        handle = actor.remote(limits, url, control_url, keys_of_environment(), command, model)
+        keys = {name: os.environ.get(variable, "") for name, variable in KEYS.items()}  # the actor may run elsewhere
+        handle = actor.remote(limits, url, control_url, keys, command, model)
         self._server_address = (await handle.start.remote()).removeprefix("http://")
         self._server_handle = handle
         self.servers = [handle]
@@ -135,7 +136,7 @@ class FastDeployReplica(RolloutReplica):
 
 
 class FastDeployAdapter(rollout_base.BaseRollout):
-    """The control of a server's memory and weights by verl's workers. Rank 0 of a replica acts for all its ranks."""
+    """Lets verl's workers control the memory and weights of a server. Rank 0 of a replica acts for all its ranks."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any):
         super().__init__(config, model_config, device_mesh)
@@ -159,13 +160,13 @@ class FastDeployAdapter(rollout_base.BaseRollout):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]],
+        weights: NamedTensors,
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         **_: Any,
     ) -> None:
-        """Publish full tensors to this replica's server as version ``global_steps``; None keeps the version. Without a
-        tensor nothing is done: the checkpoint engine has sent them. Every rank iterates ``weights`` to the end, since
+        """Publish full tensors to this replica's server as version ``global_steps``; None keeps the version. Does
+        nothing without a tensor: the checkpoint engine has sent them. Every rank iterates ``weights`` to the end, since
         each item may be a collective."""
         if wire_format != "named_tensors":
             raise NotImplementedError(f"expected wire_format 'named_tensors', got {wire_format!r}")
@@ -176,20 +177,8 @@ class FastDeployAdapter(rollout_base.BaseRollout):
         elif has_tensors:
             access = await self._server().get_access.remote()
             async with RolloutClient(control_s=CONTROL_S, **access) as client:
-                await publish_step(client, weights, global_steps, chunk_mb=bucket_mb(self.config))
-
-
-def keys_of_environment() -> dict[str, str]:
-    """Return the keys in this process's environment, for actors whose environment may lack them."""
-    return {name: os.environ.get(variable, "") for name, variable in KEYS.items()}
-
-
-def bucket_mb(config: Any) -> int:
-    return config.checkpoint_engine.update_weights_bucket_megabytes
-
-
-def _options(config: Any) -> dict[str, Any]:
-    return dict((config.engine_kwargs or {}).get(NAME, {}))
+                bucket_mb = self.config.checkpoint_engine.update_weights_bucket_megabytes
+                await publish_step(client, weights, global_steps, chunk_mb=bucket_mb)
 
 
 def _free_port() -> int:
@@ -198,9 +187,5 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def register() -> None:
-    RolloutReplicaRegistry.register(NAME, lambda: FastDeployReplica)
-    rollout_base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{FastDeployAdapter.__name__}"
-
-
-register()
+RolloutReplicaRegistry.register(NAME, lambda: FastDeployReplica)
+rollout_base._ROLLOUT_REGISTRY[NAME, "async"] = f"{__name__}.{FastDeployAdapter.__name__}"

@@ -17,7 +17,7 @@ from fastdeploy.rl.frameworks.verl_weights import publish_step
 
 @CheckpointEngineRegistry.register(NAME)
 class FastDeployCheckpointEngine(CheckpointEngine):
-    """Sends weights to servers over HTTP. bucket_size: bytes per chunk. urls, control_urls: addresses of the servers;
+    """Sends weights to servers over HTTP. bucket_size: bytes per part. urls, control_urls: addresses of the servers;
     without them, those of all replicas of this Ray job, with their keys. options: of RolloutClient.publish."""
 
     def __init__(
@@ -40,7 +40,7 @@ class FastDeployCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return no topology: no process group is used."""
+        """Return no topology, since no process group is used."""
         return {}, {}
 
     def init_process_group(self, **_: Any) -> None:
@@ -62,9 +62,8 @@ class FastDeployCheckpointEngine(CheckpointEngine):
             done = await publish_step(client, weights, global_steps, chunk_mb=self._chunk_mb, **self._options)
         timings = [report.unwrap().get("timings_ms", {}) for report in done.reports]
         phases = {name for timing in timings for name in timing}
-        return {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(phases)} | {
-            "weights/sent_bytes": done.nbytes
-        }
+        longest = {f"weights/{name}_ms": max(timing.get(name, 0.0) for timing in timings) for name in sorted(phases)}
+        return longest | {"weights/sent_bytes": done.nbytes}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Yield nothing: the trainer has sent the weights to the servers."""

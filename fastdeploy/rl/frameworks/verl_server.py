@@ -1,8 +1,8 @@
-"""The server handle that verl calls, as HTTP calls to one of our servers. Imports neither verl nor Ray: the module
-``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
+"""The server handle that verl calls. It makes HTTP calls to one of our servers, and imports neither verl nor Ray. The
+module ``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
 
-An aborted generation is returned with its tokens so far and is not continued here: verl's client itself submits prompt
-and tokens again while the stop reason is "aborted".
+An aborted generation is returned with its tokens so far and is not continued here. verl's client submits prompt and
+tokens again while the stop reason is "aborted".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastdeploy.rl.rollout import Rollout
 
 CONTROL_S = 120.0
 SILENCE_S = 60.0
-BUSY_S = 120.0  # how long a request is sent again to a server that takes none
+BUSY_S = 120.0  # time for which a request is sent again to a server that takes none
 DRAIN_S = 600.0
 # Tags of sleep and wake_up: verl's names, and ours.
 TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
@@ -51,31 +51,20 @@ class Limits:
         holds."""
         left = self.max_model_len - prompt_tokens
         if left < 1:
-            raise InvalidField(
-                "prompt_ids", f"{prompt_tokens} tokens leave no room in a context of {self.max_model_len}"
-            )
+            raise InvalidField("prompt_ids", f"expected fewer than {self.max_model_len} tokens, got {prompt_tokens}")
         if asked is None:
             asked = min(self.response_length, self.prompt_length + self.response_length - prompt_tokens)
         return max(1, min(asked, left))
 
 
 class VerlServer:
-    """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields."""
+    """The server handle. output: makes a reply from token_ids, log_probs, stop_reason, num_preempted, extra_fields.
+    access: api_key, control_key and control_url of Replica."""
 
-    def __init__(
-        self,
-        url: str,
-        limits: Limits,
-        output: Callable[..., Any],
-        *,
-        api_key: str | None = None,
-        control_key: str | None = None,
-        control_url: str | None = None,
-    ):
+    def __init__(self, url: str, limits: Limits, output: Callable[..., Any], **access: str | None):
         self._limits = limits
         self._output = output
-        keys = {"api_key": api_key, "control_key": control_key}
-        self._server = Replica(url, http_client(), control_url=control_url, **keys)
+        self._server = Replica(url, http_client(), **access)
         self._holds = Holds([self._server])
         prefix = f"verl-{uuid.uuid4().hex}"
         self._hold_ids = {admission: f"{prefix}-{admission}" for admission in ("hold", "reject")}
@@ -104,9 +93,9 @@ class VerlServer:
 
         A lost connection counts as an abort, as soon as the server answers again. A server that takes no requests is
         asked again after its Retry-After; after BUSY_S the request counts as aborted without a token.
-        Raises Unreachable or EngineDead if the server does not come back, RolloutFailed if the logits were not finite.
-        extra_fields of the reply: global_steps, min_global_steps and max_global_steps (steps of the weights that
-        sampled the tokens), num_cached_tokens."""
+        Raises Unreachable or EngineDead if the server does not answer again, RolloutFailed if the logits were not
+        finite. extra_fields of the reply: global_steps, min_global_steps and max_global_steps (steps of the weights
+        that sampled the tokens), num_cached_tokens."""
         for field, value in (("image_data", image_data), ("video_data", video_data), ("audio_data", audio_data)):
             if value:
                 raise InvalidField(field, "not supported by this server: token ids only")
@@ -128,8 +117,8 @@ class VerlServer:
         return await self._reply(choice.rollout(), usage)
 
     async def _stream_when_admitted(self, choice: PartialRollout) -> Mapping[str, Any]:
-        """Send the request until the server takes it, and return its usage. Raises the refusal after BUSY_S; or after
-        one wait if :meth:`abort_all_requests` asked for rejections, since verl then uses another server."""
+        """Send the request until the server takes it, and return its usage. Raises the refusal after BUSY_S, or after
+        one wait if :meth:`abort_all_requests` asked for rejections: verl then uses another server."""
         now = asyncio.get_running_loop().time
         until = now() + BUSY_S
         while True:
@@ -144,14 +133,14 @@ class VerlServer:
                     raise
 
     async def _stream(self, choice: PartialRollout) -> Mapping[str, Any]:
-        """Add the chunks of the server's stream to ``choice``; return the usage at its end."""
+        """Add the output of the server's stream to ``choice``; return the usage at its end."""
         usage: Mapping[str, Any] = {}
         body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
         async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
             async for event in events:
                 usage = (event or {}).get("usage") or usage
                 for item in (event or {}).get("choices", ()):
-                    choice.add_chunk(item, event.get("system_fingerprint"))
+                    choice.add_output(item, event.get("system_fingerprint"))
         return usage
 
     def _params(self, given: Mapping[str, Any], prompt_tokens: int, request_id: str) -> dict[str, Any]:
@@ -162,17 +151,17 @@ class VerlServer:
         params.setdefault("ignore_eos", self._limits.ignore_eos)
         params.setdefault("logprobs_mode", self._limits.logprobs_mode)
         if self._limits.seed is not None:
-            # The ids of verl's requests are the same in each run. With one seed for all requests, the answers to equal
-            # prompts would be equal.
+            # With one seed for all requests, equal prompts would get equal answers. The ids of verl's requests differ,
+            # and are the same in each run.
             digest = hashlib.sha256(f"{self._limits.seed}/{request_id}".encode()).digest()
             params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
         return params
 
     async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
-        labels = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
-        steps = [step for label in labels if (step := _step(label)) is not None]
+        versions = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
+        steps = [int(version) for version in versions if version.isdigit()]  # other versions are no step
         fields: dict[str, Any] = {
-            # verl wants one number: the step of the oldest token, which decides whether the rollout is too old.
+            # verl takes this step for the age of the whole rollout, so it is that of the oldest token.
             "global_steps": min(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
@@ -253,8 +242,8 @@ class VerlServer:
         return set((await self._call("GET", "/v1/weights"))["asleep"])
 
     async def _set_asleep(self, wanted: set[str]) -> None:
-        """Make exactly the tags in ``wanted`` sleep. Tags that sleep or wake already are left out, since the server
-        refuses those and verl does not."""
+        """Make exactly the tags in ``wanted`` sleep. The server refuses to put to sleep a tag that sleeps, and to wake
+        a tag that is awake, so such tags are left out."""
         now = await self._asleep()
         if wanted - now:
             await self._call("POST", "/v1/sleep", retry=False, json={"tags": sorted(wanted - now)})
@@ -275,8 +264,3 @@ def _tag(tag: str) -> str:
     if tag not in TAGS:
         raise InvalidField("tags", f"expected {', '.join(TAGS)}, got {tag!r}")
     return TAGS[tag]
-
-
-def _step(version: str) -> int | None:
-    """Return the trainer's step of a version; None for a version that is no step."""
-    return int(version) if version.isdigit() else None

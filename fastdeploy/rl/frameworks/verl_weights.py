@@ -9,14 +9,11 @@ from typing import Any
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.frameworks.verl_server import CONTROL_S
 from fastdeploy.rl.publish import Publication
-from fastdeploy.rl.state_transfer import NamedTensors, each_pair
+from fastdeploy.rl.state_transfer import NamedTensors, each_item
 
 
 async def publish_step(
-    client: RolloutClient,
-    weights: NamedTensors,
-    global_steps: int | None,
-    **options: Any,
+    client: RolloutClient, weights: NamedTensors, global_steps: int | None, **options: Any
 ) -> Publication:
     """Publish full tensors as version ``global_steps``; None: as the version that serves now. options: of
     RolloutClient.publish."""
@@ -27,15 +24,14 @@ async def publish_step(
 
 
 async def peek_first(weights: NamedTensors) -> tuple[bool, AsyncIterator[tuple[str, Any]]]:
-    """Return whether there is a first tensor, and an iterator of all tensors."""
-
-    rest = each_pair(weights)
+    """Return whether ``weights`` has a tensor, and an iterator of all tensors."""
+    rest = each_item(weights)
     first = await anext(rest, None)
 
-    async def whole() -> AsyncIterator[tuple[str, Any]]:
+    async def all_pairs() -> AsyncIterator[tuple[str, Any]]:
         if first is not None:
             yield first
             async for pair in rest:
                 yield pair
 
-    return first is not None, whole()
+    return first is not None, all_pairs()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> dict[str, Any]:
+def report(tmp_path_factory) -> dict[str, Any]:
     """The report of verl_child.py."""
     weights = perturbed(tmp_path_factory.mktemp("weights") / "policy-7") / "model.safetensors"
     servers = [Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "1024") for _ in range(2)]
@@ -43,37 +43,37 @@ def told(tmp_path_factory) -> dict[str, Any]:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def test_verls_client_gets_whole_answers(told):
-    for answer in told["alone"]:
-        assert len(answer["ids"]) == len(answer["logprobs"]) == told["max_tokens"]
+def test_verls_client_gets_whole_answers(report):
+    for answer in report["alone"]:
+        assert len(answer["ids"]) == len(answer["logprobs"]) == report["max_tokens"]
         assert answer["stop"] == "completed" and answer["steps"] == [0, 0]
 
 
-def test_an_abort_of_all_requests_does_not_change_the_answers_of_verls_client(told):
-    assert told["resumed_after_abort"] > 0, "not vacuous: something was aborted"
-    assert len(set(told["aborted_ids"])) == told["resumed_after_abort"], "and each is named"
-    for alone, resumed in zip(told["alone"], told["resumed"], strict=True):
+def test_an_abort_of_all_requests_does_not_change_the_answers_of_verls_client(report):
+    assert report["resumed_after_abort"] > 0, "at least one request was aborted"
+    assert len(set(report["aborted_ids"])) == report["resumed_after_abort"], "each of them is named"
+    for alone, resumed in zip(report["alone"], report["resumed"], strict=True):
         assert resumed["ids"] == alone["ids"] and resumed["logprobs"] == alone["logprobs"]
         assert resumed["steps"] == [0, 0]
 
 
-def test_a_weight_sync_during_a_generation_shows_in_the_steps_of_its_tokens(told):
+def test_a_weight_sync_during_a_generation_shows_in_the_steps_of_its_tokens(report):
     """verl reads the least and the greatest step of a rollout's tokens."""
-    assert told["straddling"], "at least one was under way"
-    for answer in told["straddling"]:
+    assert report["straddling"], "at least one request was running"
+    for answer in report["straddling"]:
         assert answer["steps"] == [0, 7] and len(answer["ids"]) == len(answer["logprobs"])
-    for answer, alone in zip(told["after"], told["alone"], strict=True):
+    for answer, alone in zip(report["after"], report["alone"], strict=True):
         assert answer["steps"] == [7, 7] and answer["ids"] != alone["ids"]
 
 
-def test_a_sync_without_a_step_leaves_the_step_of_the_results_as_it_is(told):
-    for answer, labelled in zip(told["unlabelled"], told["after"], strict=True):
+def test_a_sync_without_a_step_leaves_the_step_of_the_results_as_it_is(report):
+    for answer, labelled in zip(report["unlabelled"], report["after"], strict=True):
         assert answer["steps"] == [7, 7] and answer["ids"] == labelled["ids"]
 
 
-def test_the_sync_returns_its_timings_to_the_trainer(told):
-    assert "weights/sent_bytes" in told["metrics"] and any(name.endswith("_ms") for name in told["metrics"])
+def test_the_sync_returns_its_timings_to_the_trainer(report):
+    assert "weights/sent_bytes" in report["metrics"] and any(name.endswith("_ms") for name in report["metrics"])
 
 
-def test_the_server_sleeps_and_wakes_as_verl_asks(told):
-    assert told["asleep"] == [["kv_cache"], []]
+def test_the_server_sleeps_and_wakes_as_verl_asks(report):
+    assert report["asleep"] == [["kv_cache"], []]

@@ -18,7 +18,6 @@ from fastdeploy.rl.errors import RolloutFailed
 from fastdeploy.rl.frameworks import verl_server
 from fastdeploy.rl.frameworks.verl_server import Limits, VerlServer
 from fastdeploy.rl.frameworks.verl_weights import peek_first, publish_step
-from rl.coroutines import run
 from rl.fake_server import FakeServer, Fault
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -29,16 +28,16 @@ LIMITS = Limits(prompt_length=10, response_length=20, max_model_len=64)
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
     """The seconds of each wait that the server handle asked for."""
-    asked: list[float] = []
+    seconds_of_waits: list[float] = []
     sleep = asyncio.sleep
 
-    async def noted(seconds: float) -> None:
-        asked.append(round(seconds, 4))
+    async def record(seconds: float) -> None:
+        seconds_of_waits.append(round(seconds, 4))
         await sleep(seconds)
 
-    monkeypatch.setattr(verl_server, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": noted})))
+    monkeypatch.setattr(verl_server, "asyncio", SimpleNamespace(**(vars(asyncio) | {"sleep": record})))
     monkeypatch.setattr(verl_server, "BACKOFF_S", 0.001)
-    return asked
+    return seconds_of_waits
 
 
 @asynccontextmanager
@@ -49,268 +48,205 @@ async def handle(*faults: Fault | None, limits: Limits = LIMITS):
         await verl.close()
 
 
-def test_a_whole_answer_is_completed_and_says_which_step_made_it():
-    async def go():
-        async with handle() as (server, verl):
-            server.version, before = "41", copy.deepcopy(PARAMS)
-            out = await verl.generate(PROMPT, PARAMS, "r1")
-            assert out.stop_reason == "completed" and len(out.token_ids) == len(out.log_probs) == 8
-            assert [out.extra_fields[f"{which}global_steps"] for which in ("", "min_", "max_")] == [41, 41, 41]
-            assert before == PARAMS and server.requests[0]["request_id"] == "r1"
-            assert server.requests[0]["logprobs_mode"] == "processed"
-            assert (await verl.generate(PROMPT, PARAMS | {"logprobs": False}, "r2")).log_probs is None
-
-    run(go())
+async def test_a_whole_answer_is_completed_and_has_the_step_of_its_weights():
+    async with handle() as (server, verl):
+        server.version, before = "41", copy.deepcopy(PARAMS)
+        out = await verl.generate(PROMPT, PARAMS, "r1")
+        assert out.stop_reason == "completed" and len(out.token_ids) == len(out.log_probs) == 8
+        assert [out.extra_fields[f"{which}global_steps"] for which in ("", "min_", "max_")] == [41, 41, 41]
+        assert before == PARAMS and server.requests[0]["request_id"] == "r1"
+        assert server.requests[0]["logprobs_mode"] == "processed"
+        assert (await verl.generate(PROMPT, PARAMS | {"logprobs": False}, "r2")).log_probs is None
 
 
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("kind", ["abort", "drop", "engine_dead"])
-def test_a_broken_generation_is_returned_as_aborted_with_its_tokens(kind, k):
-    async def go():
-        async with handle(Fault(kind, k)) as (server, verl):
-            out = await verl.generate(PROMPT, PARAMS, "r1")
-            assert out.stop_reason == "aborted" and len(out.token_ids) == len(out.log_probs) == k
-            assert len(server.requests) == 1, "verl's client goes on from there, not we"
-
-    run(go())
+async def test_a_broken_generation_is_returned_as_aborted_with_its_tokens(kind, k):
+    async with handle(Fault(kind, k)) as (server, verl):
+        out = await verl.generate(PROMPT, PARAMS, "r1")
+        assert out.stop_reason == "aborted" and len(out.token_ids) == len(out.log_probs) == k
+        assert len(server.requests) == 1, "verl's client continues, the handle does not"
 
 
-def test_the_reported_step_is_that_of_the_tokens_and_not_of_the_reply():
+async def test_the_reported_steps_are_those_at_which_the_tokens_were_sampled():
+    async with handle() as (server, verl):
+        server.version = "4"
 
-    async def go():
-        async with handle() as (server, verl):
-            server.version = "4"
+        def update(position):
+            if position == 6:
+                server.version, server.weight_epoch = "5", 1
 
-            def update(position):
-                if position == 6:
-                    server.version, server.weight_epoch = "5", 1
-
-            server.before_token = update
-            fields = (await verl.generate(PROMPT, PARAMS, "r1")).extra_fields
-            assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (4, 5, 4)
-            await verl.set_global_steps(9)
-            assert server.calls[-1] == ("/v1/update_weights", {"version": "9"})
-            server.faults.append(Fault("abort", 0))
-            assert (await verl.generate(PROMPT, PARAMS, "r2")).extra_fields["global_steps"] == 9
-
-    run(go())
+        server.before_token = update
+        fields = (await verl.generate(PROMPT, PARAMS, "r1")).extra_fields
+        assert (fields["min_global_steps"], fields["max_global_steps"], fields["global_steps"]) == (4, 5, 4)
+        await verl.set_global_steps(9)
+        assert server.calls[-1] == ("/v1/update_weights", {"version": "9"})
+        server.faults.append(Fault("abort", 0))
+        assert (await verl.generate(PROMPT, PARAMS, "r2")).extra_fields["global_steps"] == 9
 
 
-def test_max_tokens_is_as_asked_or_the_rest_of_the_response_within_the_context():
+async def test_max_tokens_is_as_asked_or_the_rest_of_the_response_within_the_context():
     assert LIMITS.max_tokens(7, 5) == 7
     assert LIMITS.max_tokens(None, 5) == 20 and LIMITS.max_tokens(None, 25) == 5
     assert LIMITS.max_tokens(None, 40) == 1 and LIMITS.max_tokens(99, 60) == 4
     with pytest.raises(InvalidField, match="prompt_ids"):
         LIMITS.max_tokens(1, 64)
-
-    async def go():
-        async with handle() as (server, verl):
-            await verl.generate(PROMPT, {"max_new_tokens": 6}, "r")
-            assert server.requests[0]["max_tokens"] == 6 and "max_new_tokens" not in server.requests[0]
-
-    run(go())
+    async with handle() as (server, verl):
+        await verl.generate(PROMPT, {"max_new_tokens": 6}, "r")
+        assert server.requests[0]["max_tokens"] == 6 and "max_new_tokens" not in server.requests[0]
 
 
-def test_equal_prompts_under_one_seed_get_different_answers_that_each_run_repeats():
-    """verl's full_determinism has one seed per server, and sends the members of a group one by one."""
-    unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
-
-    async def group() -> list[tuple[int, ...]]:
-        async with handle(limits=replace(LIMITS, seed=7)) as (_, verl):
-            return [tuple((await verl.generate(PROMPT, unseeded, f"r{i}")).token_ids) for i in range(4)]
-
-    first = run(group())
-    assert len(set(first)) == 4 and run(group()) == first
+async def test_logits_that_are_not_finite_raise():
+    async with handle(Fault("non_finite", 3)) as (_, verl):
+        with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
+            await verl.generate(PROMPT, PARAMS, "r")
+        assert len(failed.value.partial[0].token_ids) == 3
 
 
-def test_logits_that_are_not_finite_raise_and_are_no_sample():
-    async def go():
-        async with handle(Fault("non_finite", 3)) as (_, verl):
-            with pytest.raises(RolloutFailed, match="non_finite_logits") as failed:
-                await verl.generate(PROMPT, PARAMS, "r")
-            assert len(failed.value.partial[0].token_ids) == 3
-
-    run(go())
+async def test_images_are_refused_by_name():
+    async with handle() as (_, verl):
+        with pytest.raises(InvalidField, match="image_data"):
+            await verl.generate(PROMPT, PARAMS, "r", image_data=[b"x"])
 
 
-def test_images_are_refused_by_name():
-    async def go():
-        async with handle() as (_, verl):
-            with pytest.raises(InvalidField, match="image_data"):
-                await verl.generate(PROMPT, PARAMS, "r", image_data=[b"x"])
+async def test_abort_all_holds_or_rejects_requests_as_asked_until_the_resume():
+    async with handle() as (server, verl):
+        pauses = []
 
-    run(go())
+        def pause(body):
+            pauses.append(body)
+            server.holds[body["hold_id"]] = body["admission"]
+            return {"aborted_ids": ["r1", "r2"], "forced_ids": []}
 
-
-def test_abort_all_holds_or_rejects_requests_as_asked_until_the_resume():
-    async def go():
-        async with handle() as (server, verl):
-            pauses = []
-
-            def pause(body):
-                pauses.append(body)
-                server.holds[body["hold_id"]] = body["admission"]
-                return {"aborted_ids": ["r1", "r2"], "forced_ids": []}
-
-            server._v1_pause = pause
-            assert await verl.abort_all_requests() == {"aborted_count": 2, "request_ids": ["r1", "r2"]}
-            assert pauses[0]["mode"] == "abort" and pauses[0]["clear_cache"] is True and pauses[0]["ttl_s"] == 60.0
-            assert list(server.holds.values()) == ["hold"]
-            await verl.abort_all_requests(reject_request=True)
-            assert list(server.holds.values()) == ["reject"]
-            await verl.abort_all_requests(reset_prefix_cache=False)
-            assert list(server.holds.values()) == ["hold"] and pauses[-1]["clear_cache"] is False
-            server.holds["somebody"] = "hold"
-            await verl.resume_generation()
-            assert server.holds == {"somebody": "hold"}
-
-    run(go())
+        server._v1_pause = pause
+        assert await verl.abort_all_requests() == {"aborted_count": 2, "request_ids": ["r1", "r2"]}
+        assert pauses[0]["mode"] == "abort" and pauses[0]["clear_cache"] is True and pauses[0]["ttl_s"] == 60.0
+        assert list(server.holds.values()) == ["hold"]
+        await verl.abort_all_requests(reject_request=True)
+        assert list(server.holds.values()) == ["reject"]
+        await verl.abort_all_requests(reset_prefix_cache=False)
+        assert list(server.holds.values()) == ["hold"] and pauses[-1]["clear_cache"] is False
+        server.holds["other"] = "hold"
+        await verl.resume_generation()
+        assert server.holds == {"other": "hold"}
 
 
 @pytest.mark.parametrize("kind", ["reject", "full"])
-def test_a_busy_server_is_asked_again_after_its_retry_after(kind, waits):
-    async def go():
-        async with handle(*[Fault(kind)] * 5) as (server, verl):
-            out = await verl.generate(PROMPT, PARAMS, "r1")
-            assert out.stop_reason == "completed" and len(out.token_ids) == 8
-            assert [body["request_id"] for body in server.requests] == ["r1"] * 6, "an id that was never taken"
-            assert waits == [0.01] * 5
-
-    run(go())
+async def test_a_busy_server_is_asked_again_after_its_retry_after(kind, waits):
+    async with handle(*[Fault(kind)] * 5) as (server, verl):
+        out = await verl.generate(PROMPT, PARAMS, "r1")
+        assert out.stop_reason == "completed" and len(out.token_ids) == 8
+        assert [body["request_id"] for body in server.requests] == ["r1"] * 6, "no server had accepted the id"
+        assert waits == [0.01] * 5
 
 
-def test_a_lasting_refusal_ends_as_an_abort_without_a_busy_loop(waits, monkeypatch):
+async def test_a_lasting_refusal_ends_as_an_abort_without_a_busy_loop(waits, monkeypatch):
     monkeypatch.setattr(verl_server, "BUSY_S", 0.05)
-
-    async def go():
-        async with handle(*[Fault("full")] * 1000) as (server, verl):
-            out = await verl.generate(PROMPT, PARAMS, "r1")
-            assert out.stop_reason == "aborted" and out.token_ids == []
-            assert len(server.requests) == len(waits) >= 1, "each refusal is waited for"
-            assert set(waits[:-1]) <= {0.01} and waits[-1] <= 0.01
-
-    run(go())
+    async with handle(*[Fault("full")] * 1000) as (server, verl):
+        out = await verl.generate(PROMPT, PARAMS, "r1")
+        assert out.stop_reason == "aborted" and out.token_ids == []
+        assert len(server.requests) == len(waits) >= 1, "a wait follows each refusal"
+        assert set(waits[:-1]) <= {0.01} and waits[-1] <= 0.01
 
 
-def test_a_request_during_rejections_that_verl_asked_for_is_aborted_after_one_wait(waits):
-    """verl sends the request to another server; this one is not resumed soon."""
-
-    async def go():
-        async with handle() as (server, verl):
-            server._v1_pause = lambda body: {"aborted_ids": []}
-            await verl.abort_all_requests(reject_request=True)
-            server.faults.extend([Fault("reject")] * 9)
-            rejected = await verl.generate(PROMPT, PARAMS, "late")
-            assert rejected.stop_reason == "aborted" and rejected.token_ids == []
-            assert len(server.requests) == 1 and waits == [0.01]
-
-    run(go())
+async def test_a_request_is_aborted_after_one_wait_if_verl_asked_for_rejections(waits):
+    """verl then sends the request to another server."""
+    async with handle() as (server, verl):
+        server._v1_pause = lambda body: {"aborted_ids": []}
+        await verl.abort_all_requests(reject_request=True)
+        server.faults.extend([Fault("reject")] * 9)
+        rejected = await verl.generate(PROMPT, PARAMS, "late")
+        assert rejected.stop_reason == "aborted" and rejected.token_ids == []
+        assert len(server.requests) == 1 and waits == [0.01]
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_wrong_key_raises_at_once(status):
-    async def go():
-        async with handle() as (server, verl):
-            server.refuse["/v1/completions"] = deque([(status, "invalid_api_key")] * 9)
-            with pytest.raises(FastDeployError, match="invalid_api_key"):
-                await verl.generate(PROMPT, PARAMS, "r1")
-            assert len(server.requests) == 1
-
-    run(go())
+async def test_a_wrong_key_raises_at_once(status):
+    async with handle() as (server, verl):
+        server.refuse["/v1/completions"] = deque([(status, "invalid_api_key")] * 9)
+        with pytest.raises(FastDeployError, match="invalid_api_key"):
+            await verl.generate(PROMPT, PARAMS, "r1")
+        assert len(server.requests) == 1
 
 
-def test_requests_of_a_seeded_run_get_different_seeds_that_each_run_repeats():
-    async def go():
-        seeds = []
-        for _ in range(2):
-            async with handle(limits=replace(LIMITS, seed=5)) as (server, verl):
-                params = {name: value for name, value in PARAMS.items() if name != "seed"}
-                for k in range(4):
-                    await verl.generate(PROMPT, params, f"sample-{k}")
-                await verl.generate(PROMPT, PARAMS, "asked")
-                seeds.append([body["seed"] for body in server.requests])
-        assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5 and seeds[0][-1] == PARAMS["seed"]
-        assert all(0 <= seed < 2**63 for seed in seeds[0])
-
-    run(go())
+async def test_equal_prompts_of_a_seeded_run_get_different_answers_that_each_run_repeats():
+    """verl's full_determinism has one seed per server, and sends the members of a group one by one."""
+    unseeded = {name: value for name, value in PARAMS.items() if name != "seed"}
+    seeds, answers = [], []
+    for _ in range(2):
+        async with handle(limits=replace(LIMITS, seed=5)) as (server, verl):
+            answers.append([tuple((await verl.generate(PROMPT, unseeded, f"r{k}")).token_ids) for k in range(4)])
+            await verl.generate(PROMPT, PARAMS, "with a seed")
+            seeds.append([body["seed"] for body in server.requests])
+    assert seeds[0] == seeds[1] and len(set(seeds[0])) == 5 and seeds[0][-1] == PARAMS["seed"]
+    assert answers[0] == answers[1] and len(set(answers[0])) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds[0])
 
 
-def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
-    async def go():
-        async with handle() as (server, verl), RolloutClient(server.url) as client:
-            server.version = "41"
-            for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
-                weight_epoch = server.weight_epoch
-                tensors = iter([("a", np.ones(2, np.float32))])
-                await publish_step(client, tensors, global_steps, via="upload")
-                assert server.weight_epoch == weight_epoch + 1
-                fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
-                assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
-
-    run(go())
+async def test_an_update_without_a_step_keeps_the_last_step_of_the_results():
+    async with handle() as (server, verl), RolloutClient(server.url) as client:
+        server.version = "41"
+        for global_steps, expected in ((None, 41), (42, 42), (None, 42)):
+            weight_epoch = server.weight_epoch
+            tensors = iter([("a", np.ones(2, np.float32))])
+            await publish_step(client, tensors, global_steps, via="upload")
+            assert server.weight_epoch == weight_epoch + 1
+            fields = (await verl.generate(PROMPT, PARAMS, f"r{weight_epoch}")).extra_fields
+            assert (fields["global_steps"], fields["max_global_steps"]) == (expected, expected)
 
 
-def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_is_detected():
+async def test_tensors_of_sync_and_async_iterators_arrive_and_an_empty_iterator_is_detected():
     async def pairs():
         for k in range(3):
             yield k, k
 
-    async def go():
-        for weights in (pairs(), iter([(k, k) for k in range(3)])):
-            some, all_of_them = await peek_first(weights)
-            assert some and [pair async for pair in all_of_them] == [(0, 0), (1, 1), (2, 2)]
-        some, all_of_them = await peek_first(iter([]))
-        assert not some and [pair async for pair in all_of_them] == []
-
-    run(go())
+    for weights in (pairs(), iter([(k, k) for k in range(3)])):
+        some, all_of_them = await peek_first(weights)
+        assert some and [pair async for pair in all_of_them] == [(0, 0), (1, 1), (2, 2)]
+    some, all_of_them = await peek_first(iter([]))
+    assert not some and [pair async for pair in all_of_them] == []
 
 
-def test_sleeping_twice_and_waking_what_is_awake_are_fine():
-    async def go():
-        async with handle() as (server, verl):
-            asleep: set[str] = set()
+async def test_a_repeated_sleep_or_wake_up_changes_nothing():
+    async with handle() as (server, verl):
+        asleep: set[str] = set()
 
-            def change(how):
-                def changed(body):
-                    tags = set(body["tags"])
-                    assert not (asleep & tags if how is set.update else tags - asleep), "the server refuses that"
-                    how(asleep, tags)
-                    return {}
+        def change(how):
+            def changed(body):
+                tags = set(body["tags"])
+                assert not (asleep & tags if how is set.update else tags - asleep), "the server refuses that"
+                how(asleep, tags)
+                return {}
 
-                return changed
+            return changed
 
-            server._v1_weights = lambda body: {"asleep": sorted(asleep)}
-            server._v1_sleep, server._v1_wakeup = change(set.update), change(set.difference_update)
-            steps = [
-                (verl.release_kv_cache, {"kv_cache"}),
-                (verl.release_kv_cache, {"kv_cache"}),
-                (verl.sleep, {"weight", "kv_cache"}),
-                (verl.sleep, {"weight", "kv_cache"}),
-                (lambda: verl.wake_up(["weights"]), {"kv_cache"}),
-                (verl.resume_kv_cache, set()),
-                (verl.wake_up, set()),
-            ]
-            for step, expected in steps:
-                await step()
-                assert asleep == expected
-            with pytest.raises(InvalidField, match="tags"):
-                await verl.wake_up(["brain"])
-        async with handle(limits=Limits(1, 1, 9, sleeps=False, frees_kv=False)) as (server, verl):
-            for call in (verl.sleep, verl.wake_up, verl.release_kv_cache, verl.resume_kv_cache):
-                await call()
-            assert server.calls == []
-
-    run(go())
+        server._v1_weights = lambda body: {"asleep": sorted(asleep)}
+        server._v1_sleep, server._v1_wakeup = change(set.update), change(set.difference_update)
+        steps = [
+            (verl.release_kv_cache, {"kv_cache"}),
+            (verl.release_kv_cache, {"kv_cache"}),
+            (verl.sleep, {"weight", "kv_cache"}),
+            (verl.sleep, {"weight", "kv_cache"}),
+            (lambda: verl.wake_up(["weights"]), {"kv_cache"}),
+            (verl.resume_kv_cache, set()),
+            (verl.wake_up, set()),
+        ]
+        for step, expected in steps:
+            await step()
+            assert asleep == expected
+        with pytest.raises(InvalidField, match="tags"):
+            await verl.wake_up(["unknown"])
+    async with handle(limits=Limits(1, 1, 9, sleeps=False, frees_kv=False)) as (server, verl):
+        for call in (verl.sleep, verl.wake_up, verl.release_kv_cache, verl.resume_kv_cache):
+            await call()
+        assert server.calls == []
 
 
-def test_one_request_is_aborted_by_its_id():
-    async def go():
-        async with handle() as (server, verl):
-            known = {"r1"}
-            server._v1_abort_requests = lambda body: {"aborted": [r for r in body["req_ids"] if r in known]}
-            assert await verl.abort_request("r1") == {"aborted": True, "request_id": "r1"}
-            assert server.paths()[-1] == "/reset_prefix_cache"
-            assert (await verl.abort_request("nobody"))["aborted"] is False
-            assert server.paths()[-1] == "/v1/abort_requests"
-
-    run(go())
+async def test_one_request_is_aborted_by_its_id():
+    async with handle() as (server, verl):
+        known = {"r1"}
+        server._v1_abort_requests = lambda body: {"aborted": [r for r in body["req_ids"] if r in known]}
+        assert await verl.abort_request("r1") == {"aborted": True, "request_id": "r1"}
+        assert server.paths()[-1] == "/reset_prefix_cache"
+        assert (await verl.abort_request("unknown"))["aborted"] is False
+        assert server.paths()[-1] == "/v1/abort_requests"
