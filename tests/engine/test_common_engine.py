@@ -115,13 +115,12 @@ def test_wait_ends_what_has_started_and_keeps_the_rest_queued():
     assert h.stream("r5").tokens == expected_tokens([6] * 3, 12)
 
 
-def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token(tmp_path):
-    (tmp_path / "w7").mkdir()
+def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token():
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=20)
     h.run_rounds(5)
     before = len(h.stream("r").tokens)
-    reply = h.update(tmp_path / "w7", version="v7")
+    reply = h.update("/w7", version="v7")
     assert reply.failure is None and reply.result["version"] == "v7" and reply.result["weight_epoch"] == 1
     h.run_out()
     stream = h.stream("r")
@@ -257,8 +256,7 @@ def test_a_request_that_fills_the_whole_pool_is_served_though_its_prompt_is_cach
         assert h.stream(name).tokens == expected_tokens([5] * 31, 1)
 
 
-def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
-    (tmp_path / "w1").mkdir()
+def test_a_failing_step_answers_everything_once_and_ends_the_loop():
     h = Harness()
     h.connect("b")
     h.transport.mute.add("b")
@@ -266,7 +264,7 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
     h.run_rounds(3)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
+    calls = [h.call(m.UpdateWeightsArgs(FolderSource("/w1"))), h.call(m.PauseArgs(mode="wait"), "b")]
     h.run_rounds()
     h.runner.fail_next = True
     with pytest.raises(EngineError, match="the worker died"):
@@ -276,11 +274,10 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     assert h.reply(calls[0]).failure.code == h.reply(calls[1], "b").failure.code == "engine_error"
 
 
-def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
-    (tmp_path / "w1").mkdir()
+def test_a_commit_that_fails_answers_its_caller_too():
     h = Harness()
     h.runner.commit = None
-    call = h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     h.run_rounds()
     with pytest.raises(EngineError):
         h.engine.run()

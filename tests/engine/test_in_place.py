@@ -11,11 +11,11 @@ from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
 
 
-def test_in_place_needs_a_paused_engine(folders):
+def test_in_place_needs_a_paused_engine():
     h = Harness()
     for args in (
         m.BeginUpdateArgs(in_place=True),
-        m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), in_place=True),
+        m.UpdateWeightsArgs(FolderSource("/w1"), in_place=True),
     ):
         assert failure(h, args).code == "wrong_order"
     h.add("r", PROMPT, max_tokens=50)
@@ -26,13 +26,13 @@ def test_in_place_needs_a_paused_engine(folders):
     assert hold_ids(h) == ["anonymous-1"] and h.engine.weights.session is None
 
 
-def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_only_its_own_hold(folders):
+def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_only_its_own_hold():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
     h.run_rounds(4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert h.resume().result["still_held_by"] == ["in_place"]
     refused = failure(h, m.ResumeArgs("in_place"))
     assert (refused.code, refused.detail["param"]) == ("resume_refused", "hold_id")
@@ -44,36 +44,36 @@ def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_
     h.run_out()
     assert {s.weight_epoch for s in h.stream("r").spans} == {0, 1} and h.stream("r").reason == "length"
     h.pause(mode="keep", hold_id="mine")
-    assert h.update(folders / "w2", in_place=True).failure is None
+    assert h.update("/w2", in_place=True).failure is None
     assert hold_ids(h) == ["mine"], "an update never resumes"
 
 
-def abort_it(h: Harness, session: str, folders) -> None:
+def abort_it(h: Harness, session: str) -> None:
     h.ask(m.AbortUpdateArgs(session))
 
 
-def let_it_expire(h: Harness, session: str, folders) -> None:
+def let_it_expire(h: Harness, session: str) -> None:
     h.now += 301.0
 
 
-def send_it_garbage(h: Harness, session: str, folders) -> None:
-    chunk(h, session, folders / "garbage")
+def send_it_garbage(h: Harness, session: str) -> None:
+    chunk(h, session, "/garbage")
 
 
-def reset_it(h: Harness, session: str, folders) -> None:
+def reset_it(h: Harness, session: str) -> None:
     h.ask(m.ResetArgs())
 
 
 @pytest.mark.parametrize("fail", [abort_it, let_it_expire, send_it_garbage, reset_it])
 @pytest.mark.parametrize("good", ["session", "one call", "beside"])
-def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(folders, fail, good):
+def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(fail, good):
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
     h.run_rounds(4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
-    chunk(h, session, folders / "w1")
-    fail(h, session, folders)
+    chunk(h, session, "/w1")
+    fail(h, session)
     h.run_rounds(3)
     h.resume()
     assert failure(h, m.ResumeArgs("in_place")).code == "resume_refused"
@@ -84,26 +84,26 @@ def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(folders, fail
     assert failure(h, m.WeightInfoArgs(checksums=True)).code == "wrong_order"
     if good == "session":
         session = begin(h, in_place=True)
-        chunk(h, session, folders / "w2")
+        chunk(h, session, "/w2")
         assert commit(h, session).failure is None
     else:
-        assert h.update(folders / "w2", in_place=good == "one call").failure is None
+        assert h.update("/w2", in_place=good == "one call").failure is None
     h.run_out()
     assert h.stream("later").tokens == expected_tokens(PROMPT, 5, weights=2) and not h.status()["is_paused"]
 
 
 @pytest.mark.parametrize("fail", [abort_it, let_it_expire, reset_it])
-def test_a_session_in_place_that_staged_nothing_gives_the_engine_back(folders, fail):
+def test_a_session_in_place_that_staged_nothing_gives_the_engine_back(fail):
     h = paused()
     session = begin(h, in_place=True)
-    fail(h, session, folders)
+    fail(h, session)
     h.run_rounds(3)
     assert "in_place" not in hold_ids(h)
     h.resume()
     assert_serves(h, 0)
 
 
-def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next(folders):
+def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next():
     h = paused()
     begin(h, in_place=True)
     h.call(m.AbortUpdateArgs())
@@ -113,9 +113,9 @@ def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next(f
     assert hold_ids(h) == ["in_place"] and h.engine.weights.session.in_place
 
 
-def test_the_fake_would_notice_a_step_without_whole_weights(folders):
+def test_the_fake_would_notice_a_step_without_whole_weights():
     runner = FakeRunner()
     staging = runner.begin_update(partial=False, in_place=True)
-    staging.add(FolderSource(str(folders / "w1")), {})
+    staging.add(FolderSource("/w1"), {})
     with pytest.raises(AssertionError, match="without weights"):
         runner.execute(None)

@@ -13,7 +13,7 @@ from support.fake_runner import expected_tokens
 from support.harness import Harness
 
 
-def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
+def test_a_relabel_changes_no_past_span_no_kv_and_no_request():
     """26"""
     h = Harness()
     h.add("r", list(range(1, 17)), n=2, max_tokens=12)
@@ -44,7 +44,7 @@ def test_a_relabel_is_no_publication():
     assert hold_ids(h) == ["republish"]
 
 
-def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(folders):
+def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv():
     h = Harness()
     h.connect("b")
     prompt = list(range(1, 17))
@@ -56,7 +56,7 @@ def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(f
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="named")
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     result = h.ask(m.ResetArgs(version="fresh")).result
     assert (result["aborted"], result["released"], result["sessions_aborted"]) == (2, ["anonymous-1"], [session])
     assert (result["version"], result["weight_epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
@@ -118,10 +118,10 @@ def test_after_a_reset_no_request_matches_what_was_cached_before():
     assert h.engine.kv.hit_tokens == 0
 
 
-def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders):
+def test_info_tells_the_session_and_checksums_are_computed_beside_steps():
     h = Harness()
     begin(h, version="v1", partial=True, placed_by="sglang", lease_s=9.0)
-    chunk(h, h.engine.weights.session.id, folders / "w1")
+    chunk(h, h.engine.weights.session.id, "/w1")
     h.now += 2.0
     info = h.ask(m.WeightInfoArgs()).result
     assert (info["version"], info["weight_epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
@@ -142,10 +142,10 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
     assert result["checksum"] == hashlib.sha256(f"weights:{one}\n".encode()).hexdigest()
 
 
-def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as_those_that_serve(folders):
+def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as_those_that_serve():
     h = Harness()
     h.runner.may_stage.clear()
-    update = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
+    update = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     call = h.call(m.WeightInfoArgs(checksums=True))
     h.run_rounds(2)
     h.runner.may_stage.set()
@@ -155,7 +155,7 @@ def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as
     assert reply.failure is not None and reply.failure.code == "wrong_order"
 
 
-def test_metrics_tell_of_sessions_commits_and_sleep(folders):
+def test_metrics_tell_of_sessions_commits_and_sleep():
     h = Harness()
 
     def value(name: str) -> float:
@@ -166,7 +166,7 @@ def test_metrics_tell_of_sessions_commits_and_sleep(folders):
     assert value("weight_session_open") == 1 and value("weight_updates_failed") == 0
     h.ask(m.AbortUpdateArgs())
     assert value("weight_session_open") == 0 and value("weight_updates_failed") == 1
-    h.update(folders / "w1")
+    h.update("/w1")
     assert value("weight_epoch") == 1 and value("weight_updates_failed") == 1 and value("weight_commit_seconds") == 0
     h.ask(m.SleepArgs(("weight",)), rounds=5)
     assert value('asleep{tag="weight"}') == 1 and value('asleep{tag="kv_cache"}') == 0

@@ -185,10 +185,10 @@ def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
     assert hits == [11, 0]
 
 
-def test_a_commit_and_a_label_show_in_the_spans_of_every_scope(folders):
+def test_a_commit_and_a_label_show_in_the_spans_of_every_scope():
     h = two_scopes()
     h.pause(mode="keep", scope="a")
-    h.update(folders / "w1", version="new")
+    h.update("/w1", version="new")
     h.ask(m.SetVersionArgs("label"))
     assert h.ask(m.ResumeArgs(scope="a")).result["version"] == "label"
     h.run_out()

@@ -274,11 +274,11 @@ def test_a_wake_up_that_finds_no_memory_changes_nothing_and_may_be_tried_again()
 # ---------------------------------------------------------------------- sleep and updates
 
 
-def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing(folders):
+def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing():
     """25"""
     h = Harness()
     sleep(h)
-    source = FolderSource(str(folders / "w1"))
+    source = FolderSource("/w1")
     for args in (m.UpdateWeightsArgs(source), m.BeginUpdateArgs(), m.BeginUpdateArgs(in_place=True)):
         assert h.ask(args).failure.code == "wrong_order"
     assert h.ask(m.WeightInfoArgs(checksums=True)).failure.code == "wrong_order"
@@ -286,14 +286,14 @@ def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing(fo
     assert_serves(h, 0)
 
 
-def test_weights_may_be_updated_while_only_kv_sleeps(folders):
+def test_weights_may_be_updated_while_only_kv_sleeps():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
     h.run_rounds(4)
     sleep(h)
     wake(h, "weight")
     for i, args in enumerate(({}, {"in_place": True}), 1):
-        assert h.update(folders / f"w{i}", **args).failure is None
+        assert h.update(f"/w{i}", **args).failure is None
     h.run_rounds(3)
     assert list(holds(h)) == ["sleep"], "an update wakes nobody"
     wake(h, "kv_cache")
@@ -304,19 +304,19 @@ def test_weights_may_be_updated_while_only_kv_sleeps(folders):
     assert_serves(h, 2)
 
 
-def test_weights_do_not_sleep_under_an_open_session_and_kv_may(folders):
+def test_weights_do_not_sleep_under_an_open_session_and_kv_may():
     h = Harness()
     session = h.ask(m.BeginUpdateArgs()).result["session_id"]
     for tags in (("weight",), ()):
         assert h.ask(m.SleepArgs(tags)).failure.code == "wrong_order" and not holds(h)
     assert sleep(h, "kv_cache").failure is None
-    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), rounds=2)
+    h.ask(m.UpdateChunkArgs(session, FolderSource("/w1")), rounds=2)
     assert h.ask(m.CommitUpdateArgs(session), rounds=2).failure is None
     wake(h)
     assert_serves(h, 1)
 
 
-def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_runs_on(folders):
+def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_runs_on():
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
     h.run_rounds(3)
@@ -326,7 +326,7 @@ def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_ru
     h.run_out()
     h.run_rounds(3)
     assert h.reply(call).failure.code == "wrong_order" and not holds(h) and not h.runner.asleep
-    h.ask(m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), rounds=2)
+    h.ask(m.UpdateChunkArgs(session, FolderSource("/w1")), rounds=2)
     assert h.ask(m.CommitUpdateArgs(session), rounds=2).failure is None
     assert_serves(h, 1)
 
@@ -355,7 +355,7 @@ def test_a_failing_engine_answers_a_sleep_that_waits_for_a_thread():
     assert h.reply(call).failure.code == "engine_error"
 
 
-def test_discarded_weights_hold_the_engine_until_others_are_published(folders):
+def test_discarded_weights_hold_the_engine_until_others_are_published():
     """33"""
     h = Harness()
     h.add("r", PROMPT, max_tokens=12)
@@ -365,22 +365,22 @@ def test_discarded_weights_hold_the_engine_until_others_are_published(folders):
     assert woken["still_held_by"] == ["republish"] and woken["asleep"] == []
     assert h.ask(m.ResumeArgs("republish")).failure.code == "resume_refused", "there is nothing to run with"
     assert h.ask(m.BeginUpdateArgs(partial=True)).failure.code == "wrong_order"
-    assert h.update(folders / "bad").failure.code == "weight_update_refused"
+    assert h.update("/bad").failure.code == "weight_update_refused"
     h.resume()
     h.run_rounds(3)
     assert h.status()["is_paused"]
-    assert h.update(folders / "w1").failure is None and not holds(h)
+    assert h.update("/w1").failure is None and not holds(h)
     h.run_out()
     assert h.stream("r").reason == "length"
     assert_serves(h, 1)
 
 
-def test_discarded_weights_hold_the_engine_also_where_an_operator_could_have_released_a_lost_commit(folders):
+def test_discarded_weights_hold_the_engine_also_where_an_operator_could_have_released_a_lost_commit():
     h = Harness(lost_commit=True)
     sleep(h, discard=True)
     wake(h)
     assert h.ask(m.ResumeArgs("republish")).failure.code == "resume_refused"
-    assert h.update(folders / "w1").failure is None
+    assert h.update("/w1").failure is None
     assert_serves(h, 1)
 
 

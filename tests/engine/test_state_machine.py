@@ -58,8 +58,8 @@ PAUSES = st.builds(
     hold_id=HOLDS,
     scope=SCOPES,
 )
-FOLDERS = ["w1", "w2", "w3-recompute", "bad", "garbage"]
-UPDATES = [("w1", "keep"), ("w2", "keep"), ("w3-recompute", "recompute"), ("bad", "keep"), ("garbage", "recompute")]
+FOLDERS = ["/w1", "/w2", "/w3-recompute", "/bad", "/garbage"]
+UPDATES = list(zip(FOLDERS, ["keep", "keep", "recompute", "keep", "recompute"], strict=True))
 TAGS = st.sampled_from([(), ("weight",), ("kv_cache",), ("weight", "kv_cache")])
 SYSTEM_HOLDS = {"sleep", "in_place", "republish"}
 # Answered when the work is done; every other call at once.
@@ -87,14 +87,13 @@ class Publication:
     committing: bool = False
 
     def weights(self, serving: int) -> int:
-        last = int((self.names or ["w0"])[-1][1:].partition("-")[0])
+        last = int((self.names or ["/w0"])[-1][2:].partition("-")[0])
         return last + (serving if self.partial else 0)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    def __init__(self, folder):
+    def __init__(self):
         super().__init__()
-        self.folder = folder
         self.ids = count()
         self.start_engine()
 
@@ -291,7 +290,7 @@ class EngineMachine(RuleBasedStateMachine):
         if slow:
             self.h.runner.may_stage.clear()
         folder, kv = update
-        source = FolderSource(str(self.folder / folder))
+        source = FolderSource(folder)
         args = m.UpdateWeightsArgs(source, version, kv=kv, partial=partial, in_place=in_place)
         self.call_and_note(args, client := self.some_client(data), version, partial, [folder])
         if self.engine.weights.session is not None and client in self.live_clients():
@@ -314,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
         session_id = self.some_session(data)
         if slow:
             self.h.runner.may_stage.clear()
-        self.call(m.UpdateChunkArgs(session_id, FolderSource(str(self.folder / name))), self.some_client(data))
+        self.call(m.UpdateChunkArgs(session_id, FolderSource(name)), self.some_client(data))
         if not self.publications[session_id].committing:
             self.publications[session_id].names.append(name)
 
@@ -345,7 +344,7 @@ class EngineMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([session.id] * 9 + ids[-1:] if session else ids), label="session")
 
     @precondition(lambda self: self.engine.weights.session is None)
-    @rule(data=st.data(), names=st.permutations(["w1", "w2"]), lease_s=st.sampled_from([3.0, 300.0]),
+    @rule(data=st.data(), names=st.permutations(["/w1", "/w2"]), lease_s=st.sampled_from([3.0, 300.0]),
           partial=st.booleans(), then=st.sampled_from(["commit", "commit", "silence"]))  # fmt: skip
     def a_trainer_publishes(self, data, names, lease_s, partial, then):
         """In place if the engine is paused."""
@@ -354,7 +353,7 @@ class EngineMachine(RuleBasedStateMachine):
         if session is None:
             return
         for name in names:
-            self.call(m.UpdateChunkArgs(session.id, FolderSource(str(self.folder / name))), self.some_client(data))
+            self.call(m.UpdateChunkArgs(session.id, FolderSource(name)), self.some_client(data))
             self.publications[session.id].names.append(name)
         if then == "commit":
             self.call(m.CommitUpdateArgs(session.id), self.some_client(data))
@@ -419,8 +418,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.call(m.WakeArgs(), client)
             self.step()
         if not self.h.runner.has_weights:
-            args = m.UpdateWeightsArgs(FolderSource(str(self.folder / "w2")))
-            self.call_and_note(args, client, None, False, ["w2"])
+            args = m.UpdateWeightsArgs(FolderSource("/w2"))
+            self.call_and_note(args, client, None, False, ["/w2"])
         self.finish_all_work()
 
     def finish_all_work(self) -> None:
@@ -507,7 +506,7 @@ class EngineMachine(RuleBasedStateMachine):
         """``serving``: the weights before."""
         self.witness.weights[weight_epoch] = told.weights(serving)
         self.witness.versions[weight_epoch] = told.version or str(weight_epoch)
-        assert told.committing and "bad" not in told.names and "garbage" not in told.names
+        assert told.committing and "/bad" not in told.names and "/garbage" not in told.names
         assert self.h.runner.weights == told.weights(serving), "what was committed was not asked for"
         assert self.h.served.version == self.witness.versions[weight_epoch]
         event("commit")
@@ -625,11 +624,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
 
 
-def explore(folder, caplog, examples: int, steps: int, shrink: bool) -> None:
+def explore(caplog, examples: int, steps: int, shrink: bool) -> None:
     """Without ``shrink`` a failure is shown as it was found: shrinking takes minutes."""
     caplog.set_level(logging.CRITICAL, logger="fastdeploy.engine")
-    for name in FOLDERS:
-        (folder / name).mkdir()
+
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -640,14 +638,14 @@ def explore(folder, caplog, examples: int, steps: int, shrink: bool) -> None:
         print_blob=False,
         phases=[Search.generate, Search.shrink] if shrink else [Search.generate],
     )
-    run_state_machine_as_test(lambda: EngineMachine(folder), settings=profile)
+    run_state_machine_as_test(EngineMachine, settings=profile)
 
 
-def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=80, steps=60, shrink=False)
+def test_no_order_of_events_breaks_a_promise(caplog):
+    explore(caplog, examples=80, steps=60, shrink=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_order_of_events_breaks_a_promise_in_a_long_search(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=3000, steps=150, shrink=True)
+def test_no_order_of_events_breaks_a_promise_in_a_long_search(caplog):
+    explore(caplog, examples=3000, steps=150, shrink=True)

@@ -44,16 +44,16 @@ def test_an_ended_session_never_moves_again_and_every_other_can_end():
 # ---------------------------------------------------------------------- the good way
 
 
-def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(folders):
+def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests():
     h = Harness()
     h.add("r", PROMPT, max_tokens=30)
     h.run_rounds(3)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
     assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
     session = opened["session_id"]
-    first = chunk(h, session, folders / "w1").result
+    first = chunk(h, session, "/w1").result
     assert (first["session_id"], first["tensors"], first["nbytes"], first["tensors_received"]) == (session, 3, 12, 3)
-    assert chunk(h, session, folders / "w2").result["tensors_received"] == 6
+    assert chunk(h, session, "/w2").result["tensors_received"] == 6
     assert h.served.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
     report = commit(h, session).result
     assert (report["status"], report["version"], report["weight_epoch"]) == ("committed", "v1", 1)
@@ -70,33 +70,33 @@ def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(fo
     ("at_begin", "at_chunk", "at_commit", "label"),
     [(None, None, None, "1"), ("b", None, None, "b"), ("b", "c", None, "c"), ("b", "c", "d", "d")],
 )  # fmt: skip
-def test_the_label_named_last_is_the_one(folders, at_begin, at_chunk, at_commit, label):
+def test_the_label_named_last_is_the_one(at_begin, at_chunk, at_commit, label):
     h = Harness()
     session = begin(h, version=at_begin)
-    chunk(h, session, folders / "w1", version=at_chunk)
+    chunk(h, session, "/w1", version=at_chunk)
     assert commit(h, session, version=at_commit).result["version"] == label == h.served.version
 
 
-def test_kv_of_the_commit_goes_over_that_of_begin(folders):
+def test_kv_of_the_commit_goes_over_that_of_begin():
     """The fake runner refuses KV of the old weights after a commit of w1-recompute."""
     h = Harness()
     h.add("r", PROMPT, max_tokens=20)
     h.run_rounds(5)
     session = begin(h, kv="keep")
-    chunk(h, session, folders / "w1-recompute")
+    chunk(h, session, "/w1-recompute")
     report = commit(h, session, kv="recompute").result
     assert report["kv"] == "recompute" and report["tokens_to_recompute"] > 0
     h.run_out()
     assert h.stream("r").reason == "length"
 
 
-def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_behind_them_refused(folders):
+def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_behind_them_refused():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     done = h.call(m.CommitUpdateArgs(session))
-    late = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w3"))))
+    late = h.call(m.UpdateChunkArgs(session, FolderSource("/w3")))
     again = h.call(m.CommitUpdateArgs(session))
     h.run_rounds(3)
     assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "it is being committed"
@@ -107,45 +107,45 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     assert h.reply(done).failure is None and h.runner.weights == 2
 
 
-def test_a_partial_session_adds_to_what_serves_at_its_commit(folders):
+def test_a_partial_session_adds_to_what_serves_at_its_commit():
     h = Harness()
-    h.update(folders / "w2")
+    h.update("/w2")
     session = begin(h, partial=True)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None
     assert_serves(h, 3)
 
 
-def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_which(folders):
+def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_which():
     h = Harness()
     session = begin(h)
     reply = commit(h, session)
     assert reply.failure.code == "weight_update_refused" and "tensor a" in reply.failure.message
     assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
     assert_serves(h, 0)
-    assert h.update(folders / "w1").failure is None
+    assert h.update("/w1").failure is None
 
 
 # ---------------------------------------------------------------------- one at a time, and which version
 
 
-def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed(folders):
+def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed():
     h = Harness()
     session = begin(h)
-    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource(str(folders / "w2")))):
+    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource("/w2"))):
         assert failure(h, args).code == "update_in_progress"
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None and h.runner.weights == 1
 
 
-def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_commit(folders):
+def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_commit():
     h = Harness()
     conflict = failure(h, m.BeginUpdateArgs(expected_version="v0"))
     assert conflict.code == "version_conflict" and conflict.detail["version"] == "0"
-    args = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), expected_version="v0")
+    args = m.UpdateWeightsArgs(FolderSource("/w1"), expected_version="v0")
     assert failure(h, args).code == "version_conflict"
     session = begin(h, expected_version="0")
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.ask(m.SetVersionArgs("other"))
     assert commit(h, session).failure.code == "version_conflict"
     assert_serves(h, 0)
@@ -153,10 +153,10 @@ def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_c
     assert commit(h, session).failure is None, "it was told before anything was done, and may think again"
 
 
-def test_the_version_is_looked_at_once_more_at_the_swap(folders):
+def test_the_version_is_looked_at_once_more_at_the_swap():
     h = Harness()
     session = begin(h, expected_version="0")
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.runner.may_stage.clear()
     call = h.call(m.CommitUpdateArgs(session))
     h.run_rounds()
@@ -165,7 +165,7 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     h.run_rounds(3)
     assert h.reply(call).failure.code == "version_conflict" and h.served.weight_epoch == 0
     assert_serves(h, 0)
-    assert h.update(folders / "w1", expected_version="other").failure is None
+    assert h.update("/w1", expected_version="other").failure is None
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def test_a_begin_that_makes_no_sense_names_the_field_and_opens_nothing(args, fie
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
 
 
-def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session(folders):
+def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session():
     h = Harness()
-    session, source = begin(h), FolderSource(str(folders / "w1"))
+    session, source = begin(h), FolderSource("/w1")
     for args, field in (
         (m.UpdateChunkArgs(session, source, version=""), "version"),
         (m.CommitUpdateArgs(session, version="x" * 257), "version"),
@@ -191,36 +191,36 @@ def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session(fol
         (m.ResetArgs(version="x" * 257), "version"),
     ):
         assert failure(h, args).detail["param"] == field
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None
 
 
 # ---------------------------------------------------------------------- the bad ways
 
 
-@pytest.mark.parametrize("folder", ["bad", "garbage"])
-def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folders, folder):
+@pytest.mark.parametrize("folder", ["/bad", "/garbage"])
+def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folder):
     h = Harness()
     h.add("r", PROMPT, max_tokens=30)
     session = begin(h)
-    chunk(h, session, folders / "w1")
-    reply = chunk(h, session, folders / folder)
+    chunk(h, session, "/w1")
+    reply = chunk(h, session, folder)
     assert reply.failure.code == "weight_update_refused" and reply.result["version"] == "0"
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
         late = failure(h, args)
         assert late.code == "session_not_found" and reply.failure.message in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 30)
-    assert h.update(folders / "w1").failure is None
+    assert h.update("/w1").failure is None
 
 
-def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
+def test_what_was_sent_behind_a_refused_chunk_is_answered_too():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("bad", "w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/bad", "/w1", "/w2")]
     calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     h.runner.may_stage.set()
@@ -231,7 +231,7 @@ def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
     assert_serves(h, 0)
 
 
-def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
+def test_what_would_be_refused_is_told_before_its_bytes_are_sent():
     """The question opens nothing and ends nothing."""
     h = Harness()
     ask = lambda session_id=None, **begin: h.ask(m.CheckUpdateArgs(session_id, m.BeginUpdateArgs(**begin)))  # noqa: E731
@@ -244,14 +244,14 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
     assert ask(session).failure is None
     assert ask().failure.code == "update_in_progress"
     assert ask("nobody's").failure.code == "session_not_found"
-    assert chunk(h, session, folders / "w1").failure is None
+    assert chunk(h, session, "/w1").failure is None
     h.ask(m.AbortUpdateArgs(session))
     assert ask(session).failure.code == "session_not_found" and ask().failure is None
 
 
-def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other(folders):
+def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other():
     h = Harness()
-    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource(str(folders / "w1")), placed_by=placer), rounds=2)  # noqa: E731
+    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource("/w1"), placed_by=placer), rounds=2)  # noqa: E731
     check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
     assert add("vllm").result == {"session_id": None} and check("vllm") is None
     session = begin(h, placed_by="vllm", partial=True)
@@ -264,41 +264,41 @@ def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_
     assert failure(h, m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
 
 
-def test_a_session_nobody_opened_is_unknown(folders):
+def test_a_session_nobody_opened_is_unknown():
     h = Harness()
-    source = FolderSource(str(folders / "w1"))
+    source = FolderSource("/w1")
     for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
         assert failure(h, args).code == "session_not_found"
 
 
-def test_a_commit_that_is_repeated_is_told_that_it_was_done(folders):
+def test_a_commit_that_is_repeated_is_told_that_it_was_done():
     h = Harness()
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     commit(h, session)
     again = commit(h, session).failure
     assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
 
 
-def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders):
+def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin():
     h = Harness()
     h.add("r", PROMPT, max_tokens=60)
     session = begin(h, lease_s=5.0)
     h.now += 4.0
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.now += 4.9
     h.run_rounds()
     assert h.engine.weights.session is not None, "a chunk renews the lease"
     h.now += 0.2
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
         late = failure(h, args)
         assert late.code == "session_expired" and "5 s" in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 60)
     session = begin(h)
-    chunk(h, session, folders / "w2")
+    chunk(h, session, "/w2")
     assert commit(h, session).failure is None
 
 
@@ -309,10 +309,10 @@ def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
     assert h.engine._idle_time() == pytest.approx(7.0)
 
 
-def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked(folders):
+def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked():
     h = Harness()
     session = begin(h, lease_s=5.0)
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w1")), m.CommitUpdateArgs(session)):
         h.runner.may_stage.clear()
         call = h.call(args)
         h.run_rounds()
@@ -327,11 +327,11 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
     assert h.served.weight_epoch == 1
 
 
-def test_abort_names_what_it_ended_and_may_be_repeated(folders):
+def test_abort_names_what_it_ended_and_may_be_repeated():
     h = Harness()
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": []}
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": [session]}
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}
     other = begin(h)
@@ -343,14 +343,14 @@ def test_abort_names_what_it_ended_and_may_be_repeated(folders):
 
 
 @pytest.mark.parametrize("one_call", [True, False])
-def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders, one_call):
+def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(one_call):
     h = Harness()
     h.runner.may_stage.clear()
     if one_call:
-        calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))]
+        calls = [h.call(m.UpdateWeightsArgs(FolderSource("/w1")))]
     else:
         session = begin(h)
-        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
         calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
@@ -361,15 +361,15 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
     assert "aborted" in h.reply(calls[-1]).failure.message and h.runner.stagings[0].abandoned
     assert not h.runner.stagings[0].names, "a read that was given up adds nothing when it comes back"
     assert_serves(h, 0)
-    assert h.update(folders / "w2").failure is None
+    assert h.update("/w2").failure is None
 
 
-def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
+def test_a_failing_engine_answers_every_call_of_a_session_once():
     h = Harness()
     h.add("r", PROMPT, max_tokens=50)
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     calls += [h.call(m.CommitUpdateArgs(session)), h.call(m.WeightInfoArgs(checksums=True))]
     h.run_rounds(2)
     h.runner.fail_next = True
@@ -379,12 +379,12 @@ def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
     assert [h.reply(call).failure.code for call in calls] == ["engine_error"] * 4
 
 
-def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards(folders, monkeypatch):
+def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards(monkeypatch):
     woken = []
     monkeypatch.setattr(ListTransport, "wake", lambda transport: woken.append(1))
     h = Harness()
     h.runner.may_stage.clear()
-    call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     h.run_rounds()
     h.engine.stop()
     woken.clear()

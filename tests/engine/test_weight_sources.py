@@ -49,12 +49,12 @@ def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_root
     assert refused.code == "weight_update_refused"
 
 
-def test_a_chunk_whose_path_can_name_nothing_is_refused_and_the_session_goes_on(folders):
-    h = Harness(model_roots=(str(folders),))
+def test_a_chunk_whose_path_can_name_nothing_is_refused_and_the_session_goes_on():
+    h = Harness(model_roots=("/srv",))
     session = begin(h)
     refused = chunk(h, session, "").failure
     assert (refused.code, refused.detail["param"]) == ("invalid_field", "model_path")
-    assert chunk(h, session, folders / "w1").failure is None
+    assert chunk(h, session, "/w1").failure is None
 
 
 @pytest.mark.parametrize("nbytes", [-1, 2**63, 2**70])
