@@ -12,7 +12,7 @@ from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
-from support.harness import Harness
+from support.harness import Harness, one_running
 
 
 def test_a_request_gets_the_tokens_of_the_model_and_one_final_output():
@@ -90,9 +90,7 @@ def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
 
 
 def test_keep_freezes_and_goes_on_with_the_same_tokens():
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(5)
+    h = one_running(rounds=5)
     h.pause(mode="keep")
     seen = len(h.stream("r").tokens)
     h.run_rounds(5)
@@ -116,9 +114,7 @@ def test_wait_ends_what_has_started_and_keeps_the_rest_queued():
 
 
 def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token():
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(5)
+    h = one_running(rounds=5)
     before = len(h.stream("r").tokens)
     reply = h.update("/w7", version="v7")
     assert reply.failure is None and reply.result["version"] == "v7" and reply.result["weight_epoch"] == 1
@@ -285,9 +281,7 @@ def test_a_commit_that_fails_answers_its_caller_too():
 
 
 def test_stop_ends_the_loop_and_answers_what_is_open():
-    h = Harness()
-    h.add("r", [1, 2], max_tokens=50)
-    h.run_rounds(2)
+    h = one_running(50, [1, 2], rounds=2)
     call = h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
     h.engine.stop()
@@ -423,9 +417,7 @@ def broken(*_: object) -> None:
 
 
 def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_goes_on(monkeypatch):
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(3)
+    h = one_running()
     monkeypatch.setattr(h.engine.lifecycle.requests, "known_as", broken)
     failure = h.ask(m.AbortArgs(["r"])).failure
     assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
@@ -492,13 +484,11 @@ def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
 
 
 def beats(h: Harness, client: str = "a") -> int:
-    return sum(isinstance(message, m.Heartbeat) for message in h.transport.sent[client])
+    return len(h.sent(m.Heartbeat, client))
 
 
 def test_a_long_step_beats_between_its_layers():
-    h = Harness(heartbeat_s=1.0)
-    h.add("r", [1, 2, 3], max_tokens=50)
-    h.run_rounds(3)
+    h = one_running(50, heartbeat_s=1.0)
     counts: list[int] = []
 
     def long_layer() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure, hold_ids, paused
+from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
-from support.harness import Harness
+from support.harness import PROMPT, Harness, one_running
 
 
 def test_in_place_needs_a_paused_engine():
@@ -17,24 +17,22 @@ def test_in_place_needs_a_paused_engine():
         m.BeginUpdateArgs(in_place=True),
         m.UpdateWeightsArgs(FolderSource("/w1"), in_place=True),
     ):
-        assert failure(h, args).code == "wrong_order"
+        assert h.failure(args).code == "wrong_order"
     h.add("r", PROMPT, max_tokens=50)
     h.run_rounds(3)
     h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
-    assert failure(h, m.BeginUpdateArgs(in_place=True)).code == "wrong_order", "draining is not paused"
+    assert h.failure(m.BeginUpdateArgs(in_place=True)).code == "wrong_order", "draining is not paused"
     assert hold_ids(h) == ["anonymous-1"] and h.engine.weights.session is None
 
 
 def test_an_update_in_place_holds_the_engine_until_it_is_committed_and_releases_only_its_own_hold():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(4)
+    h = one_running(rounds=4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
     chunk(h, session, "/w1")
     assert h.resume().result["still_held_by"] == ["in_place"]
-    refused = failure(h, m.ResumeArgs("in_place"))
+    refused = h.failure(m.ResumeArgs("in_place"))
     assert (refused.code, refused.detail["param"]) == ("resume_refused", "hold_id")
     seen = len(h.stream("r").tokens)
     h.run_rounds(3)
@@ -67,21 +65,19 @@ def reset_it(h: Harness, session: str) -> None:
 @pytest.mark.parametrize("fail", [abort_it, let_it_expire, send_it_garbage, reset_it])
 @pytest.mark.parametrize("good", ["session", "one call", "beside"])
 def test_after_a_failure_in_place_nothing_runs_until_a_good_commit(fail, good):
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(4)
+    h = one_running(rounds=4)
     h.pause(mode="keep")
     session = begin(h, in_place=True)
     chunk(h, session, "/w1")
     fail(h, session)
     h.run_rounds(3)
     h.resume()
-    assert failure(h, m.ResumeArgs("in_place")).code == "resume_refused"
+    assert h.failure(m.ResumeArgs("in_place")).code == "resume_refused"
     h.add("later", PROMPT, max_tokens=5)
     h.run_rounds(3)
     assert h.status()["is_paused"] and hold_ids(h) == ["in_place"] and not h.stream("later").tokens
-    assert failure(h, m.BeginUpdateArgs(partial=True)).code == "wrong_order", "there is nothing that it could complete"
-    assert failure(h, m.WeightInfoArgs(checksums=True)).code == "wrong_order"
+    assert h.failure(m.BeginUpdateArgs(partial=True)).code == "wrong_order", "there is nothing that it could complete"
+    assert h.failure(m.WeightInfoArgs(checksums=True)).code == "wrong_order"
     if good == "session":
         session = begin(h, in_place=True)
         chunk(h, session, "/w2")

@@ -6,11 +6,11 @@ import hashlib
 
 import pytest
 
-from engine.weight_calls import PROMPT, assert_serves, begin, chunk, failure, hold_ids, paused
+from engine.weight_calls import assert_serves, begin, chunk, hold_ids, paused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness
+from support.harness import PROMPT, Harness
 
 
 def test_a_relabel_changes_no_past_span_no_kv_and_no_request():
@@ -62,7 +62,7 @@ def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv()
     assert (result["version"], result["weight_epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
     for stream in (h.stream("mine", 0), h.stream("mine", 1), h.stream("theirs", client="b")):
         assert stream.reason == "abort" and stream.tokens
-    assert failure(h, m.CommitUpdateArgs(session)).code == "session_not_found"
+    assert h.failure(m.CommitUpdateArgs(session)).code == "session_not_found"
     h.resume("named")
     hits = h.engine.kv.hit_tokens
     h.add("after", prompt, max_tokens=2)
@@ -175,5 +175,5 @@ def test_metrics_tell_of_sessions_commits_and_sleep():
 def test_a_call_the_engine_does_not_know_is_an_error_and_not_its_end():
     h = Harness()
     del h.engine._on_call[m.ModelInfoArgs]
-    assert failure(h, m.ModelInfoArgs()).code == "invalid_field"
+    assert h.failure(m.ModelInfoArgs()).code == "invalid_field"
     assert_serves(h, 0)

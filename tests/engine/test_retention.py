@@ -9,9 +9,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.engine.retention import CHOICE_BYTES, LOGPROB_BYTES, MIN_PRUNE, TOKEN_BYTES
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness
-
-PROMPT = [1, 2, 3]
+from support.harness import PROMPT, Harness
 
 
 def ask(h: Harness, client: str = "a", body: str = "body", tokens: int = 20, n: int = 1, **fields) -> None:

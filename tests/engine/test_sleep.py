@@ -10,7 +10,7 @@ from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
-from support.harness import Harness
+from support.harness import Harness, one_running
 
 PROMPT = list(range(1, 11))
 TAGS = [("weight",), ("kv_cache",), ("weight", "kv_cache"), ()]
@@ -38,9 +38,7 @@ def assert_serves(h: Harness, weights: int) -> None:
 @pytest.mark.parametrize("tags", TAGS, ids=str)
 def test_a_request_sleeps_and_goes_on_as_if_nothing_had_been(tags):
     """The fake runner refuses a step while anything sleeps, and KV that was lost."""
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=12)
-    h.run_rounds(4)
+    h = one_running(12, PROMPT, rounds=4)
     result = sleep(h, *tags).result
     named = sorted(tags or ("weight", "kv_cache"))
     assert (result["asleep"], result["freed_bytes"]) == (named, 1000 * len(named)) and h.runner.asleep == set(named)
@@ -73,9 +71,7 @@ def test_after_kv_has_slept_nobody_matches_what_was_cached():
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_sleep_pauses_in_the_mode_asked_for_and_sleeps_only_once_quiesced(mode):
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(4)
+    h = one_running(20, PROMPT, rounds=4)
     call = h.call(m.SleepArgs(mode=mode))
     h.run_rounds(3)
     assert (h.reply(call) is None) == (mode == "wait") == (not h.runner.asleep)
@@ -93,9 +89,7 @@ def test_sleep_pauses_in_the_mode_asked_for_and_sleeps_only_once_quiesced(mode):
 
 
 def test_a_sleep_whose_drain_ends_too_late_releases_its_hold_and_nothing_sleeps():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=60)
-    h.run_rounds(3)
+    h = one_running(60, PROMPT)
     calls = [h.call(m.SleepArgs((tag,), mode="wait", timeout_s=5.0)) for tag in ("weight", "kv_cache")]
     h.run_rounds(2)
     h.now += 6.0
@@ -120,9 +114,7 @@ def test_a_sleep_waits_for_the_fence_like_any_pause():
 
 def test_wake_releases_its_own_hold_and_no_other():
     """18"""
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(3)
+    h = one_running(20, PROMPT)
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="trainer")
     sleep(h)
@@ -133,9 +125,7 @@ def test_wake_releases_its_own_hold_and_no_other():
 
 
 def test_nobodys_resume_runs_an_engine_that_sleeps():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(3)
+    h = one_running(20, PROMPT)
     h.pause(mode="keep")
     sleep(h, "kv_cache")
     result = h.resume().result
@@ -158,9 +148,7 @@ def test_an_engine_without_a_pause_wakes_up_running():
 
 
 def test_requests_may_be_aborted_and_caches_reset_while_it_sleeps():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(4)
+    h = one_running(20, PROMPT, rounds=4)
     sleep(h)
     h.ask(m.ResetCacheArgs(running=True))
     assert h.ask(m.AbortArgs(["r"])).result["aborted"][0]["request_id"] == "r"
@@ -234,9 +222,7 @@ def test_two_sleeps_of_one_tag_at_once_one_is_told_that_it_sleeps():
 
 
 def test_weights_that_find_no_room_stay_and_the_engine_runs_on():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(3)
+    h = one_running(20, PROMPT)
     h.runner.no_space = True
     reply = sleep(h, "weight")
     assert reply.failure.code == "out_of_space" and reply.result["asleep"] == []
@@ -246,9 +232,7 @@ def test_weights_that_find_no_room_stay_and_the_engine_runs_on():
 
 @pytest.mark.parametrize("order", list(itertools.permutations([("weight",), ("kv_cache",)])), ids=str)
 def test_of_two_sleeps_at_once_one_may_fail_and_the_engine_does_not_run_on_what_the_other_took(order):
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(3)
+    h = one_running(20, PROMPT)
     h.runner.no_space = True
     calls = {tags: h.call(m.SleepArgs(tags)) for tags in order}
     h.run_rounds(5)
@@ -287,9 +271,7 @@ def test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing():
 
 
 def test_weights_may_be_updated_while_only_kv_sleeps():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(4)
+    h = one_running(20, PROMPT, rounds=4)
     sleep(h)
     wake(h, "weight")
     for i, args in enumerate(({}, {"in_place": True}), 1):
@@ -317,9 +299,7 @@ def test_weights_do_not_sleep_under_an_open_session_and_kv_may():
 
 
 def test_a_session_that_was_begun_during_the_drain_goes_before_and_the_engine_runs_on():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(3)
+    h = one_running(20, PROMPT)
     call = h.call(m.SleepArgs(("weight",), mode="wait"))
     h.run_rounds()
     session = h.ask(m.BeginUpdateArgs()).result["session_id"]
@@ -357,9 +337,7 @@ def test_a_failing_engine_answers_a_sleep_that_waits_for_a_thread():
 
 def test_discarded_weights_hold_the_engine_until_others_are_published():
     """33"""
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=12)
-    h.run_rounds(4)
+    h = one_running(12, PROMPT, rounds=4)
     assert sleep(h, discard=True).failure is None
     woken = wake(h).result
     assert woken["still_held_by"] == ["republish"] and woken["asleep"] == []

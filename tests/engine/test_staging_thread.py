@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from engine.weight_calls import assert_serves, begin, chunk, commit, failure, hold_ids, paused
+from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
 from fastdeploy.core.errors import UpdateInProgress
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
@@ -125,7 +125,7 @@ def test_the_call_may_say_how_long_and_so_may_begin(h):
 def test_a_time_that_makes_no_sense_names_the_field(h, timeout_s):
     update = m.UpdateWeightsArgs(FolderSource("/w1"), timeout_s=timeout_s)
     for args in (m.BeginUpdateArgs(timeout_s=timeout_s), update):
-        assert failure(h, args).detail["param"] == "timeout_s"
+        assert h.failure(args).detail["param"] == "timeout_s"
 
 
 @pytest.mark.parametrize("how", [m.AbortUpdateArgs(), m.ResetArgs()])
@@ -160,7 +160,7 @@ def test_so_many_may_hang_and_no_more_until_one_comes_back(h):
         h.run_rounds(2)
         assert h.reply(call).failure.code == "staging_timeout"
     update = m.UpdateWeightsArgs(FolderSource("/w1"))
-    refused = failure(h, update)
+    refused = h.failure(update)
     assert refused.code == "update_in_progress" and "4 reads" in refused.message
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
     assert_serves(h, 0)
@@ -179,7 +179,7 @@ def test_so_many_may_hang_and_no_more_until_one_comes_back(h):
 def test_an_update_in_place_that_is_not_begun_for_that_leaves_no_hold():
     h = paused()
     h.engine.weights._thread.check_room = lambda: (_ for _ in ()).throw(UpdateInProgress("no room"))
-    assert failure(h, m.UpdateWeightsArgs(FolderSource("/w1"), in_place=True)).code == "update_in_progress"
+    assert h.failure(m.UpdateWeightsArgs(FolderSource("/w1"), in_place=True)).code == "update_in_progress"
     assert "in_place" not in hold_ids(h) and not h.runner.stagings
 
 

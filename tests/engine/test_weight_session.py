@@ -7,13 +7,13 @@ from itertools import product
 
 import pytest
 
-from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure
+from engine.weight_calls import assert_serves, begin, chunk, commit
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.weight_session import TRANSITIONS, Session, SessionEvent, SessionState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness, ListTransport
+from support.harness import PROMPT, Harness, ListTransport, one_running
 
 # ---------------------------------------------------------------------- the table
 
@@ -45,9 +45,7 @@ def test_an_ended_session_never_moves_again_and_every_other_can_end():
 
 
 def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests():
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=30)
-    h.run_rounds(3)
+    h = one_running(30)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
     assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
     session = opened["session_id"]
@@ -79,9 +77,7 @@ def test_the_label_named_last_is_the_one(at_begin, at_chunk, at_commit, label):
 
 def test_kv_of_the_commit_goes_over_that_of_begin():
     """The fake runner refuses KV of the old weights after a commit of w1-recompute."""
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(5)
+    h = one_running(rounds=5)
     session = begin(h, kv="keep")
     chunk(h, session, "/w1-recompute")
     report = commit(h, session, kv="recompute").result
@@ -133,17 +129,17 @@ def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed(
     h = Harness()
     session = begin(h)
     for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource("/w2"))):
-        assert failure(h, args).code == "update_in_progress"
+        assert h.failure(args).code == "update_in_progress"
     chunk(h, session, "/w1")
     assert commit(h, session).failure is None and h.runner.weights == 1
 
 
 def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_commit():
     h = Harness()
-    conflict = failure(h, m.BeginUpdateArgs(expected_version="v0"))
+    conflict = h.failure(m.BeginUpdateArgs(expected_version="v0"))
     assert conflict.code == "version_conflict" and conflict.detail["version"] == "0"
     args = m.UpdateWeightsArgs(FolderSource("/w1"), expected_version="v0")
-    assert failure(h, args).code == "version_conflict"
+    assert h.failure(args).code == "version_conflict"
     session = begin(h, expected_version="0")
     chunk(h, session, "/w1")
     h.ask(m.SetVersionArgs("other"))
@@ -175,7 +171,7 @@ def test_the_version_is_looked_at_once_more_at_the_swap():
 )  # fmt: skip
 def test_a_begin_that_makes_no_sense_names_the_field_and_opens_nothing(args, field):
     h = Harness()
-    refused = failure(h, m.BeginUpdateArgs(**args))
+    refused = h.failure(m.BeginUpdateArgs(**args))
     assert (refused.code, refused.detail["param"]) == ("invalid_field", field)
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
 
@@ -190,7 +186,7 @@ def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session():
         (m.SetVersionArgs(""), "version"),
         (m.ResetArgs(version="x" * 257), "version"),
     ):
-        assert failure(h, args).detail["param"] == field
+        assert h.failure(args).detail["param"] == field
     chunk(h, session, "/w1")
     assert commit(h, session).failure is None
 
@@ -209,7 +205,7 @@ def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folder):
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
     for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
-        late = failure(h, args)
+        late = h.failure(args)
         assert late.code == "session_not_found" and reply.failure.message in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 30)
@@ -257,18 +253,18 @@ def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_
     session = begin(h, placed_by="vllm", partial=True)
     assert add("sglang").result == {"session_id": None}
     assert check("sglang").code == "update_in_progress" and check("vllm") is None
-    assert failure(h, m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
+    assert h.failure(m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
     assert h.engine.weights.session.tensors == 0, "the session of another placer is left alone"
     assert (add("vllm").result["session_id"], h.engine.weights.session.tensors) == (session, 3)
     assert h.ask(m.CommitUpdateArgs(None, placed_by="vllm"), rounds=2).result["session_id"] == session
-    assert failure(h, m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
+    assert h.failure(m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
 
 
 def test_a_session_nobody_opened_is_unknown():
     h = Harness()
     source = FolderSource("/w1")
     for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
-        assert failure(h, args).code == "session_not_found"
+        assert h.failure(args).code == "session_not_found"
 
 
 def test_a_commit_that_is_repeated_is_told_that_it_was_done():
@@ -293,7 +289,7 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin():
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
     for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
-        late = failure(h, args)
+        late = h.failure(args)
         assert late.code == "session_expired" and "5 s" in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 60)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from engine.weight_calls import begin, chunk, failure
+from engine.weight_calls import begin, chunk
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
@@ -16,7 +16,7 @@ from support.harness import Harness
 @pytest.mark.parametrize("name", ["", "/", "..", "a/b", "/a/b", "x\0y", "x" * 256])
 def test_shared_memory_is_a_plain_name(name):
     h = Harness()
-    refused = failure(h, m.UpdateWeightsArgs(SharedMemorySource(name)))
+    refused = h.failure(m.UpdateWeightsArgs(SharedMemorySource(name)))
     assert (refused.code, refused.detail["param"]) == ("invalid_field", "shared_memory")
 
 
@@ -42,10 +42,10 @@ def test_an_upload_is_taken_from_the_upload_folder_and_is_no_way_around_the_root
         uploads / ".." / "other" / "fastdeploy-upload-secret",
         uploads,
     ):
-        refused = failure(h, m.UpdateWeightsArgs(FileSource(str(path))))
+        refused = h.failure(m.UpdateWeightsArgs(FileSource(str(path))))
         assert refused.code == "invalid_field", path
     (uploads / "fastdeploy-upload-1").write_text("not a checkpoint of the fake's, but let in")
-    refused = failure(h, m.UpdateWeightsArgs(FileSource(str(uploads / "fastdeploy-upload-1"))), rounds=3)
+    refused = h.failure(m.UpdateWeightsArgs(FileSource(str(uploads / "fastdeploy-upload-1"))), rounds=3)
     assert refused.code == "weight_update_refused"
 
 
@@ -59,7 +59,7 @@ def test_a_chunk_whose_path_can_name_nothing_is_refused_and_the_session_goes_on(
 
 @pytest.mark.parametrize("nbytes", [-1, 2**63, 2**70])
 def test_a_size_that_no_segment_has_is_refused(nbytes):
-    assert failure(Harness(), m.UpdateWeightsArgs(SharedMemorySource("w1", nbytes))).detail["param"] == "nbytes"
+    assert Harness().failure(m.UpdateWeightsArgs(SharedMemorySource("w1", nbytes))).detail["param"] == "nbytes"
 
 
 def test_the_door_looks_at_no_file(monkeypatch):

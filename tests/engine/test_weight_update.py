@@ -7,7 +7,7 @@ import pytest
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens, next_token
-from support.harness import Harness
+from support.harness import Harness, one_running
 
 
 def assert_follows_its_spans(h: Harness, request_id: str, prompt: list[int], weights: dict[int, int]) -> None:
@@ -21,9 +21,7 @@ def assert_follows_its_spans(h: Harness, request_id: str, prompt: list[int], wei
 
 @pytest.mark.parametrize("folder", ["/bad", "/garbage"])
 def test_a_folder_that_cannot_be_read_leaves_the_old_weights_serving(folder):
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(3)
+    h = one_running()
     reply = h.update(folder, version="v1")
     assert reply.failure.code == "weight_update_refused"
     assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
@@ -73,9 +71,7 @@ def test_the_label_is_a_label_and_the_epoch_counts():
 
 
 def test_an_update_does_not_resume_a_paused_engine_and_the_frozen_go_on_under_the_new_weights():
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(5)
+    h = one_running(rounds=5)
     h.pause(mode="keep")
     result = h.update("/w1", version="v1").result
     assert result["state"] == "paused" and h.status()["is_paused"] and h.status()["version"] == "v1"
@@ -191,9 +187,7 @@ def test_when_all_kv_spans_epochs_one_is_preempted_and_its_later_spans_say_recom
 
 def test_kv_that_was_lost_before_the_commit_and_rebuilt_after_it_is_told_as_well():
     """Preempted, or cleared by a pause, under the old weights: what was kept is the request, not its KV."""
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=12)
-    h.run_rounds(4)
+    h = one_running(12, rounds=4)
     h.pause(mode="keep", clear_cache=True)
     h.update("/w1")
     h.resume()
@@ -243,9 +237,7 @@ def test_the_caller_of_an_update_may_die_and_the_update_is_still_carried_out():
 
 def test_a_prompt_computed_over_a_commit_says_so_once_its_kv_is_rebuilt():
     """Its first token is of the new epoch already; the KV below it was not, until it was lost."""
-    h = Harness(max_num_batched_tokens=4)
-    h.add("r", list(range(1, 11)), max_tokens=12)
-    h.run_rounds()
+    h = one_running(12, list(range(1, 11)), rounds=1, max_num_batched_tokens=4)
     h.update("/w1")
     while not h.stream("r").tokens:
         h.run_rounds()
