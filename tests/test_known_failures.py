@@ -3,28 +3,28 @@
     1  loop stopped before aborts         tests/engine/test_pause.py::test_a_client_may_abort_and_cancel_while_paused
     2  leftover abort mark                test_an_abort_that_races_with_the_end_leaves_nothing_behind
     3  failed pause left the flag set     test_after_a_failed_pause_the_next_one_really_drains
-    4  second pause took the reply slot   tests/engine/test_pause.py::test_a_second_pause_joins_and_both_callers_are_answered
-    5  resume during a draining wait      tests/engine/test_pause.py::test_a_resume_during_a_drain_wipes_no_cache
-    6  wait after keep                    tests/engine/test_pause.py::test_wait_after_keep_by_another_controller_keeps_the_freeze
-    7  keep, then abort                   tests/engine/test_pause.py::test_abort_on_a_kept_engine_ends_the_frozen_without_leaving_paused
-    8  prefilled in order to be aborted   tests/engine/test_pause.py::test_a_half_prefilled_request_is_aborted_without_being_prefilled_to_the_end
-                                          tests/engine/test_pause.py::test_nothing_is_started_while_an_abort_waits_for_its_fence
+    4  second pause took the reply slot   tests/engine/test_pause.py::test_two_pauses_at_once_are_both_answered
+    5  resume during a draining wait      tests/engine/test_pause.py::test_a_resume_during_a_drain_clears_no_cache
+    6  wait after keep                    tests/engine/test_pause.py::test_a_wait_by_another_controller_does_not_end_the_freeze_of_a_keep
+    7  keep, then abort                   tests/engine/test_pause.py::test_abort_after_keep_ends_the_frozen_requests_without_a_step
+    8  prefilled in order to be aborted   tests/engine/test_pause.py::test_abort_does_not_prefill_the_rest_of_a_half_prefilled_prompt
+                                          tests/engine/test_pause.py::test_no_request_starts_while_an_abort_waits_for_its_fence
     9  undelivered tokens dropped         tests/engine/test_pause.py::test_the_reply_waits_until_every_client_has_acknowledged_every_output
                                           test_an_aborted_request_returns_every_token_that_was_computed
-    10 fake EOS                           tests/engine/test_pause.py::test_abort_ends_all_at_once_with_every_token_and_nothing_for_those_that_never_ran
+    10 fake EOS                           tests/engine/test_pause.py::test_abort_ends_all_requests_with_exactly_the_tokens_they_had
     11 abort by the client's id           tests/engine/test_common_engine.py::test_abort_takes_the_id_that_the_client_knows_though_its_prompts_became_several_requests
     12 abort twice, abort of nothing      test_an_abort_may_be_repeated
                                           tests/engine/test_common_engine.py::test_abort_of_nothing_in_particular_is_an_error_that_names_the_field
     13 escaped while being tokenised      test_a_request_that_reaches_the_engine_after_the_pause_does_not_run
-                                          tests/engine/test_pause.py::test_the_door_closes_at_the_first_moment_of_a_drain_and_opens_with_the_last_hold
+                                          tests/engine/test_pause.py::test_requests_are_rejected_from_the_start_of_a_drain_until_the_last_hold_ends
     14 no answer during a drain, polling  tests/engine/test_pause.py::test_a_status_query_is_answered_during_a_drain
                                           test_an_idle_loop_sleeps_until_the_next_deadline
     15 reply before its slot              test_a_reply_never_comes_before_its_call_was_read (the client's half: tests/client/test_engine_client.py)
     16 engine died, pause hung            tests/engine/test_common_engine.py::test_a_failing_step_answers_everything_once_and_ends_the_loop
-    17 health of a paused engine          tests/engine/test_pause.py::test_a_paused_engine_goes_on_beating
+    17 health of a paused engine          tests/engine/test_pause.py::test_a_paused_engine_sends_heartbeats
                                           tests/http/control/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
-    18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_ttl_frees_an_engine_whose_controller_has_died
-                                          tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds_standing
+    18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_hold_ends_after_its_ttl
+                                          tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds
                                           tests/engine/test_sleep.py::test_nobodys_resume_runs_an_engine_that_sleeps
                                           tests/engine/test_sleep.py::test_wake_releases_its_own_hold_and_no_other
     19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped
@@ -66,7 +66,7 @@
                                           tests/engine/test_staging_thread.py::test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back
     42 numbers multiplied unbounded       tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
     43 replies that keep a fence waiting  tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
-                                          tests/engine/test_pause.py::test_a_slow_client_that_runs_keeps_its_requests_and_the_report_names_it
+                                          tests/engine/test_pause.py::test_a_slow_client_keeps_its_requests_and_the_report_names_it
     44 stuck, or only busy                tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
                                           tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes
     45 a copy that follows links          tests/http/dialects/test_sglang_weights.py::test_no_link_leads_a_pull_out_of_where_it_reads_and_writes
