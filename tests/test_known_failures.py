@@ -12,23 +12,23 @@
     9  undelivered tokens dropped         tests/engine/test_pause.py::test_the_reply_waits_until_every_client_has_acknowledged_every_output
                                           test_an_aborted_request_returns_every_token_that_was_computed
     10 fake EOS                           tests/engine/test_pause.py::test_abort_ends_all_requests_with_exactly_the_tokens_they_had
-    11 abort by the client's id           tests/engine/test_common_engine.py::test_abort_takes_the_id_that_the_client_knows_though_its_prompts_became_several_requests
+    11 abort by the client's id           tests/engine/test_common_engine.py::test_abort_by_the_id_of_a_group_aborts_all_of_its_requests
     12 abort twice, abort of nothing      test_an_abort_may_be_repeated
-                                          tests/engine/test_common_engine.py::test_abort_of_nothing_in_particular_is_an_error_that_names_the_field
+                                          tests/engine/test_common_engine.py::test_an_abort_call_without_ids_is_refused
     13 escaped while being tokenised      test_a_request_that_reaches_the_engine_after_the_pause_does_not_run
                                           tests/engine/test_pause.py::test_requests_are_rejected_from_the_start_of_a_drain_until_the_last_hold_ends
     14 no answer during a drain, polling  tests/engine/test_pause.py::test_a_status_query_is_answered_during_a_drain
                                           test_an_idle_loop_sleeps_until_the_next_deadline
     15 reply before its slot              test_a_reply_never_comes_before_its_call_was_read (the client's half: tests/client/test_engine_client.py)
-    16 engine died, pause hung            tests/engine/test_common_engine.py::test_a_failing_step_answers_everything_once_and_ends_the_loop
+    16 engine died, pause hung            tests/engine/test_common_engine.py::test_a_failing_step_answers_every_request_and_call_and_ends_the_loop
     17 health of a paused engine          tests/engine/test_pause.py::test_a_paused_engine_sends_heartbeats
                                           tests/http/control/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
     18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_hold_ends_after_its_ttl
                                           tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds
                                           tests/engine/test_sleep.py::test_nobodys_resume_runs_an_engine_that_sleeps
                                           tests/engine/test_sleep.py::test_wake_releases_its_own_hold_and_no_other
-    19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped
-                                          tests/engine/test_common_engine.py::test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards
+    19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_heartbeat_finds_a_dead_client_and_its_requests_end
+                                          tests/engine/test_common_engine.py::test_a_request_id_can_be_used_again_only_after_its_request_has_ended
                                           tests/engine/test_retention.py::test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice
     20 two servers, two truths            test_all_clients_see_one_state_and_an_abort_of_all_reaches_everybody
     21 KV of the old weights              tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
@@ -37,14 +37,14 @@
                                           tests/http/serving/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
     23 weights and label in two calls     tests/engine/test_weight_session.py::test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests
     24 half-new weights                   tests/engine/test_weight_session.py::test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why
-                                          tests/engine/test_in_place.py::test_after_a_failure_in_place_nothing_runs_until_a_good_commit
+                                          tests/engine/test_in_place.py::test_after_a_failed_update_in_place_no_step_runs_until_the_next_commit
                                           tests/worker/test_staging.py::test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing
     25 update asleep, dead trainer        tests/engine/test_sleep.py::test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing
                                           tests/engine/test_weight_session.py::test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin
-    26 a label that aborts                tests/engine/test_label_and_reset.py::test_a_relabel_changes_no_past_span_no_kv_and_no_request
+    26 a label that aborts                tests/engine/test_label_and_reset.py::test_a_new_label_changes_no_earlier_span_no_kv_and_no_request
                                           tests/http/dialects/test_sglang_weights.py::test_a_folder_becomes_one_update_that_aborts_nothing
     27 fused weights per chunk            tests/worker/test_staging.py::test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there
-    29 flush refused while frozen         tests/engine/test_label_and_reset.py::test_the_cache_is_reset_in_every_state_frozen_requests_or_not
+    29 flush refused while frozen         tests/engine/test_label_and_reset.py::test_the_cache_can_be_reset_in_every_state_of_the_engine
     30 unsafe deserialisation             tests/model_executor/test_sources.py::test_a_pickle_is_never_opened_whatever_its_name
                                           tests/http/dialects/test_sglang_weights.py::test_a_pickle_is_refused_and_never_run
     31 budget, logprobs on resubmit       tests/rl/test_continuation.py::test_the_budget_of_a_resubmission_is_what_is_left_and_its_seed_and_choice_are_the_same

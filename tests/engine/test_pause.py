@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
@@ -752,17 +751,3 @@ def test_a_paused_engine_sends_heartbeats(mode):
         h.now += 1.1
         h.run_rounds()
         assert len(h.sent(m.Heartbeat)) == before + 1
-
-
-@pytest.mark.parametrize("phase", list(p.PausePhase))
-@pytest.mark.parametrize("event", list(p.PauseEvent))
-def test_an_event_outside_the_table_raises(phase, event):
-    state = p.PauseState(Scope(WHOLE_ENGINE), Harness().engine.lifecycle, lambda: 0.0)
-    state.phase = phase
-    if (phase, event) in p.TRANSITIONS:
-        state._advance(event)
-        assert state.phase is p.TRANSITIONS[phase, event]
-    else:
-        with pytest.raises(KeyError):
-            state._advance(event)
-    assert len(p.TRANSITIONS) == 7

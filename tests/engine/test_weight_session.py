@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import threading
-from itertools import product
 
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_session import TRANSITIONS, Session, SessionEvent, SessionState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness, ListTransport, one_running
-
-# ---------------------------------------------------------------------- the table
-
-
-def session_in(state: SessionState) -> Session:
-    return Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
-
-
-@pytest.mark.parametrize(("state", "event"), list(product(SessionState, SessionEvent)))
-def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(state, event):
-    session = session_in(state)
-    if (state, event) in TRANSITIONS:
-        session.advance(event)
-        assert session.state is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(KeyError):
-            session.advance(event)
-        assert session.state is state
-
-
-def test_an_ended_session_never_moves_again_and_every_other_can_end():
-    assert not [event for state, event in TRANSITIONS if state is SessionState.ENDED]
-    assert {state for state, event in TRANSITIONS if event is SessionEvent.END} == set(SessionState) - {
-        SessionState.ENDED
-    }
-
 
 # ---------------------------------------------------------------------- the good way
 

@@ -198,6 +198,11 @@ class Harness:
         """Return the messages of ``kind`` that the engine sent to ``client``, in order."""
         return [message for message in self.transport.sent[client] if isinstance(message, kind)]
 
+    def metric(self, name: str) -> float:
+        """Return the value of ``fastdeploy:<name>``."""
+        lines = self.ask(m.MetricsArgs()).result["text"].splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"fastdeploy:{name} "))
+
     def reply(self, call_id: int, client: str = "a") -> m.Reply | None:
         found = [reply for reply in self.sent(m.Reply, client) if reply.call_id == call_id]
         assert len(found) <= 1, "a call was answered twice"
