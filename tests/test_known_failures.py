@@ -29,7 +29,7 @@
                                           tests/engine/test_sleep.py::test_wake_releases_its_own_hold_and_no_other
     19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_heartbeat_finds_a_dead_client_and_its_requests_end
                                           tests/engine/test_common_engine.py::test_a_request_id_can_be_used_again_only_after_its_request_has_ended
-                                          tests/engine/test_retention.py::test_sent_again_it_gets_every_token_once_and_nothing_is_computed_twice
+                                          tests/engine/test_retention.py::test_a_repeated_request_gets_every_token_once_and_nothing_is_computed_twice
     20 two servers, two truths            test_all_clients_see_one_state_and_an_abort_of_all_reaches_everybody
     21 KV of the old weights              tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
                                           tests/engine/test_update_exactness.py::test_for_every_switch_point_the_continuation_is_that_of_torch
