@@ -25,22 +25,22 @@
                                           tests/http/control/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
     18 unpaired pause, foreign wake-up    tests/engine/test_pause.py::test_a_hold_ends_after_its_ttl
                                           tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds
-                                          tests/engine/test_sleep.py::test_nobodys_resume_runs_an_engine_that_sleeps
-                                          tests/engine/test_sleep.py::test_wake_releases_its_own_hold_and_no_other
+                                          tests/engine/test_sleep.py::test_no_resume_and_no_reset_ends_a_sleep
+                                          tests/engine/test_sleep.py::test_wake_releases_only_the_hold_of_sleep
     19 results of the dead, run twice     tests/engine/test_common_engine.py::test_a_heartbeat_finds_a_dead_client_and_its_requests_end
                                           tests/engine/test_common_engine.py::test_a_request_id_can_be_used_again_only_after_its_request_has_ended
                                           tests/engine/test_retention.py::test_a_repeated_request_gets_every_token_once_and_nothing_is_computed_twice
     20 two servers, two truths            test_all_clients_see_one_state_and_an_abort_of_all_reaches_everybody
-    21 KV of the old weights              tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
+    21 KV of the old weights              tests/engine/test_weight_update.py::test_there_is_no_prefix_hit_on_kv_of_the_old_weights
                                           tests/engine/test_update_exactness.py::test_for_every_switch_point_the_continuation_is_that_of_torch
     22 label off by one, one choice       tests/engine/test_common_engine.py::test_an_update_between_two_steps_changes_the_label_at_exactly_one_token
                                           tests/http/serving/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
-    23 weights and label in two calls     tests/engine/test_weight_session.py::test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests
-    24 half-new weights                   tests/engine/test_weight_session.py::test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why
+    23 weights and label in two calls     tests/engine/test_weight_session.py::test_a_commit_replaces_all_weights_at_once_while_requests_run
+    24 half-new weights                   tests/engine/test_weight_session.py::test_a_refused_part_ends_the_session_and_later_calls_name_the_reason
                                           tests/engine/test_in_place.py::test_after_a_failed_update_in_place_no_step_runs_until_the_next_commit
                                           tests/worker/test_staging.py::test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing
-    25 update asleep, dead trainer        tests/engine/test_sleep.py::test_an_update_while_the_weights_sleep_is_a_wrong_order_and_harms_nothing
-                                          tests/engine/test_weight_session.py::test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin
+    25 update asleep, dead trainer        tests/engine/test_sleep.py::test_an_update_while_the_weights_sleep_is_refused
+                                          tests/engine/test_weight_session.py::test_a_session_ends_with_its_lease_and_the_next_one_may_begin
     26 a label that aborts                tests/engine/test_label_and_reset.py::test_a_new_label_changes_no_earlier_span_no_kv_and_no_request
                                           tests/http/dialects/test_sglang_weights.py::test_a_folder_becomes_one_update_that_aborts_nothing
     27 fused weights per chunk            tests/worker/test_staging.py::test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there
@@ -51,10 +51,10 @@
                                           tests/rl/test_continuation.py::test_logprobs_of_another_length_and_too_many_tokens_are_an_error_and_no_training_data
     32 session 0, version of the reply    tests/rl/test_routing.py::test_every_session_stays_on_its_replica_whatever_its_name
                                           tests/rl/test_staleness.py::test_the_age_of_a_rollout_is_that_of_its_oldest_token
-    33 silent old policy, lazy reads      tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_weights_are_published_again
+    33 silent old policy, lazy reads      tests/engine/test_weight_update.py::test_an_engine_that_lost_a_commit_is_held_until_the_next_commit
                                           tests/worker/test_stage.py::test_the_folder_may_be_deleted_as_soon_as_stage_returns
     34 other distribution, fields         tests/http/serving/test_token_meaning.py::test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing
-    35 update without a label             tests/engine/test_weight_update.py::test_no_later_request_matches_kv_of_the_old_weights
+    35 update without a label             tests/engine/test_weight_update.py::test_there_is_no_prefix_hit_on_kv_of_the_old_weights
     36 drain waits for the dead           test_a_drain_does_not_wait_for_the_requests_of_a_dead_client
     37 preempted taken for waiting        test_a_preempted_request_is_drained_like_a_running_one
                                           test_a_preempted_request_is_aborted_with_its_tokens
@@ -63,7 +63,7 @@
     40 a reply that cannot be encoded     tests/inter_communicator/test_encoding.py::test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole
                                           tests/e2e/test_weight_session.py::test_an_upload_whose_tensor_has_a_name_that_utf_8_cannot_hold_is_refused_and_the_engine_lives_on
     41 a file that never ends to open     tests/core/test_safe_files.py::test_only_a_regular_file_is_opened_and_nothing_stays_open
-                                          tests/engine/test_staging_thread.py::test_sleep_answers_in_its_time_while_weights_are_read_and_takes_its_hold_back
+                                          tests/engine/test_staging_thread.py::test_a_sleep_that_waits_for_a_read_times_out_and_releases_its_hold
     42 numbers multiplied unbounded       tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
     43 replies that keep a fence waiting  tests/http/guards/test_pace.py::test_a_whole_reply_is_made_in_slices
                                           tests/engine/test_pause.py::test_a_slow_client_keeps_its_requests_and_the_report_names_it

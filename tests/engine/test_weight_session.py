@@ -1,8 +1,6 @@
-"""Weight sessions: whatever becomes of one, the old weights or the new ones serve, whole, and everybody is told."""
+"""Weight sessions: begin, parts and commit, refusals, leases and aborts."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 
@@ -13,10 +11,10 @@ from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness, ListTransport, one_running
 
-# ---------------------------------------------------------------------- the good way
+# ---------------------------------------------------------------------- sessions that are committed
 
 
-def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests():
+def test_a_commit_replaces_all_weights_at_once_while_requests_run():
     h = one_running(30)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
     assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
@@ -40,14 +38,14 @@ def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests():
     ("at_begin", "at_chunk", "at_commit", "label"),
     [(None, None, None, "1"), ("b", None, None, "b"), ("b", "c", None, "c"), ("b", "c", "d", "d")],
 )  # fmt: skip
-def test_the_label_named_last_is_the_one(at_begin, at_chunk, at_commit, label):
+def test_the_last_version_named_in_a_session_is_the_label(at_begin, at_chunk, at_commit, label):
     h = Harness()
     session = begin(h, version=at_begin)
     chunk(h, session, "/w1", version=at_chunk)
     assert commit(h, session, version=at_commit).result["version"] == label == h.served.version
 
 
-def test_kv_of_the_commit_goes_over_that_of_begin():
+def test_kv_of_the_commit_overrides_kv_of_begin():
     """The fake runner refuses KV of the old weights after a commit of w1-recompute."""
     h = one_running(rounds=5)
     session = begin(h, kv="keep")
@@ -58,7 +56,7 @@ def test_kv_of_the_commit_goes_over_that_of_begin():
     assert h.stream("r").reason == "length"
 
 
-def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_behind_them_refused():
+def test_parts_and_the_commit_behind_them_are_handled_in_order_without_waiting_for_replies():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
@@ -67,7 +65,7 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     late = h.call(m.UpdateChunkArgs(session, FolderSource("/w3")))
     again = h.call(m.CommitUpdateArgs(session))
     h.run_rounds(3)
-    assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "it is being committed"
+    assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "the session is being committed"
     assert h.reply(calls[0]) is h.reply(done) is None
     h.runner.may_stage.set()
     h.run_rounds(5)
@@ -75,7 +73,7 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     assert h.reply(done).failure is None and h.runner.weights == 2
 
 
-def test_a_partial_session_adds_to_what_serves_at_its_commit():
+def test_a_partial_session_completes_the_weights_that_serve_at_its_commit():
     h = Harness()
     h.update("/w2")
     session = begin(h, partial=True)
@@ -84,7 +82,7 @@ def test_a_partial_session_adds_to_what_serves_at_its_commit():
     assert_serves(h, 3)
 
 
-def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_which():
+def test_a_commit_with_missing_tensors_is_refused_and_names_them():
     h = Harness()
     session = begin(h)
     reply = commit(h, session)
@@ -94,10 +92,10 @@ def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_
     assert h.update("/w1").failure is None
 
 
-# ---------------------------------------------------------------------- one at a time, and which version
+# ---------------------------------------------------------------------- refused before anything is staged
 
 
-def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed():
+def test_a_second_session_is_refused_and_the_first_goes_on():
     h = Harness()
     session = begin(h)
     for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource("/w2"))):
@@ -106,7 +104,7 @@ def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed(
     assert commit(h, session).failure is None and h.runner.weights == 1
 
 
-def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_commit():
+def test_expected_version_is_checked_at_begin_and_at_commit():
     h = Harness()
     conflict = h.failure(m.BeginUpdateArgs(expected_version="v0"))
     assert conflict.code == "version_conflict" and conflict.detail["version"] == "0"
@@ -118,10 +116,10 @@ def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_c
     assert commit(h, session).failure.code == "version_conflict"
     assert_serves(h, 0)
     h.ask(m.SetVersionArgs("0"))
-    assert commit(h, session).failure is None, "it was told before anything was done, and may think again"
+    assert commit(h, session).failure is None, "the session is still open"
 
 
-def test_the_version_is_looked_at_once_more_at_the_swap():
+def test_expected_version_is_checked_again_just_before_the_weights_are_replaced():
     h = Harness()
     session = begin(h, expected_version="0")
     chunk(h, session, "/w1")
@@ -141,14 +139,13 @@ def test_the_version_is_looked_at_once_more_at_the_swap():
     [({"kv": "drop"}, "kv"), ({"version": ""}, "version"), ({"version": "x" * 257}, "version"),
      ({"lease_s": 0.0}, "lease_s"), ({"lease_s": 1e9}, "lease_s"), ({"lease_s": float("nan")}, "lease_s")],
 )  # fmt: skip
-def test_a_begin_that_makes_no_sense_names_the_field_and_opens_nothing(args, field):
+def test_a_begin_with_an_invalid_field_opens_no_session(args, field):
     h = Harness()
-    refused = h.failure(m.BeginUpdateArgs(**args))
-    assert (refused.code, refused.detail["param"]) == ("invalid_field", field)
+    h.assert_refused(m.BeginUpdateArgs(**args), field)
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
 
 
-def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session():
+def test_invalid_labels_and_kv_are_refused_without_ending_the_session():
     h = Harness()
     session, source = begin(h), FolderSource("/w1")
     for args, field in (
@@ -158,16 +155,16 @@ def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session():
         (m.SetVersionArgs(""), "version"),
         (m.ResetArgs(version="x" * 257), "version"),
     ):
-        assert h.failure(args).detail["param"] == field
+        h.assert_refused(args, field)
     chunk(h, session, "/w1")
     assert commit(h, session).failure is None
 
 
-# ---------------------------------------------------------------------- the bad ways
+# ---------------------------------------------------------------------- sessions that end without a commit
 
 
 @pytest.mark.parametrize("folder", ["/bad", "/garbage"])
-def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folder):
+def test_a_refused_part_ends_the_session_and_later_calls_name_the_reason(folder):
     h = Harness()
     h.add("r", PROMPT, max_tokens=30)
     session = begin(h)
@@ -184,7 +181,7 @@ def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folder):
     assert h.update("/w1").failure is None
 
 
-def test_what_was_sent_behind_a_refused_chunk_is_answered_too():
+def test_calls_sent_behind_a_refused_part_are_answered():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
@@ -195,12 +192,11 @@ def test_what_was_sent_behind_a_refused_chunk_is_answered_too():
     h.run_rounds(6)
     codes = [h.reply(call).failure.code for call in calls]
     assert codes == ["weight_update_refused"] + ["session_not_found"] * 3
-    assert not h.runner.stagings[0].names, "and was not even read"
+    assert not h.runner.stagings[0].names, "parts behind a refused one are not read"
     assert_serves(h, 0)
 
 
-def test_what_would_be_refused_is_told_before_its_bytes_are_sent():
-    """The question opens nothing and ends nothing."""
+def test_a_check_names_the_refusal_that_an_update_would_get_and_changes_nothing():
     h = Harness()
     ask = lambda session_id=None, **begin: h.ask(m.CheckUpdateArgs(session_id, m.BeginUpdateArgs(**begin)))  # noqa: E731
     assert ask().failure is None and h.engine.weights.session is None
@@ -217,7 +213,7 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent():
     assert ask(session).failure.code == "session_not_found" and ask().failure is None
 
 
-def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other():
+def test_calls_without_a_session_id_concern_the_session_of_the_same_placer():
     h = Harness()
     add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource("/w1"), placed_by=placer), rounds=2)  # noqa: E731
     check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
@@ -232,14 +228,14 @@ def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_
     assert h.failure(m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
 
 
-def test_a_session_nobody_opened_is_unknown():
+def test_calls_with_an_unknown_session_id_are_refused():
     h = Harness()
     source = FolderSource("/w1")
     for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
         assert h.failure(args).code == "session_not_found"
 
 
-def test_a_commit_that_is_repeated_is_told_that_it_was_done():
+def test_a_repeated_commit_is_refused_as_already_committed():
     h = Harness()
     session = begin(h)
     chunk(h, session, "/w1")
@@ -248,7 +244,7 @@ def test_a_commit_that_is_repeated_is_told_that_it_was_done():
     assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
 
 
-def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin():
+def test_a_session_ends_with_its_lease_and_the_next_one_may_begin():
     h = Harness()
     h.add("r", PROMPT, max_tokens=60)
     session = begin(h, lease_s=5.0)
@@ -256,7 +252,7 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin():
     chunk(h, session, "/w1")
     h.now += 4.9
     h.run_rounds()
-    assert h.engine.weights.session is not None, "a chunk renews the lease"
+    assert h.engine.weights.session is not None, "a part renews the lease"
     h.now += 0.2
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
@@ -270,14 +266,14 @@ def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin():
     assert commit(h, session).failure is None
 
 
-def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
+def test_an_idle_loop_wakes_up_at_the_end_of_a_lease():
     h = Harness(heartbeat_s=100.0)
     h.run_rounds()
     begin(h, lease_s=7.0)
     assert h.engine._idle_time() == pytest.approx(7.0)
 
 
-def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked():
+def test_the_lease_stands_still_while_a_part_is_staged_or_the_commit_is_checked():
     h = Harness()
     session = begin(h, lease_s=5.0)
     for args in (m.UpdateChunkArgs(session, FolderSource("/w1")), m.CommitUpdateArgs(session)):
@@ -295,7 +291,7 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
     assert h.served.weight_epoch == 1
 
 
-def test_abort_names_what_it_ended_and_may_be_repeated():
+def test_abort_names_the_session_that_it_ended_and_may_be_repeated():
     h = Harness()
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": []}
     session = begin(h)
@@ -303,7 +299,9 @@ def test_abort_names_what_it_ended_and_may_be_repeated():
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": [session]}
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}
     other = begin(h)
-    assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}, "an old name does not hit the new session"
+    assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}, (
+        "the id of an ended session does not end the next one"
+    )
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": [other]}
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
@@ -311,7 +309,7 @@ def test_abort_names_what_it_ended_and_may_be_repeated():
 
 
 @pytest.mark.parametrize("one_call", [True, False])
-def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(one_call):
+def test_an_abort_while_tensors_are_staged_answers_every_call_once(one_call):
     h = Harness()
     h.runner.may_stage.clear()
     if one_call:
@@ -327,7 +325,7 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(one_cal
     h.run_rounds(4)
     assert {h.reply(call).failure.code for call in calls} == {"session_not_found"}
     assert "aborted" in h.reply(calls[-1]).failure.message and h.runner.stagings[0].abandoned
-    assert not h.runner.stagings[0].names, "a read that was given up adds nothing when it comes back"
+    assert not h.runner.stagings[0].names, "a read that ends after the abort adds nothing"
     assert_serves(h, 0)
     assert h.update("/w2").failure is None
 
@@ -347,7 +345,7 @@ def test_a_failing_engine_answers_every_call_of_a_session_once():
     assert [h.reply(call).failure.code for call in calls] == ["engine_error"] * 4
 
 
-def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards(monkeypatch):
+def test_an_engine_that_stops_answers_an_open_update_and_is_not_woken_afterwards(monkeypatch):
     woken = []
     monkeypatch.setattr(ListTransport, "wake", lambda transport: woken.append(1))
     h = Harness()
@@ -359,7 +357,5 @@ def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards
     h.engine.run()
     assert h.reply(call).failure.code == "engine_dead"
     h.runner.may_stage.set()
-    for thread in threading.enumerate():
-        if thread.name == "stage-weights":
-            thread.join()
-    assert not woken, "the transport is closed by now"
+    h.join_staging()
+    assert not woken, "the transport is closed"
