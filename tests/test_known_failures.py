@@ -32,7 +32,7 @@
                                           tests/engine/test_retention.py::test_a_repeated_request_gets_every_token_once_and_nothing_is_computed_twice
     20 two servers, two truths            test_all_clients_see_one_state_and_an_abort_of_all_reaches_everybody
     21 KV of the old weights              tests/engine/test_weight_update.py::test_there_is_no_prefix_hit_on_kv_of_the_old_weights
-                                          tests/engine/test_update_exactness.py::test_for_every_switch_point_the_continuation_is_that_of_torch
+                                          tests/engine/test_update_exactness.py::test_at_every_switch_point_the_continuation_is_that_of_torch
     22 label off by one, one choice       tests/engine/test_common_engine.py::test_an_update_between_two_steps_changes_the_label_at_exactly_one_token
                                           tests/http/serving/test_token_meaning.py::test_every_choice_tells_its_own_weight_versions_and_their_bounds
     23 weights and label in two calls     tests/engine/test_weight_session.py::test_a_commit_replaces_all_weights_at_once_while_requests_run
