@@ -125,7 +125,7 @@ def test_there_is_no_prefix_hit_on_kv_of_the_old_weights():
 
 
 def test_blocks_whose_context_spans_two_weight_epochs_are_never_shared():
-    """This holds for blocks from before the commit, and for those that the request adds later."""
+    """Neither blocks from before the commit nor later blocks of the request are shared."""
     h = Harness()
     prompt = list(range(1, 10))
     h.add("r", prompt, max_tokens=30)

@@ -20,7 +20,7 @@ LONGEST = (
     "tests/fuzz/",
     "tests/rl/",
     "tests/benchmarks/",
-    "tests/test_readme.py",
+    "tests/test_docs_commands.py",
 )
 
 

@@ -1,4 +1,4 @@
-"""The tests of `make test-quick`: those that need no Paddle, torch, process or server. A test that asks for one fails."""
+"""The tests of `make test-quick`: no Paddle, torch, process or server. A test that asks for one of them fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDERS = ("cache_manager", "client", "core", "engine", "http", "inter_communica
 LEFT_OUT = (
     "engine/test_update_exactness.py",
     "engine/test_weight_memory.py",
-    "http/guards/test_access_processes.py",
+    "http/guards/test_route_access_processes.py",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
     "rl/test_client_e2e.py",

@@ -112,7 +112,7 @@ def fresh(sequence: Sequence, **changes: object) -> Sequence:
 
 
 def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]]) -> Draws:
-    """Return the input of a sampler. rows: known token ids (all of one length), length of the prompt, settings, bans."""
+    """Return the input of a sampler. rows: known token ids, all of one length; prompt length; settings; bans."""
     new = [NewSequence(("r", i), params, count, banned, 1000) for i, (_, count, params, banned) in enumerate(rows)]
     tokens = np.array([ids for ids, *_ in rows], np.int32)
     return Draws(new, np.full(len(rows), tokens.shape[1]), tokens, np.arange(len(rows)))
