@@ -1,7 +1,7 @@
 # make demo   set everything up in .venv, build the custom ops, run the main job
 # make test   the test suite        make test-quick  without Paddle and processes
 #                                   make test-slow   the long tests
-# make oracles  compute and store anew what torch says (tests/support/oracles)
+# make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
 # make lint   formatting, lint and types
 # make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
@@ -22,7 +22,7 @@ serve: $(VENV)/.runtime ops
 test: $(VENV)/.test ops
 	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder $(ARGS)
 
-# The engine, the scheduler, the clients and what HTTP needs no server for, in less than a minute.
+# Tests that need no Paddle, no process and no server, in less than a minute.
 test-quick: $(VENV)/.test
 	$(BIN)/python -m pytest --quick -p no:schemathesis $(ARGS)
 
@@ -37,14 +37,14 @@ test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 fuzz: $(VENV)/.test ops
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
-# The versions are pinned in setup.py, so that everybody's formatter writes the same text.
+# setup.py pins the versions, because other versions of a formatter write other text.
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror custom_ops/cpu_ops/*.cc custom_ops/cpu_ops/*.h
 	$(BIN)/mypy
 
-# Skips the work when the sources have not changed, and says so when there is no compiler.
+# Does nothing if the sources have not changed. Without a compiler, prints that and goes on.
 ops: $(VENV)/.runtime
 	@$(BIN)/python custom_ops/build.py
 
@@ -69,12 +69,12 @@ $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,lint]"
 	@touch $@
 
-# What the long tests need besides: TRL, which they train with.
+# The long tests also need TRL, for training.
 $(VENV)/.slow: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
 	@touch $@
 
-# The frameworks pin versions that are not ours, so they get an environment of their own; our server stays in $(VENV).
+# The frameworks pin other versions than this project, so they have an environment of their own.
 # SkyRL asks for Python 3.12; its client runs on 3.11 too (see tests/frameworks/skyrl_child.py).
 $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv $(FRAMEWORKS)

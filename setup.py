@@ -1,6 +1,6 @@
-"""Packaging. The distribution is called fastdeploy-gpu where the Paddle that is installed is a CUDA build, else
-fastdeploy-cpu; both install the package ``fastdeploy``. A wheel has the C++ ops where they can be built, and is then
-one for this platform; without a compiler the wheel is for any, and the Paddle reference ops run."""
+"""Packaging. The distribution is called fastdeploy-gpu if the installed Paddle is a CUDA build, else fastdeploy-cpu.
+Both install the package ``fastdeploy``. With a compiler the wheel has the C++ ops and is for this platform. Without a
+compiler the wheel is for any platform, and the Paddle reference ops run."""
 
 import re
 import runpy
@@ -33,7 +33,7 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """Tags the wheel by what was built: ``py3-none-any``, or ``py3-none-PLATFORM`` with the C++ ops in it."""
+    """Gives the wheel the tag ``py3-none-PLATFORM`` if it has the C++ ops, else ``py3-none-any``."""
 
     def get_tag(self) -> tuple[str, str, str]:
         built = self.get_finalized_command("build_py").library().exists()
@@ -42,7 +42,7 @@ class BdistWheel(bdist_wheel):
 
 
 def paddle_is_cuda_build() -> bool:
-    """Read from Paddle's version file, without importing Paddle."""
+    """Return whether the installed Paddle is a CUDA build. Reads its version file and does not import it."""
     try:
         metadata.distribution("paddlepaddle-gpu")
         return True
@@ -99,10 +99,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["fastdeploy", "fastdeploy.*"]),
-    package_data={
-        "fastdeploy.embedded": ["model/*"],
-        "fastdeploy.model_executor.ops": ["*.so"],
-    },
+    package_data={"fastdeploy.embedded": ["model/*"], "fastdeploy.model_executor.ops": ["*.so"]},
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
     extras_require={"test": TEST, "trl": TRL, "lint": LINT},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},

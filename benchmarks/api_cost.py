@@ -29,9 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import ServerError
+from benchmarks.lib.dialect import FAILURES, ServerError
 from benchmarks.lib.engines import SEQUENCES, ours
-from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.processes import cpu_seconds
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.server import ServerProcess
@@ -208,17 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="api-cost-") as folder:
             costs = asyncio.run(run(args, Path(folder), printer.say))
-    except (ServerError, WireError, OSError, TimeoutError) as error:
+    except FAILURES as error:
         printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
-    printer.table(
-        f"the API server at {args.streams} streams, medians of {args.repeats}",
-        HEADER,
-        [row(*mine) for mine in costs.items()],
-    )
+    title = f"the API server at {args.streams} streams, medians of {args.repeats}"
+    printer.table(title, HEADER, [row(*mine) for mine in costs.items()])
     errors = [error for rounds in costs.values() for cost in rounds for error in cost.errors]
-    for error in errors:
-        printer.say(f"failed: {error[:300]}")
+    for line in errors:
+        printer.say(f"failed: {line[:300]}")
     if args.json:
         options = {name: str(value) for name, value in vars(args).items()}
         cases = {name: [asdict(cost) for cost in rounds] for name, rounds in costs.items()}

@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
-from benchmarks.lib.dialect import ServerError, read_metrics
+from benchmarks.lib.dialect import FAILURES, read_metrics
 from benchmarks.lib.engines import ENGINES, Engine
-from benchmarks.lib.http_reader import WireError
 from benchmarks.lib.loads import LOADS, Figures, Load
 from benchmarks.lib.processes import cpu_seconds, send_all
 from benchmarks.lib.report import Printer, machine, write_json
@@ -145,7 +144,7 @@ class RunningEngines:
     def removed_on_failure(self, contender: Contender) -> Iterator[None]:
         try:
             yield
-        except (ServerError, WireError, OSError, TimeoutError) as error:
+        except FAILURES as error:
             if contender is self.contenders[0]:
                 raise
             self.contenders.remove(contender)
@@ -232,12 +231,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="a Hugging Face folder")
     add("--served-model-name", default="q05")
-    add(
-        "--engines",
-        type=lambda text: chosen(text, ENGINES),
-        default=list(ENGINES),
-        help="ratios are to the first one (default: ours and every peer that is installed)",
-    )
+    ratios = "ratios are to the first one (default: ours and every peer that is installed)"
+    add("--engines", type=lambda text: chosen(text, ENGINES), default=list(ENGINES), help=ratios)
     add("--loads", type=lambda text: chosen(text, LOADS), default=list(LOADS), help=f"default: {','.join(LOADS)}")
     add("--repeats", type=int, default=3)
     add("--seed", default="0", help="of the prompts")
@@ -258,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(engines, [LOADS[name] for name in args.loads], args, printer)
-    except (ServerError, WireError, OSError, TimeoutError, subprocess.CalledProcessError) as error:
+    except (*FAILURES, subprocess.CalledProcessError) as error:
         printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
 

@@ -19,9 +19,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
-from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import Native, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.client import Client, Stream
+from benchmarks.lib.dialect import FAILURES, Native
 from benchmarks.lib.perturb import WEIGHTS, perturbed_copy
 from benchmarks.lib.report import Printer
 from benchmarks.lib.server import ServerProcess
@@ -62,9 +61,8 @@ class Demo:
     async def _solve(self) -> None:
         """Solve some problems, to show what the model does."""
         problems = self._problems[:SOLVED]
-        bodies = [
-            completion(self.model, tokenizer.prompt_ids(p, chat=True), 600) | {"ignore_eos": False} for p in problems
-        ]
+        prompts = [tokenizer.prompt_ids(problem, chat=True) for problem in problems]
+        bodies = [completion(self.model, prompt, 600) | {"ignore_eos": False} for prompt in prompts]
         streams = [await self.native.client.stream("/v1/completions", body, "solve") for body in bodies]
         rows, solved, steps = [], 0, []
         for problem, stream in zip(problems, streams, strict=True):
@@ -81,14 +79,8 @@ class Demo:
         self.printer.table(title, ("problem", "answer", "tokens", ""), rows[:8])
 
     async def _accept(self) -> Outcome:
-        options = Options(
-            model=self.model,
-            running=RUNNING,
-            max_tokens=3500,
-            wait_tokens=self._scaled(800),
-            freeze_s=1.5,
-            waiting=self.waiting,
-        )
+        options = Options(self.model, running=RUNNING, max_tokens=3500, wait_tokens=self._scaled(800), freeze_s=1.5,
+                          waiting=self.waiting)  # fmt: skip
         acceptance = Acceptance(self.native, options, self.printer.say, self.printer.checks, self._prompt)
         outcome = await acceptance.run()
         self.checks += outcome.checks
@@ -123,23 +115,17 @@ class Demo:
         self.printer.checks(checks)
 
     async def _bad_update(self, broken: Path) -> Check:
-        reply = await self.native.client.call(
-            "POST", "/v1/update_weights", {"model_path": str(broken), "version": "bad"}
-        )
+        body = {"model_path": str(broken), "version": "bad"}
+        reply = await self.native.client.call("POST", "/v1/update_weights", body)
         error = reply.body.get("error") if isinstance(reply.body, dict) else None
-        said = str((error or {}).get("message", reply.body))[:60]
-        return Check(
-            "update under live streams",
-            "half a checkpoint is refused",
-            f"HTTP {reply.status}: {said}",
-            reply.status == 400,
-        )
+        seen = f"HTTP {reply.status}: {str((error or {}).get('message', reply.body))[:60]}"
+        return Check("update under live streams", "half a checkpoint is refused", seen, reply.status == 400)
 
     async def _streams(self, name: str) -> list[StreamLog]:
         streams = [await self._open(i, self._scaled(1500), name) for i in range(RUNNING)]
         return [await stream.wait_closed() for stream in streams]
 
-    async def _open(self, index: int, tokens: int, name: str):
+    async def _open(self, index: int, tokens: int, name: str) -> Stream:
         request_id = f"{name}-{index}"
         body = completion(self.model, self._prompt(index), tokens, request_id)
         return await self.native.client.stream("/v1/completions", body, request_id)
@@ -156,13 +142,9 @@ def judge_stop(server: ServerProcess) -> list[Check]:
     code, took = server.stop(STOP_S)
     left = server.left_over()
     files = [str(path.relative_to(server.ipc)) for path in server.ipc.rglob("*")]
+    promise = f"Ctrl-C ends the server within {STOP_S:.0f} s, exit code 0"
     return [
-        Check(
-            "stop",
-            f"Ctrl-C ends the server within {STOP_S:.0f} s, exit code 0",
-            f"code {code}, {took:.2f} s",
-            code == 0,
-        ),
+        Check("stop", promise, f"code {code}, {took:.2f} s", code == 0),
         Check("stop", "no process is left", ", ".join(map(str, left)) or "none", not left),
         Check("stop", "no socket file is left", ", ".join(files[:3]) or "none", not files),
     ]
@@ -192,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         allow_files(2 * (args.waiting + RUNNING))
         checks = run(args.waiting, printer)
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"the demo could not go on: {type(error).__name__}: {error}")
         return 2
     except KeyboardInterrupt:

@@ -14,7 +14,8 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from multiprocessing.synchronize import Event
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -32,10 +33,14 @@ from fastdeploy.inter_communicator.remote_runner import RemoteRunner
 from fastdeploy.inter_communicator.runner_server import RunnerServer
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 from fastdeploy.model_executor import paddle
+from fastdeploy.model_executor.models.interface import Model
+from fastdeploy.model_executor.ops.interface import Ops, SampleBatch
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sampler import Sampler
 
+SPAWN = multiprocessing.get_context("spawn")
 CLIENT = "client"
+MODEL = "model and ops (instant)"
 WARMUP = 20
 SLACK = 256  # greatest number of tokens that one sequence of the batch is ahead of another
 
@@ -46,18 +51,19 @@ class InstantModel:
     def __init__(self, vocab_size: int):
         self._logits = paddle.zeros([1, vocab_size])
 
-    def forward(self, weights, token_ids, cache, batch, rows, between_layers=None) -> paddle.Tensor:
+    def forward(self, *_: Any) -> paddle.Tensor:
         return self._logits
 
-    def logits(self, weights, hidden: paddle.Tensor) -> paddle.Tensor:
-        return self._logits
+    logits = forward
 
 
 class InstantOps:
-    def sample(self, logits, batch) -> np.ndarray:
+    def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         return np.full(len(batch.temperature), 7, np.int32)
 
-    def logprobs(self, logits, token_ids, top) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def logprobs(
+        self, logits: paddle.Tensor, token_ids: np.ndarray, top: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = len(token_ids)
         return np.zeros(rows, np.float32), np.zeros((rows, top), np.float32), np.zeros((rows, top), np.int32)
 
@@ -70,7 +76,7 @@ class Stopwatch:
         self._inner = [0.0]
 
     def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args, **kwargs):
+        def watched(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
             started = time.perf_counter()
             try:
@@ -98,8 +104,8 @@ class Row(NamedTuple):
     p99: float
 
 
-def take_outputs(endpoint: str, connected) -> None:
-    """Receive and drop the engine's outputs. Runs in a process of its own."""
+def take_outputs(endpoint: str, connected: Event) -> None:
+    """Receive the outputs of the engine and drop them. The main of a process."""
     socket = zmq.Context().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, CLIENT.encode())
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -112,27 +118,27 @@ def take_outputs(endpoint: str, connected) -> None:
 
 def make_runner(num_blocks: int) -> ModelRunner:
     runner = ModelRunner(str(MODEL_DIR), num_blocks=num_blocks)
-    runner.model, runner.ops = InstantModel(runner.info.vocab_size), InstantOps()
+    runner.model = cast(Model, InstantModel(runner.info.vocab_size))
+    runner.ops = cast(Ops, InstantOps())
     runner._sampler = Sampler(runner.ops)
     return runner
 
 
 def serve_runner(folder: str, num_blocks: int) -> None:
-    """The main of the runner's process (--runner-process)."""
+    """Serve the runner. The main of its process (--runner-process)."""
     RunnerServer(folder).serve(lambda: make_runner(num_blocks))
 
 
 def make_engine(
     running: int, waiting: int, context: int, steps: int, endpoint: str, runner_folder: str | None
 ) -> CommonEngine:
-    """The engine; with ``runner_folder`` its runner is another process, whose sockets are there."""
+    """Make the engine. runner_folder: for the sockets of a runner in another process; None: a runner in this one."""
     num_blocks = running * -(-(context + steps + SLACK) // 16) + 4096 // 16
     runner: Runner
     if runner_folder is None:
         runner = make_runner(num_blocks)
     else:
-        spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=serve_runner, args=(runner_folder, num_blocks), daemon=True)
+        process = SPAWN.Process(target=serve_runner, args=(runner_folder, num_blocks), daemon=True)
         process.start()
         runner = RemoteRunner(runner_folder, process.sentinel)
     config = EngineConfig(
@@ -147,10 +153,13 @@ def make_engine(
 
 def watch_runner(clock: Stopwatch, runner: ModelRunner) -> None:
     clock.watch_method("make batch", runner._sequences, "take")
-    clock.watch_method("model and ops (instant)", runner.model, "forward")
-    clock.watch_method("model and ops (instant)", runner.model, "logits")
-    clock.watch_method("model and ops (instant)", runner.ops, "sample")
-    clock.watch_method("model and ops (instant)", runner.ops, "logprobs")
+    for owner, name in (
+        (runner.model, "forward"),
+        (runner.model, "logits"),
+        (runner.ops, "sample"),
+        (runner.ops, "logprobs"),
+    ):
+        clock.watch_method(MODEL, owner, name)
     clock.watch_method("sampling", runner._sampler, "sample")
 
 
@@ -176,9 +185,8 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
         endpoint = f"ipc://{folder}/engine"
         runner_folder = folder if args.runner_process else None
         engine = make_engine(args.running, waiting, args.context, args.steps, endpoint, runner_folder)
-        spawn = multiprocessing.get_context("spawn")
-        connected = spawn.Event()
-        other = spawn.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
+        connected = SPAWN.Event()
+        other = SPAWN.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
         other.start()
         connected.wait()
         try:
@@ -211,7 +219,7 @@ def submit(engine: CommonEngine, args: argparse.Namespace, count: int) -> None:
         max_tokens=args.steps + SLACK, ignore_eos=True, logprobs=args.logprobs, temperature=args.temperature
     )
     for i in range(count):
-        # Of different lengths: otherwise all sequences would need a new KV block in the same step.
+        # With prompts of one length, all sequences would need a new KV block in the same step.
         prompt = draw.integers(0, engine.info.vocab_size, args.context - i % 16).tolist()
         engine._handle(CLIENT, AddRequest(f"request-{i}", prompt, sampling))
 
@@ -222,12 +230,11 @@ def rows_of(laps: list[dict[str, float]]) -> list[Row]:
 
     parts = list(dict.fromkeys(part for lap in laps for part in lap))
     rows = [row(part, [lap.get(part, 0.0) for lap in laps]) for part in parts]
-    model = "model and ops (instant)"
-    whole = row("host time of a step", [sum(s for part, s in lap.items() if part != model) for lap in laps])
-    return [*sorted((r for r in rows if r.part != model), key=lambda r: -r.median), whole]
+    whole = row("host time of a step", [sum(s for part, s in lap.items() if part != MODEL) for lap in laps])
+    return [*sorted((r for r in rows if r.part != MODEL), key=lambda r: -r.median), whole]
 
 
-def run() -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--running", type=int, default=256, help="sequences in the batch (%(default)s)")
     parser.add_argument("--waiting", type=int, default=5000, help="of the second column (%(default)s)")
@@ -235,7 +242,7 @@ def run() -> None:
     parser.add_argument("--steps", type=int, default=500, help="that are measured (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--logprobs", type=int, help="logprobs beside the sampled one (default: none at all)")
-    what = "the model runner is another process; its row is the time that the engine waits for it"
+    what = "run the model runner in another process; its row is the time that the engine waits for it"
     parser.add_argument("--runner-process", action="store_true", help=what)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -252,4 +259,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    run()
+    main()

@@ -130,9 +130,7 @@ def byte_alphabet() -> dict[int, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "out", nargs="?", type=Path, default=default_out(), help="folder to write (default: %(default)s)"
-    )
+    parser.add_argument("out", nargs="?", type=Path, default=default_out(), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer for a quick test")
     args = parser.parse_args(argv)

@@ -69,7 +69,7 @@ class Model:
         self.o = [self._pack(rng, [HIDDEN], HEADS * HEAD_DIM) for _ in range(LAYERS)]
         self.mlp = [(self._pack(rng, [INNER, INNER], HIDDEN), self._pack(rng, [HIDDEN], INNER)) for _ in range(LAYERS)]
         self.head = [self._pack(rng, [VOCAB], HIDDEN)]
-        self.probe = ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
+        self.probe = probe_weight(ops)
 
     def _pack(self, rng: np.random.Generator, sizes: list[int], k: int) -> CpuLinear:
         """Pack random bfloat16 weights of about 2^-6, so that none is zero, denormal or large."""
@@ -91,6 +91,11 @@ class Model:
             norm = paddle.ones([HIDDEN])
             calls["head"] = (lambda: ops.logits(x, norm, 1e-6, self.head[0])), self.head
         return calls
+
+
+def probe_weight(ops: CpuOps) -> CpuLinear:
+    """Make the buffer of 2 GiB that the probe of the read bandwidth reads."""
+    return ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
 
 
 def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
@@ -209,8 +214,14 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1024")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON (null without AMX)")
     options = parser.parse_args()
     ops = CpuOps(options.dtype)
+    if options.probe:
+        weight = probe_weight(ops)
+        found = read_roofline(ops, weight, measure(roofline_calls(ops, weight), options.repeats))
+        print(json.dumps(None if found is None else found._asdict()))
+        return
     print(f"{options.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     model = Model(ops)
     linears = [report_linears(model, int(rows), options.repeats) for rows in options.rows.split(",")]

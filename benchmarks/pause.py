@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.acceptance import Acceptance, Options, Outcome
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import DIALECTS, FAILURES, Dialect, ServerError
 from benchmarks.lib.report import Printer, machine, measure, write_json
 from benchmarks.lib.verdicts import Check
 
@@ -35,12 +34,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8180")
     add("--dialect", choices=DIALECTS, default="native")
-    add(
-        "--peer",
-        type=_peer,
-        metavar="DIALECT=URL",
-        help="a second server, measured in turn with the first, e.g. vllm=http://...",
-    )
+    peer = "a second server, measured in turn with the first, e.g. vllm=http://..."
+    add("--peer", type=_peer, metavar="DIALECT=URL", help=peer)
     add("--repeats", type=int, default=1, help="of everything; medians are compared with the peer's")
     add("--model", help="default: the first one that the server lists")
     add("--streams", type=int, help="of each scenario (default: 12 more than --running)")
@@ -102,7 +97,7 @@ def judge_speed(outcome: Outcome, most: float | None) -> list[Check]:
     if most is None:
         return []
     return [
-        Check(run.scenario, f"paused within {most:g} steps", f"{run.pause_steps:.2f} steps", run.pause_steps <= most)
+        run.check(f"paused within {most:g} steps", f"{run.pause_steps:.2f} steps", run.pause_steps <= most)
         for run in outcome.runs
         if not run.scenario.startswith("wait")
     ]
@@ -122,18 +117,17 @@ async def measure_server(dialect: Dialect, url: str, args: argparse.Namespace, p
     return await Acceptance(dialect, options, printer.say, printer.checks).run()
 
 
-def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.Namespace, printer: Printer) -> dict:
+def report(dialect: str, url: str, outcomes: list[Outcome], printer: Printer) -> dict:
     """Print the results of one server over all repeats; return them for the JSON."""
     for outcome in outcomes:
         printer.acceptance(outcome)
         printer.measurements(outcome.runs)
     checks = [check for outcome in outcomes for check in outcome.checks]
-    held, apart = (sum(check.ok is ok for check in checks) for ok in (True, None))
-    failed = len(checks) - held - apart
+    held, apart, failed = (sum(check.ok is ok for check in checks) for ok in (True, None, False))
     printer.say(f"{url}: {held} promises held, {failed} failed, {apart} do not apply")
     return {
         "url": url,
-        "dialect": dialect.name,
+        "dialect": dialect,
         "runs": [measure(run) for outcome in outcomes for run in outcome.runs],
         "checks": [asdict(check) for check in checks],
         "failed": failed,
@@ -142,20 +136,16 @@ def report(dialect: Dialect, url: str, outcomes: list[Outcome], args: argparse.N
 
 async def measure_all(args: argparse.Namespace, printer: Printer) -> int:
     """Measure all servers in turn, ``repeats`` times. Return the exit code, which depends on the first server only."""
-    servers = [
-        (DIALECTS[name](Client(url)), url) for name, url in [(args.dialect, args.url), *filter(None, [args.peer])]
-    ]
+    servers = [(args.dialect, args.url), *filter(None, [args.peer])]
     outcomes: list[list[Outcome]] = [[] for _ in servers]
     for _ in range(args.repeats):
-        for (dialect, url), mine in zip(servers, outcomes, strict=True):
-            mine.append(await measure_server(dialect, url, args, printer))
+        for (name, url), mine in zip(servers, outcomes, strict=True):
+            mine.append(await measure_server(DIALECTS[name](Client(url)), url, args, printer))
     for outcome in outcomes[0]:
         speed = judge_speed(outcome, args.max_pause_steps)
         outcome.checks += speed
         printer.checks(speed)
-    reports = [
-        report(dialect, url, mine, args, printer) for (dialect, url), mine in zip(servers, outcomes, strict=True)
-    ]
+    reports = [report(name, url, mine, printer) for (name, url), mine in zip(servers, outcomes, strict=True)]
     if args.peer:
         printer.peer_comparison(*([run for outcome in mine for run in outcome.runs] for mine in outcomes))
     if args.json:
@@ -170,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     printer = Printer()
     try:
         return asyncio.run(measure_all(args, printer))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
 

@@ -24,8 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import FAILURES, Dialect
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.serving_stats import PERCENTS, ServingStats, summarize
 from benchmarks.lib.timeline import StreamLog
@@ -46,12 +45,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, help="requests sent before, not counted (default: one per client, or 1)")
     add("--seed", type=int, default=0)
     add("--no-token-ids", action="store_true", help="for servers that refuse return_token_ids: count by usage")
-    add(
-        "--floor-ms",
-        type=float,
-        metavar="MS",
-        help="least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio",
-    )
+    floor = "least time of a decode step on this machine (weight bytes / read bandwidth), to print a ratio"
+    add("--floor-ms", type=float, metavar="MS", help=floor)
     add("--json", metavar="FILE", help="write the figures; - for stdout")
     args = parser.parse_args(argv)
     if args.rate is not None and args.rate <= 0 or args.concurrency < 1:
@@ -101,9 +96,8 @@ async def measure(args: argparse.Namespace) -> tuple[str, ServingStats]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         warmup = progress.add_task("warm-up", total=args.warmup)
         clients = 1 if args.rate else args.concurrency
-        await RequestSender(client, model, args, lambda: progress.advance(warmup)).closed(
-            args.warmup, clients, first=10**6
-        )
+        load = RequestSender(client, model, args, lambda: progress.advance(warmup))
+        await load.closed(args.warmup, clients, first=10**6)
         task = progress.add_task(f"{args.rate} req/s" if args.rate else f"{clients} streams", total=args.num_requests)
         load = RequestSender(client, model, args, lambda: progress.advance(task))
         if args.rate:
@@ -124,16 +118,10 @@ def show(args: argparse.Namespace, stats: ServingStats, printer: Printer) -> Non
     if args.floor_ms and stats.tpot.count:
         rows.append(("time per token / floor", f"{stats.tpot.at[50] * 1000 / args.floor_ms:.2f}"))
     printer.table(f"{load}, {args.input_len} in, {args.output_len} out", ("figure", "value"), rows)
-    spreads = (
-        ("first token (TTFT)", stats.ttft),
-        ("per token (TPOT)", stats.tpot),
-        ("between chunks (ITL)", stats.itl),
-        ("whole request", stats.e2e),
-    )
-    rows = [
-        (name, f"{s.mean * 1000:.1f}", *(f"{s.at[p] * 1000:.1f}" for p in PERCENTS)) for name, s in spreads if s.count
-    ]
-    printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), rows)
+    names = ("first token (TTFT)", "per token (TPOT)", "between chunks (ITL)", "whole request")
+    spreads = zip(names, (stats.ttft, stats.tpot, stats.itl, stats.e2e), strict=True)
+    latencies = [[name, *(f"{1000 * x:.1f}" for x in (s.mean, *s.at.values()))] for name, s in spreads if s.count]
+    printer.table("latency, ms", ("of", "mean", *(f"p{p}" for p in PERCENTS)), latencies)
     for error in stats.errors:
         printer.say(f"failed: {error[:300]}")
 
@@ -143,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     printer = Printer()
     try:
         model, stats = asyncio.run(measure(args))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
     show(args, stats, printer)

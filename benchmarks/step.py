@@ -17,10 +17,9 @@ import os
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from benchmarks.lib.roofline import Machine, Shape
-from benchmarks.ops import PROBE_ROWS, Timing, measure, read_roofline, roofline_calls
+from benchmarks.ops import Timing, measure, probe_weight, read_roofline, roofline_calls
 from fastdeploy.core.plan import NewSequence, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
@@ -32,7 +31,7 @@ BLOCK = 16
 
 
 def chunk(number: int, start: int, count: int, blocks: int, sample: bool) -> ScheduledChunk:
-    """``count`` tokens of sequence ``number`` at positions start, ..., in ``blocks`` of its own."""
+    """Return a chunk of ``count`` tokens of sequence ``number`` at positions start, ..., in ``blocks`` of its own."""
     tokens = [(number * 31 + i) % 251 for i in range(start + count)]
     table = list(range(number * blocks, (number + 1) * blocks))
     new = NewSequence((f"r{number}", 0), SamplingParams(max_tokens=1, temperature=0.0), start + count)
@@ -46,8 +45,8 @@ def plans(running: list[int], context: int, tokens: int, blocks: int) -> dict[st
     return {name: StepPlan(0, chunks, []) for name, chunks in found.items()}
 
 
-def untelling(plan: StepPlan) -> StepPlan:
-    """The step again, for a runner that knows its sequences."""
+def repeated(plan: StepPlan) -> StepPlan:
+    """Return the plan of the same step for a runner that knows the sequences of ``plan``."""
     return StepPlan(0, [msgspec.structs.replace(c, token_ids=[], blocks=[], new=None) for c in plan.chunks], [])
 
 
@@ -88,11 +87,11 @@ def main() -> None:
     )
     shape, ops = Shape.of(options.model), runner.ops
     assert isinstance(ops, CpuOps), "it measures the C++ ops: build them (python custom_ops/build.py)"
-    probe = ops.pack_linear([np.zeros((PROBE_ROWS, 1024), np.uint16)])
+    probe = probe_weight(ops)
     steps = plans(options.running, options.context, options.chunk, blocks)
     for plan in steps.values():
         runner.execute(plan)
-    again = {name: untelling(plan) for name, plan in steps.items()}
+    again = {name: repeated(plan) for name, plan in steps.items()}
     calls = {name: lambda plan=plan: runner.execute(plan) for name, plan in again.items()}
     timings = measure({**roofline_calls(ops, probe), **calls}, options.repeats)
     machine = read_roofline(ops, probe, timings)
@@ -101,12 +100,8 @@ def main() -> None:
     if machine is not None:
         rates = f"reader {machine.read / 1e9:.1f} GB/s, tiles {machine.peak / 1e12:.2f} TFLOP/s"
         print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB; {rates}")
-    report["steps"] = {
-        name: describe(
-            name, timings[name], None if machine is None else least_seconds(name, shape, options.chunk, machine)
-        )
-        for name in steps
-    }
+    least = {name: machine and least_seconds(name, shape, options.chunk, machine) for name in steps}
+    report["steps"] = {name: describe(name, timings[name], least[name]) for name in steps}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2))
 

@@ -15,16 +15,14 @@ import asyncio
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.dialect import DIALECTS, Dialect, ServerError
-from benchmarks.lib.http_reader import WireError
+from benchmarks.lib.dialect import DIALECTS, FAILURES, Dialect
 from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.timeline import median_step
@@ -32,6 +30,9 @@ from benchmarks.lib.update import SOURCES, VllmReload
 from benchmarks.lib.workload import completion, prompt_ids
 
 BEFORE, AFTER = 16, 8  # tokens of every stream before the update, and under the new weights
+# Titles of the table, and the times of Row that they show.
+SHOWN = {"quiesce": "quiesce", "transfer": "transfer", "check+pack": "stage", "commit": "commit", "recompute":
+         "recompute", "first token": "first_token", "total": "total", "no token for": "silent"}  # fmt: skip
 
 
 @dataclass
@@ -97,7 +98,7 @@ class UpdateBenchmark:
         self._updates += 1
         folder = self._folders[self._updates % len(self._folders)]
         native = self._dialect.name == "native"
-        updater = SOURCES[source](self._dialect.client, folder) if native else VllmReload(self._dialect, folder)
+        updater = (SOURCES[source] if native else VllmReload)(self._dialect.client, folder)
         streams = await self._start()
         try:
             began = time.perf_counter()
@@ -143,56 +144,38 @@ class UpdateBenchmark:
         for log in logs:
             if log.error or log.finals:
                 row.wrong.append(f"{log.request_id} ended: {log.error or log.reason}")
-            new = [e for e in log.tokens if version is None and e.at > ended or _labelled(e.weight_versions, version)]
-            if not new:
+            # vLLM does not label tokens: the first one after the update is taken for new.
+            is_new = [event.at > ended if version is None else event.last_version == version for event in log.tokens]
+            if not any(is_new):
                 row.wrong.append(f"{log.request_id} has no token of {version}")
-            else:
-                firsts.append(new[0].at)
-                if version is not None and any(
-                    not _labelled(e.weight_versions, version) for e in _from(log.tokens, new[0])
-                ):
-                    row.wrong.append(f"{log.request_id}: an old label after {version}")
+                continue
+            first = is_new.index(True)
+            firsts.append(log.tokens[first].at)
+            if not all(is_new[first:]):
+                row.wrong.append(f"{log.request_id}: an old label after {version}")
         row.first_token = max(min(firsts, default=ended) - ended, 0.0)
-
-
-def _labelled(versions: list[dict[str, Any]], version: str | None) -> bool:
-    return bool(versions) and versions[-1]["version"] == version
-
-
-def _from(events: list[Any], first: Any) -> list[Any]:
-    return events[events.index(first) :]
 
 
 def medians(rows: list[Row]) -> Row:
     """Return the medians of the repeats of one variant."""
     first = rows[0]
-    numbers = ("quiesce", "transfer", "stage", "commit", "recompute", "first_token", "total", "silent", "step")
-    more = {name: median(getattr(row, name) for row in rows) for name in numbers}
-    recomputed = first.recomputed if first.recomputed is None else int(median(r.recomputed or 0 for r in rows))
-    meanwhile = int(median(row.tokens_meanwhile for row in rows))
-    wrong = [line for row in rows for line in row.wrong]
-    return Row(first.source, first.paused, first.kv, first.in_place, **more, tokens_meanwhile=meanwhile,
-               recomputed=recomputed, wrong=wrong)  # fmt: skip
+    result = replace(first, wrong=[line for row in rows for line in row.wrong])
+    for name in (*SHOWN.values(), "step"):
+        setattr(result, name, median(getattr(row, name) for row in rows))
+    result.tokens_meanwhile = int(median(row.tokens_meanwhile for row in rows))
+    if first.recomputed is not None:
+        result.recomputed = int(median(row.recomputed or 0 for row in rows))
+    return result
 
 
 def show(printer: Printer, rows: list[Row]) -> None:
-    parts = ("quiesce", "transfer", "check+pack", "commit", "recompute", "first token", "total", "no token for")
-    header = ("source", "paused", "kv", *(f"{part} ms" for part in parts), "tokens meanwhile", "recomputed")
+    header = ("source", "paused", "kv", *(f"{title} ms" for title in SHOWN), "tokens meanwhile", "recomputed")
     table = []
     for row in rows:
-        times = (
-            row.quiesce,
-            row.transfer,
-            row.stage,
-            row.commit,
-            row.recompute,
-            row.first_token,
-            row.total,
-            row.silent,
-        )
+        times = [f"{1000 * getattr(row, name):.1f}" for name in SHOWN.values()]
         kv = row.kv + (", in place" if row.in_place else "")
         more = [str(row.tokens_meanwhile), "-" if row.recomputed is None else str(row.recomputed)]
-        table.append([row.source, "yes" if row.paused else "no", kv, *(f"{1000 * t:.1f}" for t in times), *more])
+        table.append([row.source, "yes" if row.paused else "no", kv, *times, *more])
     printer.table("weight updates (medians)", header, table)
 
 
@@ -223,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
     try:
         return asyncio.run(run(args, printer))
-    except (ServerError, WireError, OSError, TimeoutError, ValueError) as error:
+    except (*FAILURES, ValueError) as error:
         printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
         return 2
 

@@ -40,8 +40,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> balance.ByFi
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Event loop of the tests that are marked with anyio."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def torch_process(pytestconfig: pytest.Config) -> Iterator[TorchProcess]:
-    """Gives references of torch, stored or computed in a process of its own."""
+    """Give references of torch, stored ones or computed in another process."""
     process = TorchProcess(pytestconfig.getoption("oracles"))
     yield process
     process.close()
@@ -49,6 +55,6 @@ def torch_process(pytestconfig: pytest.Config) -> Iterator[TorchProcess]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder of every tiny checkpoint of checkpoints.SPECS, by name."""
+    """Write all tiny checkpoints of checkpoints.SPECS; give their folders by name."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {name: write_checkpoint(root / name, spec) for name, spec in SPECS.items()}

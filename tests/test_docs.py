@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: links lead somewhere, names exist, and lists are those of the code."""
+"""Checks of README.md and docs/: links lead somewhere, names exist, and lists are those of the code."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
 
 
 def is_a_name_of_ours(dotted: str) -> bool:
-    """Whether ``dotted`` is a module of the package, or a name at the top of one. Nothing is imported."""
+    """Return whether ``dotted`` is a module of ours, or a class or function at the top of one. Imports nothing."""
     parts, path = dotted.split("."), ROOT
     while parts and ((path / parts[0]).is_dir() or (path / f"{parts[0]}.py").exists()):
         folder = path / parts.pop(0)
@@ -77,7 +77,7 @@ def test_the_flags_and_their_defaults_are_those_of_serve():
 
 
 def as_told(default: object) -> str:
-    """A default as the table of flags has it."""
+    """Return a default as the table of flags shows it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default or "")

@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/ show work.
+"""Checks that the commands and the Python code in README.md and docs/ work.
 
 A shell block with ``curl`` runs as it is, against a server of the embedded model, and so does every Python block. In
 other shell blocks each command is checked by the program that it names: the program must take the arguments. A Python
@@ -59,7 +59,7 @@ def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
 
 
 def check_command(command: list[str]) -> None:
-    """Fail unless the program that ``command`` names takes the arguments. Nothing of the program's work is done."""
+    """Check that the program which ``command`` names takes the arguments. The program does nothing else."""
     match command:
         case ["make", *targets]:
             rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -72,7 +72,7 @@ def check_command(command: list[str]) -> None:
             # The files are run by the suite, by make lint and by make ops.
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
         case ["python", *arguments]:
-            refused = "--no-program-takes-this"  # it is told after everything else was found to be in order
+            refused = "--no-program-takes-this"  # a parser reports it only if all other arguments are right
             done = subprocess.run(
                 [sys.executable, *arguments, refused], cwd=ROOT, capture_output=True, text=True, timeout=60
             )
@@ -87,7 +87,7 @@ def check_command(command: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """A copy of the embedded model, with its tensors as a numpy file beside them."""
+    """Copy the embedded model to a folder that also has its tensors as a numpy file."""
     folder = tmp_path_factory.mktemp("docs") / "model"
     shutil.copytree(MODEL_DIR, folder)
     raw = (folder / "model.safetensors").read_bytes()
@@ -113,16 +113,16 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def untouched(server) -> Iterator[None]:
-    """Fails if the test leaves the server paused, asleep, or with an open weight session."""
+    """Fail if the test leaves the server paused, asleep, or with an open weight session."""
     yield
     holds, weights = server.get("/v1/is_paused").result["holds"], server.get("/v1/weights").result
-    for hold in holds:  # so that the next test does not wait for them
+    for hold in holds:  # else the next test would wait for them
         server.post("/v1/resume", {"hold_id": hold["id"]})
     assert not holds and weights["session"] is None and not weights["asleep"]
 
 
 def local(text: str, server: Server, model: Path) -> str:
-    """``text`` with this server, and with a folder that exists."""
+    """Put the address of ``server`` and the folder ``model`` into ``text``."""
     return re.sub(r"/checkpoints/[\w-]+|\bPATH\b", str(model), text.replace("localhost:8180", server.url[7:]))
 
 

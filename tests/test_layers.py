@@ -1,4 +1,4 @@
-"""Imports run down only: a module imports from its own layer or from one below, and no files import in a circle."""
+"""Checks of imports: a module imports from its own layer or from one below, and no files import in a circle."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("embedded", "model_
 
 
 def module_name(path: Path) -> str:
-    """Dotted name of a file of ours, a package's own file without ``.__init__``."""
+    """Return the dotted name of a file; that of a package without ``.__init__``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of fastdeploy/ and benchmarks/, by its dotted name."""
+    """Return every module of fastdeploy/ and benchmarks/, by its dotted name."""
     files = [path for folder in ("fastdeploy", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     return {module_name(path): path for path in files}
 
 
 @cache
 def imports_of(name: str) -> set[str]:
-    """Modules of ours that a module imports: anywhere in its file, but for what only a type checker reads."""
+    """Return the modules of ours that a module imports, anywhere in its file except under TYPE_CHECKING."""
     found = set()
     tree = ast.parse(modules()[name].read_text())
     typing_only = {
@@ -108,7 +108,7 @@ def test_no_files_import_in_a_circle():
 
 @pytest.mark.parametrize("layer", WITHOUT_PADDLE)
 def test_a_layer_can_be_imported_without_paddle(layer):
-    # The adapters of rl.frameworks import what the frameworks bring.
+    # The integrations in rl.frameworks import packages of the frameworks.
     names = [n for n in modules() if layer_of(n) == layer and ".frameworks." not in n]
     code = f"import sys, {', '.join(names)}; sys.exit('paddle' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

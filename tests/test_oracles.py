@@ -1,4 +1,4 @@
-"""The references stored in tests/support/oracles are what torch computes."""
+"""Check of the references of torch that are stored in tests/support/oracles."""
 
 from __future__ import annotations
 

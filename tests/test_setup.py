@@ -1,4 +1,4 @@
-"""The name of the distribution, and its contents."""
+"""Checks of the name of the distribution, and of its contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def name_with(paddle_version: str, folder: Path) -> str:
-    """The name that setup.py gives where the Paddle to be imported says ``paddle_version`` of itself."""
+    """Return the name of the distribution if the version file of Paddle has the content ``paddle_version``."""
     (folder / "paddle" / "version").mkdir(parents=True)
     (folder / "paddle" / "__init__.py").write_text("raise ImportError('setup.py must not import Paddle')")
     (folder / "paddle" / "version" / "__init__.py").write_text(paddle_version)
@@ -53,7 +53,7 @@ print(type(get_ops("float32")).__name__, sys.modules["fastdeploy"].__file__)
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """The source tree as it is checked out: nothing built."""
+    """Copy the source tree as it is checked out, with nothing built."""
     parts = ("fastdeploy", "custom_ops", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
     folder = tmp_path / "source"
     folder.mkdir()
@@ -66,7 +66,7 @@ def source(tmp_path) -> Path:
 
 
 def python(folder: Path, *args: str, **environment: str) -> str:
-    """Run Python in ``folder`` with our packages, but with no other checkout of this one; return what it prints."""
+    """Run Python in ``folder`` with the installed packages, but without this checkout; return what it prints."""
     env = {**os.environ, "PYTHONPATH": "", **environment}
     done = subprocess.run([sys.executable, *args], cwd=folder, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,7 +81,7 @@ def build_wheel(source: Path, **environment: str) -> Path:
 
 
 def ops_of_installed(wheel: Path, folder: Path) -> str:
-    """Install ``wheel`` and return the class of the ops that it runs."""
+    """Install ``wheel`` and return the class of ops that it uses."""
     python(folder, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", "site", str(wheel))
     name, file = python(folder, "-c", WHICH_OPS, PYTHONPATH=str(folder / "site")).split()
     assert Path(file).is_relative_to(folder / "site")
@@ -96,7 +96,7 @@ def test_without_a_compiler_a_wheel_for_any_platform_is_built_and_runs_the_refer
 
 
 @pytest.mark.slow
-def test_where_there_is_a_compiler_a_wheel_has_the_cpp_ops_and_is_one_for_this_platform(source, tmp_path):
+def test_with_a_compiler_a_wheel_for_this_platform_with_the_cpp_ops_is_built(source, tmp_path):
     wheel = build_wheel(source)
     tag, ops = ("linux_x86_64", "CpuOps") if any(map(shutil.which, COMPILERS)) else ("any", "ReferenceOps")
     assert wheel.name.endswith(f"-py3-none-{tag}.whl")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from benchmarks.lib import verdicts
@@ -84,12 +85,10 @@ class Acceptance:
         """Run all scenarios. Raises ServerError, WireError, OSError or TimeoutError if the server cannot be driven."""
         options, outcome = self.options, self.outcome
         start = await self._idle_gauges()
-        scenarios = [("abort", "abort", options.streams), ("keep", "keep", options.streams)]
-        scenarios.append(("wait", "wait", options.streams))
+        scenarios = [(mode, mode, options.streams) for mode in ("abort", "keep", "wait")]
         if options.waiting:
             total = options.running + options.waiting
-            scenarios += [(f"abort, {options.waiting} waiting", "abort", total)]
-            scenarios += [(f"keep, {options.waiting} waiting", "keep", total)]
+            scenarios += [(f"{mode}, {options.waiting} waiting", mode, total) for mode in ("abort", "keep")]
         try:
             for name, mode, streams in scenarios:
                 run = await self._scenario(name, mode, streams)
@@ -97,9 +96,8 @@ class Acceptance:
                 self._add(JUDGES[mode](run, rejects=self.dialect.rejects))
             self._add(await self._compare())
             self._say(f"after: {NEW_REQUESTS} new requests")
-            fresh = await self._complete(
-                [NEW_REQUEST_TOKENS] * NEW_REQUESTS, [100_000 + i for i in range(NEW_REQUESTS)], "new"
-            )
+            indices = range(100_000, 100_000 + NEW_REQUESTS)
+            fresh = await self._complete([NEW_REQUEST_TOKENS] * NEW_REQUESTS, indices, "new")
             await self._clear()
             after = await self._idle_gauges(must=False)
             self._add(verdicts.judge_after(fresh, NEW_REQUEST_TOKENS, NEW_REQUESTS, start, after))
@@ -124,11 +122,10 @@ class Acceptance:
         if mode == "wait":
             await self._warm()
         streams = await self._load(name, count, tokens)
-        if mode != "wait":
-            await asyncio.sleep(SETTLE_S)  # tokens that arrived late while requests were sent are not measured
+        settle_s = 0.0 if mode == "wait" else SETTLE_S
+        await asyncio.sleep(settle_s)  # tokens that arrive late while requests are sent are not measured
         steady_at = time.perf_counter()
-        if mode != "wait":
-            await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(settle_s)
         running, least = streams[: options.running], 0 if mode == "wait" else options.before
         more = tokens // 4 if mode == "wait" else SETTLE
         await self._tokens(running, [max(least, stream.log.num_tokens + more) for stream in running])
@@ -192,12 +189,8 @@ class Acceptance:
 
     async def _pause(self, mode: str) -> dict[str, Any]:
         """Pause in ``mode``: keep without clearing the cache, wait with admission reject."""
-        return await self.dialect.pause(
-            mode,
-            clear_cache=mode != "keep",
-            admission="reject" if mode == "wait" else None,
-            timeout_s=self.options.timeout_s,
-        )
+        admission, timeout_s = "reject" if mode == "wait" else None, self.options.timeout_s
+        return await self.dialect.pause(mode, clear_cache=mode != "keep", admission=admission, timeout_s=timeout_s)
 
     async def _probe_window(self, pause: asyncio.Task[dict]) -> tuple[float, Stream] | None:
         """Poll the flags until the server rejects but is not paused yet, then send a request. None if the pause ended
@@ -227,23 +220,18 @@ class Acceptance:
 
     async def _compare(self) -> list[Check]:
         """Run the interrupted prompts again without a pause, and compare every token."""
-        running = self.options.running
-        by_run = [(run, [(i, log) for i, log in enumerate(run.streams) if log.tokens]) for run in self.outcome.runs]
+        runs, running = self.outcome.runs, self.options.running
+        interrupted = [[(i, log) for i, log in enumerate(run.streams[:running]) if log.tokens] for run in runs]
         longest: dict[int, int] = {}
-        for _, logs in by_run:
-            for i, log in logs:
-                if i < running:
-                    longest[i] = max(longest.get(i, 1), log.num_tokens)
+        for i, log in chain(*interrupted):
+            longest[i] = max(longest.get(i, 1), log.num_tokens)
         self._say(f"reference: {len(longest)} undisturbed streams")
-        indices = sorted(longest)
-        whole = await self._complete([longest[i] for i in indices], indices, "reference")
-        reference = {str(i): log for i, log in zip(indices, whole, strict=True)}
-        checks: list[Check] = []
-        for run, logs in by_run:
-            prompts = {log.request_id: str(i) for i, log in logs}
-            mine = [log for i, log in logs if i < running]
-            checks += verdicts.judge_texts(run.scenario, mine, reference, lambda rid, p=prompts: p[rid])
-        return checks
+        whole = await self._complete(list(longest.values()), list(longest), "reference")
+        reference = dict(zip(longest, whole, strict=True))
+        return [
+            verdicts.judge_texts(run.scenario, [(log, reference[i]) for i, log in logs])
+            for run, logs in zip(runs, interrupted, strict=True)
+        ]
 
     async def _complete(self, max_tokens: Sequence[int], indices: Sequence[int], name: str) -> list[StreamLog]:
         streams = await asyncio.gather(*(self._send(i, n, name) for i, n in zip(indices, max_tokens, strict=True)))

@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 from benchmarks.lib.http_reader import EventReader, ResponseReader, WireError
 from benchmarks.lib.timeline import StreamLog
 
+MAX_CONNECTING = 128  # connections that are opened at the same time
+
 
 @dataclass(frozen=True)
 class Reply:
     """A complete HTTP reply. body: the parsed JSON, or the text if it is not JSON."""
 
     status: int
-    headers: dict[str, str]
     body: Any
 
 
@@ -110,13 +111,6 @@ class Stream:
             self._exchange.arrived.clear()
             await self._exchange.arrived.wait()
 
-    async def wait_head(self) -> int:
-        """Wait for the HTTP status and return it (0 if the connection broke before)."""
-        while not self._exchange.closed.is_set() and not self._exchange.response.status:
-            self._exchange.arrived.clear()
-            await self._exchange.arrived.wait()
-        return self._exchange.response.status
-
     async def wait_closed(self) -> StreamLog:
         await self._exchange.closed.wait()
         return self.log
@@ -127,15 +121,15 @@ class Stream:
 
 
 class Client:
-    """Client of one server. connecting: greatest number of connections that are being opened at once."""
+    """Client of one server."""
 
-    def __init__(self, url: str, connecting: int = 128) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"url: expected http://host[:port], got {url!r}")
         self._host, self._port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
-        self._gate = asyncio.Semaphore(connecting)
+        self._gate = asyncio.Semaphore(MAX_CONNECTING)
 
     async def call(self, method: str, path: str, body: Any = None, timeout: float = 120.0) -> Reply:
         """Send one request and return its complete reply. body: JSON, or raw bytes. Raises WireError or OSError, and
@@ -153,7 +147,7 @@ class Client:
             parsed = json.loads(raw)
         except ValueError:
             parsed = raw
-        return Reply(exchange.response.status, exchange.response.headers, parsed)
+        return Reply(exchange.response.status, parsed)
 
     async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Stream:
         """Send a streamed request; return when it is written, without waiting for an answer. Its

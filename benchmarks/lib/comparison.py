@@ -10,20 +10,8 @@ from typing import Any
 from benchmarks.lib.loads import Figures, Load
 from benchmarks.lib.roofline import Machine, Shape, middle
 
-HEADER = (
-    "load",
-    "engine",
-    "tok/s",
-    "from - to",
-    "ratio",
-    "ms per token",
-    "in the engine",
-    "first token s: mean",
-    "p50",
-    "p99",
-    "sooner",
-    "of the roofline",
-)
+HEADER = ("load", "engine", "tok/s", "from - to", "ratio", "ms per token", "in the engine", "first token s: mean",
+          "p50", "p99", "sooner", "of the roofline")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.lib.client import Client, Reply
+from benchmarks.lib.http_reader import WireError
 
 
 class ServerError(Exception):
     """A control call failed, or its answer breaks the contract."""
+
+
+FAILURES = (ServerError, WireError, OSError, TimeoutError)  # of a server that cannot be driven
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,8 @@ class Dialect:
         except KeyError as missing:
             raise ServerError(f"/metrics has no {missing}; is --dialect {self.name} right?") from None
         blocks = values.get(f"{self.prefix}:available_gpu_block_num")
-        return Gauges(
-            int(running),
-            int(waiting),
-            None if blocks is None else int(blocks),
-            values.get(f"{self.prefix}:kv_cache_usage_perc"),
-        )
+        usage = values.get(f"{self.prefix}:kv_cache_usage_perc")
+        return Gauges(int(running), int(waiting), None if blocks is None else int(blocks), usage)
 
     async def model(self, wanted: str | None) -> tuple[str, int | None]:
         """Return (name, max_model_len) of the model ``wanted``; None: of the first one listed."""
@@ -114,9 +114,8 @@ class Native(Dialect):
         return Flags(result["is_paused"], result["rejecting_new_requests"])
 
     async def update_weights(self, model_path: str, version: str, timeout_s: float = 120.0) -> dict:
-        return await self._envelope(
-            "POST", "/v1/update_weights", {"model_path": model_path, "version": version}, timeout_s
-        )
+        body = {"model_path": model_path, "version": version}
+        return await self._envelope("POST", "/v1/update_weights", body, timeout_s)
 
     async def _envelope(self, method: str, path: str, body: Any = None, timeout: float = 60.0) -> dict:
         reply = self._checked(await self.client.call(method, path, body, timeout), path)

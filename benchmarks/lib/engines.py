@@ -22,9 +22,12 @@ REPOSITORY = PEERS.parents[1]
 
 @dataclass(frozen=True)
 class Engine:
-    """How to start an engine. command: starts the server; ``--port N`` is appended. ready: the path that answers 200
-    when the server is ready. token_metric: histogram of the time between tokens, in seconds, in the engine's /metrics,
-    or None. missing: why the engine cannot be started here, or None."""
+    """An engine and the way to start it.
+
+    command: starts the server; ``--port N`` is appended. ready: the path that answers 200 when the server is ready.
+    token_metric: histogram of the time between tokens, in seconds, in the engine's /metrics, or None.
+    missing: why the engine cannot be started here, or None.
+    """
 
     name: str
     version: str

@@ -140,11 +140,8 @@ def machine() -> dict[str, Any]:
     """Describe the machine of a measurement: ratios can be compared between machines, seconds cannot."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
+    cpu = names[0] if names else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version()}
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:

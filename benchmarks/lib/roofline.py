@@ -97,7 +97,7 @@ def group_share(
 def probe() -> Machine | None:
     """Measure the machine, in a process of its own. None without AMX, which the probe needs. Raises
     CalledProcessError."""
-    command = [sys.executable, "-m", "benchmarks.lib.probe"]
+    command = [sys.executable, "-m", "benchmarks.ops", "--probe", "--repeats", "5"]
     run = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     found: dict[str, Any] | None = json.loads(run.stdout.splitlines()[-1])
     return None if found is None else Machine(found["read"], found["peak"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.lib.timeline import StreamLog, gaps, percentile
+import numpy as np
+
+from benchmarks.lib.timeline import StreamLog, gaps
 
 PERCENTS = (50, 90, 99)
 
@@ -46,7 +48,7 @@ def output_tokens(log: StreamLog) -> int:
 def spread(values: Sequence[float]) -> Spread:
     if not values:
         return Spread(0, 0.0, dict.fromkeys(PERCENTS, 0.0))
-    return Spread(len(values), sum(values) / len(values), {p: percentile(values, p) for p in PERCENTS})
+    return Spread(len(values), sum(values) / len(values), {p: float(np.percentile(values, p)) for p in PERCENTS})
 
 
 def summarize(logs: Sequence[StreamLog]) -> ServingStats:

@@ -48,7 +48,9 @@ def judge_update(
     weights, in the same order. after: a request sent after the update was answered."""
     scenario = "update under live streams"
     whole = [log for log in logs if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
-    switches, same, problems = [], [], []
+    switches: list[int] = []
+    same: list[StreamLog] = []
+    problems: list[str] = []
     for log, old in zip(logs, undisturbed, strict=True):
         try:
             spans = version_spans(log)
@@ -66,30 +68,14 @@ def judge_update(
     where = f", at token {min(switches)} to {max(switches)}" if switches else ""
     trouble = f"; {problems[0]}" if problems else ""
     longest = max((gap for log in logs for gap in gaps(log)), default=0.0)
-    total = len(logs)
-    return [
-        Check(
-            scenario,
-            "streams go on and complete",
-            f"{len(whole)} of {total}, {tokens} tokens each, longest gap {longest * 1000:.0f} ms",
-            bool(logs) and len(whole) == total,
-        ),
-        Check(
-            scenario,
-            "each token is labelled, and the label switches at one token",
-            f"{len(switches)} of {total} streams{where}{trouble}",
-            bool(logs) and len(switches) == total,
-        ),
-        Check(
-            scenario,
-            "up to the switch the tokens are those of the old weights",
-            f"{len(same)} of {total} streams",
-            bool(logs) and len(same) == total,
-        ),
-        Check(
-            scenario,
-            "a request sent afterwards is made by the new weights alone",
-            ", ".join(f"{span.version} for {span.end - span.start} tokens" for span in fresh) or "no label",
-            len(fresh) == 1 and fresh[0].version == version,
-        ),
+    labels = ", ".join(f"{span.version} for {span.end - span.start} tokens" for span in fresh) or "no label"
+    checks = [
+        Check(scenario, promise, f"{len(right)} of {len(logs)}{more}", 0 < len(right) == len(logs))
+        for promise, right, more in (
+            ("streams go on and complete", whole, f", {tokens} tokens each, longest gap {longest * 1000:.0f} ms"),
+            ("each token is labelled, and the label switches at one token", switches, f" streams{where}{trouble}"),
+            ("up to the switch the tokens are those of the old weights", same, " streams"),
+        )
     ]
+    new = "a request sent afterwards is made by the new weights alone"
+    return [*checks, Check(scenario, new, labels, len(fresh) == 1 and fresh[0].version == version)]

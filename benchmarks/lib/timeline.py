@@ -19,6 +19,11 @@ class TokenEvent:
     text: str = ""
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def last_version(self) -> Any:
+        """The version label of the last token; None without labels."""
+        return self.weight_versions[-1]["version"] if self.weight_versions else None
+
 
 @dataclass(slots=True)
 class StreamLog:
@@ -108,15 +113,6 @@ def median_step(logs: Iterable[StreamLog], start: float, end: float) -> float:
         if count:
             steps.append((inside[-1].at - inside[0].at) / count)
     return median(steps) if steps else 0.0
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by linear interpolation. values: not empty. percent: 0 to 100."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.client import Client
-from benchmarks.lib.dialect import Dialect, ServerError
+from benchmarks.lib.dialect import ServerError
 from benchmarks.lib.perturb import WEIGHTS
 
 SHM = Path("/dev/shm")
@@ -21,12 +21,11 @@ CHUNK_BYTES = 128 << 20  # of one upload
 @dataclass
 class UpdateTimes:
     """Times of one update, in seconds. transfer: from the trainer to the server. stage: checking and packing at the
-    server, while steps go on. commit: the swap of the weights. total: of all calls, without pause and resume."""
+    server, while steps go on. commit: the swap of the weights. report: the server's reply to the commit."""
 
     transfer: float = 0.0
     stage: float = 0.0
     commit: float = 0.0
-    total: float = 0.0
     report: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,24 +44,23 @@ class Source:
 
     async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
         """Begin a session, send the chunks, commit. Raises ServerError with the server's answer."""
-        times, began = UpdateTimes(), time.perf_counter()
         begin = await self.call("begin", {"version": version, "kv": kv, "in_place": in_place})
         sending = time.perf_counter()
         replies = await self.send(begin["session_id"])
         sent = time.perf_counter() - sending
-        times.report = await self.call("commit", {"session_id": begin["session_id"]})
-        timings = times.report["timings_ms"]
-        chunks = sum(reply["stage_ms"] for reply in replies) / 1000
-        times.transfer = max(sent - chunks, 0.0)
-        times.stage, times.commit = timings["stage"] / 1000, timings["commit"] / 1000
-        times.total = time.perf_counter() - began
-        return times
+        report = await self.call("commit", {"session_id": begin["session_id"]})
+        timings = report["timings_ms"]
+        staged = sum(reply["stage_ms"] for reply in replies) / 1000
+        return UpdateTimes(max(sent - staged, 0.0), timings["stage"] / 1000, timings["commit"] / 1000, report)
 
     async def call(self, action: str, body: Any, query: str = "") -> dict[str, Any]:
-        reply = await self._client.call("POST", f"/v1/weights/{action}{query}", body, timeout=600)
+        return (await self._post(f"/v1/weights/{action}{query}", body))["result"]
+
+    async def _post(self, path: str, body: Any) -> Any:
+        reply = await self._client.call("POST", path, body, timeout=600)
         if reply.status != 200:
-            raise ServerError(f"/v1/weights/{action}: HTTP {reply.status}: {str(reply.body)[:300]}")
-        return reply.body["result"]
+            raise ServerError(f"{path}: HTTP {reply.status}: {str(reply.body)[:300]}")
+        return reply.body
 
 
 class Folder(Source):
@@ -112,53 +110,31 @@ class SharedMemory(Source):
 SOURCES: dict[str, type[Source]] = {kind.name: kind for kind in (Folder, Upload, SharedMemory)}
 
 
-class VllmReload:
+class VllmReload(Source):
     """vLLM's update (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then a reset of the prefix cache. vLLM
     must be paused, since it loads into the served tensors."""
 
-    name = "folder"
-
-    def __init__(self, dialect: Dialect, folder: Path):
-        self._dialect = dialect
-        self._folder = folder
-
-    async def update(self, version: str, kv: str, in_place: bool = True) -> UpdateTimes:
+    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
         began = time.perf_counter()
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}, "timeout": 600}
-        for path, content in (("/collective_rpc", body), ("/reset_prefix_cache", None)):
-            reply = await self._dialect.client.call("POST", path, content, timeout=600)
-            if reply.status != 200:
-                raise ServerError(f"{path}: HTTP {reply.status}: {str(reply.body)[:300]}")
-        total = time.perf_counter() - began
-        return UpdateTimes(stage=total, total=total)
+        await self._post("/collective_rpc", body)
+        await self._post("/reset_prefix_cache", None)
+        return UpdateTimes(stage=time.perf_counter() - began)
 
 
 def split_safetensors(data: bytes, limit: int) -> list[bytes]:
     """Split ``data`` into complete safetensors files of at most about ``limit`` bytes each."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
+    base = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:base])
     header.pop("__metadata__", None)
-    pieces: list[bytes] = []
-    part: dict[str, Any] = {}
+    pieces: list[tuple[dict[str, Any], bytearray]] = []
     for name, entry in header.items():
-        if part and _nbytes(part) + _nbytes({name: entry}) > limit:
-            pieces.append(_join(part, data, 8 + size))
-            part = {}
-        part[name] = entry
-    return [*pieces, _join(part, data, 8 + size)] if part else pieces
-
-
-def _nbytes(entries: dict[str, Any]) -> int:
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-
-
-def _join(entries: dict[str, Any], data: bytes, base: int) -> bytes:
-    header, blobs, at = {}, [], 0
-    for name, entry in entries.items():
         start, end = entry["data_offsets"]
-        header[name] = {**entry, "data_offsets": [at, at + end - start]}
-        blobs.append(data[base + start : base + end])
-        at += end - start
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    return b"".join([len(head).to_bytes(8, "little"), head, *blobs])
+        if not pieces or len(pieces[-1][1]) + end - start > limit:
+            pieces.append(({}, bytearray()))
+        entries, tensors = pieces[-1]
+        entries[name] = {**entry, "data_offsets": [len(tensors), len(tensors) + end - start]}
+        tensors += data[base + start : base + end]
+    heads = [json.dumps(entries).encode() for entries, _ in pieces]
+    heads = [head + b" " * (-len(head) % 8) for head in heads]
+    return [len(h).to_bytes(8, "little") + h + tensors for h, (_, tensors) in zip(heads, pieces, strict=True)]

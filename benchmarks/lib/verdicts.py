@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.lib.dialect import Gauges
@@ -55,6 +55,9 @@ class PauseRun:
     window_probe: StreamLog | None = None
     window_seen_at: float | None = None
 
+    def check(self, promise: str, seen: str, ok: bool | None) -> Check:
+        return Check(self.scenario, promise, seen, ok)
+
     @property
     def pause_s(self) -> float:
         return self.replied_at - self.called_at
@@ -85,148 +88,117 @@ class PauseRun:
 
 
 def judge_common(run: PauseRun) -> list[Check]:
-    """Check every mode's promises: the load was as intended (not vacuous), and every stream ended exactly once."""
+    """Check the promises of all modes: the load was the intended one, and each stream ended exactly once."""
     early = [log.request_id for log in run.streams if log.finals and log.finals[0][0] <= run.called_at]
     waiting = len(run.streams) - run.running
+    loaded = (run.loaded.running, run.loaded.waiting)
     broken = [log for log in run.streams if not log.ended_once]
+    ended = f"{len(run.streams) - len(broken)} of {len(run.streams)}"
+    if broken:
+        first = broken[0]
+        ended += f"; {first.request_id}: {len(first.finals)} finals, {first.error or first.status}"[:120]
+    gauges = f"not vacuous: gauges showed {run.running} running, {waiting} waiting"
+    escaped = f"nothing escaped: exactly {run.running} streams had tokens"
+    had = f"{len(run.started)} had tokens, {len(run.waiting)} had none"
     return [
-        _check(run, "not vacuous: nothing finished before the pause", f"{len(early)} finished", not early),
-        _check(
-            run,
-            f"not vacuous: gauges showed {run.running} running, {waiting} waiting",
-            f"{run.loaded.running} running, {run.loaded.waiting} waiting",
-            (run.loaded.running, run.loaded.waiting) == (run.running, waiting),
-        ),
-        _check(
-            run,
-            f"nothing escaped: exactly {run.running} streams had tokens",
-            f"{len(run.started)} had tokens, {len(run.waiting)} had none",
-            len(run.started) == run.running,
-        ),
-        _check(
-            run,
-            "every stream got exactly one final chunk",
-            _all_or(broken, len(run.streams), lambda log: f"{len(log.finals)} finals, {log.error or log.status}"),
-            not broken,
-        ),
+        run.check("not vacuous: nothing finished before the pause", f"{len(early)} finished", not early),
+        run.check(gauges, f"{loaded[0]} running, {loaded[1]} waiting", loaded == (run.running, waiting)),
+        run.check(escaped, had, len(run.started) == run.running),
+        run.check("every stream got exactly one final chunk", ended, not broken),
     ]
 
 
 def judge_abort(run: PauseRun, *, rejects: bool) -> list[Check]:
-    checks = judge_common(run)
     partial = [log.num_tokens for log in run.started]
     whole = all(log.reason == "abort" and 0 < log.num_tokens < run.complete_tokens for log in run.started)
-    checks.append(
-        _check(run, "running streams return partial tokens, reason abort", _each(partial), bool(partial) and whole)
-    )
-    got = sum(log.num_tokens for log in run.waiting)
+    counts = f"{len(partial)} streams, {min(partial)} to {max(partial)} tokens each" if partial else "none"
     right = [log for log in run.waiting if log.reason == "abort" and not log.num_tokens and not log.text]
-    checks.append(
-        _check(
-            run,
-            "waiting streams return 0 tokens and no text, reason abort",
-            f"{len(right)} of {len(run.waiting)}, {got} tokens{_text_of(run.waiting)}",
-            len(right) == len(run.streams) - run.running,
-        )
-    )
-    checks += [_blocks_check(run), _idle_check(run.scenario, "metrics at zero while paused", run.paused)]
-    checks.append(_refusal_check(run, rejects))
-    return checks
+    returned = f"{len(right)} of {len(run.waiting)}, {sum(log.num_tokens for log in run.waiting)} tokens"
+    if texts := [log.text for log in run.waiting if log.text]:
+        returned += f", {len(texts)} have text: {texts[0][:20]!r}"
+    queued = len(run.streams) - run.running
+    same = None if run.before.free_blocks is None else run.before.free_blocks == run.paused.free_blocks
+    return [
+        *judge_common(run),
+        run.check("running streams return partial tokens, reason abort", counts, bool(partial) and whole),
+        run.check("waiting streams return 0 tokens and no text, reason abort", returned, len(right) == queued),
+        run.check("KV blocks free: before the load = while paused", _blocks(run.before, run.paused), same),
+        _idle_check(run.scenario, "metrics at zero while paused", run.paused),
+        _refusal_check(run, rejects),
+    ]
 
 
 def judge_keep(run: PauseRun, *, rejects: bool) -> list[Check]:
     """Check mode keep: the client sees only a gap, as long as the pause."""
-    checks = judge_common(run)
     frozen_s, start = run.resume_called_at - run.replied_at, run.replied_at + DELIVERY_GRACE_S
     enough = run.step_s > 0 and frozen_s >= MIN_FREEZE_STEPS * run.step_s + DELIVERY_GRACE_S
-    checks.append(
-        _check(run, f"not vacuous: frozen for at least {MIN_FREEZE_STEPS} steps", f"{frozen_s:.3f} s frozen", enough)
-    )
     late = sum(log.tokens_between(start, run.resume_called_at) for log in run.streams)
-    checks.append(_check(run, "no token in the gap", f"{late} tokens", late == 0))
     finals = sum(1 for log in run.streams for at, _ in log.finals if run.called_at < at < run.resume_called_at)
-    checks.append(_check(run, "nothing is returned while kept", f"{finals} final chunks", finals == 0))
-    spans = [token_gap(log, run.resume_called_at) for log in run.started]
-    found = [span for span in spans if span is not None]
+    gaps = [token_gap(log, run.resume_called_at) for log in run.started]
+    found = [gap for gap in gaps if gap is not None]
     most = run.resume_replied_at - run.called_at + RESUME_SLACK_S + RESUME_SLACK_STEPS * run.step_s
     least = frozen_s - DELIVERY_GRACE_S
-    fits = bool(found) and len(found) == len(spans) and all(least <= span <= most for span in found)
+    fits = bool(found) and len(found) == len(gaps) and all(least <= gap <= most for gap in found)
     seen = f"{min(found):.3f} to {max(found):.3f} s, pause {frozen_s:.3f} s" if found else "no token after the resume"
-    checks.append(_check(run, "the token gap equals the pause", seen, fits))
     held = [probe for probe in run.probes if probe.tokens_between(run.replied_at, run.resume_called_at) == 0]
     refused = [probe for probe in run.probes if probe.status >= 400 or probe.error]
-    checks.append(
-        _check(
-            run,
-            "a request that arrives while kept is held, not refused",
-            f"{len(held)} of {len(run.probes)} held, {len(refused)} refused",
-            bool(run.probes) and len(held) == len(run.probes) and not refused,
-        )
-    )
-    return checks
+    held_all = bool(run.probes) and len(held) == len(run.probes) and not refused
+    held_seen = f"{len(held)} of {len(run.probes)} held, {len(refused)} refused"
+    return [
+        *judge_common(run),
+        run.check(f"not vacuous: frozen for at least {MIN_FREEZE_STEPS} steps", f"{frozen_s:.3f} s frozen", enough),
+        run.check("no token in the gap", f"{late} tokens", late == 0),
+        run.check("nothing is returned while kept", f"{finals} final chunks", finals == 0),
+        run.check("the token gap equals the pause", seen, fits),
+        run.check("a request that arrives while kept is held, not refused", held_seen, held_all),
+    ]
 
 
 def judge_wait(run: PauseRun, *, rejects: bool) -> list[Check]:
-    checks = judge_common(run)
-    total = run.complete_tokens
-    ended = [
-        log
-        for log in run.started
-        if log.reason == "length" and log.num_tokens == total and log.finals[0][0] <= run.replied_at + DELIVERY_GRACE_S
-    ]
-    checks.append(
-        _check(
-            run,
-            f"running streams end by themselves, {total} tokens, before the reply",
-            f"{len(ended)} of {len(run.started)}",
-            len(ended) == run.running,
-        )
-    )
-    done = [log for log in run.waiting if log.reason == "length" and log.num_tokens == total]
-    checks.append(
-        _check(
-            run,
-            "waiting streams stay queued with 0 tokens and complete after the resume",
-            f"{len(done)} of {len(run.waiting)}",
-            len(done) == len(run.streams) - run.running,
-        )
-    )
-    checks += [_refusal_check(run, rejects), _window_check(run, rejects)]
-    return checks
+    total, limit = run.complete_tokens, run.replied_at + DELIVERY_GRACE_S
 
+    def is_whole(log: StreamLog) -> bool:
+        return log.reason == "length" and log.num_tokens == total
 
-def judge_texts(
-    scenario: str, logs: Sequence[StreamLog], reference: Mapping[str, StreamLog], key: Callable[[str], str]
-) -> list[Check]:
-    """Compare tokens and text of interrupted streams with an undisturbed run of the same prompts. key: request id to
-    key in ``reference``.
-
-    Also fails if half of the streams or more repeat one token, since equal texts prove nothing then.
-    """
-    same = []
-    for log in logs:
-        whole = reference.get(key(log.request_id))
-        if whole and is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd")):
-            same.append(log)
-    tokens = sum(log.num_tokens for log in same)
-    varied = sum(1 for log in logs if len(set(log.token_ids)) > 1)
+    ended = [log for log in run.started if is_whole(log) and log.finals[0][0] <= limit]
+    done = [log for log in run.waiting if is_whole(log)]
+    promise = f"running streams end by themselves, {total} tokens, before the reply"
+    queued = "waiting streams stay queued with 0 tokens and complete after the resume"
     return [
-        Check(
-            "against an undisturbed run of the same prompts",
-            f"{scenario}: {SAME_TEXT}",
-            f"{len(same)} of {len(logs)} streams, {tokens} tokens; {varied} do not repeat one token",
-            len(same) == len(logs) < 2 * varied,
-        )
+        *judge_common(run),
+        run.check(promise, f"{len(ended)} of {len(run.started)}", len(ended) == run.running),
+        run.check(queued, f"{len(done)} of {len(run.waiting)}", len(done) == len(run.streams) - run.running),
+        _refusal_check(run, rejects),
+        _window_check(run, rejects),
     ]
+
+
+def judge_texts(scenario: str, pairs: Sequence[tuple[StreamLog, StreamLog]]) -> Check:
+    """Compare the tokens and the text of interrupted streams with an undisturbed run of the same prompts.
+
+    Also fails if half of the streams or more repeat one token, since equal texts prove nothing then. pairs: each
+    interrupted stream, with the undisturbed one."""
+    same = [
+        log
+        for log, whole in pairs
+        if is_prefix(log.token_ids, whole.token_ids) and whole.text.startswith(log.text.rstrip("\ufffd"))
+    ]
+    tokens = sum(log.num_tokens for log in same)
+    varied = sum(1 for log, _ in pairs if len(set(log.token_ids)) > 1)
+    return Check(
+        "against an undisturbed run of the same prompts",
+        f"{scenario}: {SAME_TEXT}",
+        f"{len(same)} of {len(pairs)} streams, {tokens} tokens; {varied} do not repeat one token",
+        len(same) == len(pairs) < 2 * varied,
+    )
 
 
 def judge_after(fresh: Sequence[StreamLog], tokens: int, wanted: int, before: Gauges, after: Gauges) -> list[Check]:
     done = [log for log in fresh if log.ended_once and log.reason == "length" and log.num_tokens == tokens]
     blocks = None if before.free_blocks is None else before.free_blocks == after.free_blocks
+    complete = f"resume and {wanted} new requests complete"
     return [
-        Check(
-            "after", f"resume and {wanted} new requests complete", f"{len(done)} of {len(fresh)}", len(done) == wanted
-        ),
+        Check("after", complete, f"{len(done)} of {len(fresh)}", len(done) == wanted),
         _idle_check("after", "metrics at zero at the end", after),
         Check("after", "KV blocks at the end as at the start", _blocks(before, after), blocks),
     ]
@@ -254,28 +226,23 @@ def _refusal_check(run: PauseRun, rejects: bool) -> Check:
     refused = [probe for probe in run.probes if is_refusal(probe)]
     promise = "refused while paused: 503, Retry-After, typed error, 0 tokens"
     if not rejects:
-        return _check(run, promise, "held by this dialect", None)
+        return run.check(promise, "held by this dialect", None)
     others = sorted({f"HTTP {probe.status}" for probe in run.probes if not is_refusal(probe)})
     seen = f"{len(refused)} of {len(run.probes)}" + (f", others: {', '.join(others)}" if others else "")
-    return _check(run, promise, seen, bool(run.probes) and len(refused) == len(run.probes))
+    return run.check(promise, seen, bool(run.probes) and len(refused) == len(run.probes))
 
 
 def _window_check(run: PauseRun, rejects: bool) -> Check:
     """Check the probe between the two flags: it is refused while is_paused is false, so before the pause's reply."""
     promise = "refused in the window: rejecting_new_requests true, is_paused false"
     if not rejects:
-        return _check(run, promise, "no such flag in this dialect", None)
+        return run.check(promise, "no such flag in this dialect", None)
     probe = run.window_probe
     if probe is None or run.window_seen_at is None:
-        return _check(run, promise, "the window was never seen", False)
+        return run.check(promise, "the window was never seen", False)
     inside = probe.closed_at is not None and probe.closed_at <= run.replied_at
     seen = f"HTTP {probe.status}, {probe.num_tokens} tokens, {'before' if inside else 'after'} the pause replied"
-    return _check(run, promise, seen, is_refusal(probe) and inside)
-
-
-def _blocks_check(run: PauseRun) -> Check:
-    same = None if run.before.free_blocks is None else run.before.free_blocks == run.paused.free_blocks
-    return _check(run, "KV blocks free: before the load = while paused", _blocks(run.before, run.paused), same)
+    return run.check(promise, seen, is_refusal(probe) and inside)
 
 
 def _blocks(before: Gauges, after: Gauges) -> str:
@@ -289,24 +256,3 @@ def _blocks(before: Gauges, after: Gauges) -> str:
 def _idle_check(scenario: str, promise: str, gauges: Gauges) -> Check:
     seen = f"{gauges.running} running, {gauges.waiting} waiting"
     return Check(scenario, promise, seen, gauges.running == gauges.waiting == 0)
-
-
-def _check(run: PauseRun, promise: str, seen: str, ok: bool | None) -> Check:
-    return Check(run.scenario, promise, seen, ok)
-
-
-def _each(counts: Sequence[int]) -> str:
-    return f"{len(counts)} streams, {min(counts)} to {max(counts)} tokens each" if counts else "none"
-
-
-def _text_of(logs: Sequence[StreamLog]) -> str:
-    """Describe the text of streams that should have none."""
-    found = [log for log in logs if log.text]
-    return f", {len(found)} have text: {found[0].text[:20]!r}" if found else ""
-
-
-def _all_or(broken: Sequence[StreamLog], total: int, say: Callable[[StreamLog], str]) -> str:
-    if not broken:
-        return f"{total} of {total}"
-    first = broken[0]
-    return f"{total - len(broken)} of {total}; {first.request_id}: {say(first)[:120]}"

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import openvino
@@ -93,7 +93,7 @@ class Completion(asyncio.Protocol):
         self._prompt_tokens = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._engine.cancel(self)
@@ -153,7 +153,7 @@ class Completion(asyncio.Protocol):
                 {"index": index, "text": "", "token_ids": tokens, "finish_reason": "length"}
                 for index, tokens in self._choices.values()
             ]
-            made = sum(len(choice["token_ids"]) for choice in reply)
+            made = sum(len(tokens) for _, tokens in self._choices.values())
             usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": made}
             self._reply(200, {"object": "text_completion", "choices": reply, "usage": usage})
 

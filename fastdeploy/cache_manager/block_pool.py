@@ -1,4 +1,4 @@
-"""Mechanism of paged KV: which blocks are free, and how many hold each of the others."""
+"""Free blocks of the KV cache, and the number of references to the others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 class BlockPool:
     """Reference-counted block ids 0 .. num_blocks-1.
 
-    A free block may still hold content that ``PrefixIndex`` can find; it is forgotten only when the block is taken
-    again, least recently released first. ``on_evict(block)`` is called at that moment.
+    A free block may still hold content that ``PrefixIndex`` can find. Free blocks are taken again least recently
+    released first; ``on_evict(block)`` is called then.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]):
@@ -27,7 +27,7 @@ class BlockPool:
         return block in self._free
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks, one reference each; None (and nothing taken) if there are not as many."""
+        """Take ``count`` blocks with one reference each. None, with nothing taken, if there are fewer."""
         if count > len(self._free):
             return None
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -37,13 +37,13 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """One more reference; a free block whose content is still there comes back to life."""
+        """Add a reference to a block, which may be a free one with its content."""
         if self.references[block] == 0:
             del self._free[block]
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int], indexed: Callable[[int], bool]) -> None:
-        """Give back one reference of each. A block nobody can find again is reused before any that is indexed."""
+        """Give back one reference of each. Blocks that are not in the prefix index are taken again first."""
         for block in blocks:
             assert self.references[block] > 0, f"block {block} released twice"
             self.references[block] -= 1

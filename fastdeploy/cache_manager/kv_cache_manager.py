@@ -1,4 +1,4 @@
-"""KV of requests: match a prefix, take blocks, grow by a token, publish computed blocks, release."""
+"""The KV blocks of requests: match a prefix, take blocks, grow, publish computed blocks, release."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastdeploy.core.request import Request
 
 
 class KVGrant(NamedTuple):
-    """Blocks given to a request: ``hit_tokens`` need no computing; ``copy`` must run before the next step."""
+    """Result of an admission. hit_tokens: tokens that need no computing. copy: must run before the next step."""
 
     hit_tokens: int
     copy: BlockCopy | None
 
 
 class KVCacheManager:
-    """Owns the block pool and the prefix index; blocks are returned in ``release`` and nowhere else.
+    """Owns the block pool and the prefix index.
 
-    Blocks are matched and published in the KV namespace of the weights that serve the request's scope. Blocks whose
-    context spans a commit (``request.kv_mixed``) are never published.
+    Blocks are matched and published in the KV namespace of the weights that serve the request's scope. Blocks of
+    a request with ``kv_mixed`` are never published.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -43,13 +43,13 @@ class KVCacheManager:
         return -(-tokens // self.block_size)
 
     def admit(self, request: Request) -> KVGrant | None:
-        """Take blocks for every token known of ``request``, reusing what is computed; None if there is no room.
+        """Take blocks for every known token of ``request``, and reuse computed ones. None if there is no room.
 
-        The last token is always computed anew, since its logits are wanted:
+        The last token is always computed, since its logits are needed:
 
             tokens      |----full----|----full----|--part--|.|
             hit         [            [            [         )          usable = min(matched, num_tokens - 1)
-            blocks         shared       shared       copy    fresh     a block that will be written into is copied
+            blocks         shared       shared       copy    fresh     a block that will be written to is copied
         """
         assert not request.blocks
         path = self._match(request)
@@ -62,7 +62,7 @@ class KVCacheManager:
         missing = self.blocks_for(request.num_tokens) - num_shared
         fresh = self.pool.allocate(missing)
         if fresh is None and source is not None:
-            # The source may be the very block that is missing: compute its tokens anew rather than wait for ever.
+            # The source itself may be the block that is missing: release it, and compute its tokens again.
             self._give_back([source])
             source, usable = None, num_shared * self.block_size
             fresh = self.pool.allocate(missing)
@@ -71,7 +71,7 @@ class KVCacheManager:
             return None
         copy = None
         if source is not None:
-            self._pinned.append(source)  # a later admission of the same plan must not overwrite it before the copy
+            self._pinned.append(source)  # a later admission of the same plan must not take the block before the copy
             copy = BlockCopy(source, fresh[0])
         request.blocks = array("i", shared + fresh)
         request.num_computed = usable
@@ -89,7 +89,7 @@ class KVCacheManager:
         return self.index.lookup(_namespace(request), request.token_ids)
 
     def grow(self, request: Request) -> bool:
-        """Make room for every token known; False (and nothing taken) if there is none."""
+        """Take blocks for every known token. False, with nothing taken, if there is no room."""
         missing = -(-len(request.token_ids) // self.block_size) - len(request.blocks)
         if missing <= 0:
             return True
@@ -100,7 +100,7 @@ class KVCacheManager:
         return True
 
     def publish(self, request: Request) -> None:
-        """Make the blocks that are computed by now findable: the full ones, and the prompt's last, partial one."""
+        """Add the computed blocks to the prefix index: full blocks, and the prompt's last, partial block."""
         if not self.enable_prefix_caching or request.kv_mixed:
             return
         size = self.block_size
@@ -109,7 +109,7 @@ class KVCacheManager:
         if full == request.num_published and not tail_due:
             return
         if request.published_node is None or not request.published_node.attached:
-            # First time, or an equal block that stood for one of ours was evicted: name our own from the root on.
+            # The first time, or an equal block of another request was evicted: insert the own blocks from the root on.
             request.published_node = self.index.root(_namespace(request))
             request.num_published = 0
         for i in range(request.num_published, full):
@@ -130,7 +130,7 @@ class KVCacheManager:
             self.index.insert(request.published_node, tail, request.blocks[at])
 
     def release(self, request: Request) -> None:
-        """Return all blocks, last first, so that a prefix outlives what continues it."""
+        """Release all blocks, the last one first, so that a prefix stays longer than its continuation."""
         if not request.blocks:
             return
         self._give_back(reversed(request.blocks))
@@ -140,25 +140,24 @@ class KVCacheManager:
         request.num_published = 0
         request.tail_published = False
         if request.kv_mixed and request.first_weight_epoch is not None:
-            request.kv_recomputed = True  # what spanned epochs will be rebuilt under one
+            request.kv_recomputed = True  # the KV was of several weights, and will be rebuilt under one
         request.kv_mixed = False
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         self.pool.release(blocks, self.index.__contains__)
 
     def step_done(self) -> None:
-        """Let go of the sources of copies: the planned step has run, and its copies with it."""
+        """Release the sources of copies. Call when the planned step, or at least its copies, has run."""
         if self._pinned:
             self._give_back(self._pinned)
             self._pinned.clear()
 
     def forget_prefixes(self, kv_namespace: tuple[str, int] | None = None) -> None:
-        """Let no later request match what is computed so far, in one namespace or (None) in any. Requests keep their
-        blocks."""
+        """Clear the prefix index, of one namespace or (None) of all. Requests keep their blocks."""
         self.index.clear(lambda root: kv_namespace is None or root[0] == kv_namespace)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Every reference is accounted for: by a request or a pinned copy source; free blocks have none."""
+        """Assert that each reference belongs to a request or a pinned block, and that free blocks have none."""
         references = [0] * self.pool.num_blocks
         for request in requests:
             assert len(request.blocks) >= self.blocks_for(request.num_computed), request
@@ -174,5 +173,5 @@ class KVCacheManager:
 
 
 def _namespace(request: Request) -> tuple[tuple[str, int], str]:
-    """The root of the prefix index below which the request's blocks may be found."""
+    """Return the namespace in which the request's blocks are matched and published."""
     return request.scope.served.kv_namespace, request.group.add.cache_salt

@@ -1,19 +1,19 @@
-"""Index of computed blocks by the prefix that they continue: a trie whose edges are the token ids themselves.
+"""Index of computed blocks: a trie whose edges are tuples of token ids.
 
-A hit is verified by construction: an edge is found by the equality of its token tuple, below a parent that was found
-the same way, below a root that belongs to one namespace (KV namespace of the weights, cache_salt). No hash can collide,
-and nothing that other weights computed is reachable.
+A lookup compares the token ids themselves, below the root of one namespace (KV namespace of the weights, cache_salt).
+So no hash collision can give a false hit, and no KV of other weights is found.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 
 class Node:
-    """``tokens`` are held in the first slots of ``block``; fewer than a block's worth only at the end of a prompt.
-    ``attached`` is False once the node cannot be reached from a root any more."""
+    """A block in the trie. tokens: in the first slots of ``block``; fewer than block_size only at the end of a prompt.
+    attached: False once no root leads to the node any more."""
 
     __slots__ = ("attached", "block", "children", "parent", "tokens")
 
@@ -43,12 +43,12 @@ class PrefixIndex:
         return block in self._by_block
 
     def root(self, namespace: Hashable) -> Node:
-        """The top of a namespace. It lasts as long as something hangs below it, or until the next eviction under it."""
+        """Return the root of a namespace. An eviction that leaves the root without children removes it."""
         return self._roots.setdefault(namespace, Root(namespace))
 
     def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
-        """The longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then perhaps
-        one partial block that ends exactly where ``token_ids`` end."""
+        """Return the longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then
+        perhaps one partial block that ends exactly where ``token_ids`` end."""
         node: Node | None = self._roots.get(namespace)
         path: list[Node] = []
         at, size = 0, self.block_size
@@ -60,8 +60,8 @@ class PrefixIndex:
         return path
 
     def insert(self, parent: Node, tokens: tuple[int, ...], block: int) -> Node:
-        """Name ``block`` as the continuation of ``parent``. If another block holds the same content already, that one
-        stays and is returned: the newer copy simply goes unnamed."""
+        """Insert ``block`` below ``parent``, and return its node. If another block already holds the same tokens, its
+        node is returned and ``block`` is not inserted."""
         assert 0 < len(tokens) <= self.block_size
         node = parent.children.get(tokens)
         if node is None:
@@ -70,18 +70,18 @@ class PrefixIndex:
         return node
 
     def evict(self, block: int) -> None:
-        """Forget what ``block`` holds, and everything that can only be reached through it."""
+        """Remove the nodes of ``block``, and all nodes below them."""
         for node in self._by_block.get(block, [])[:]:
             parent = node.parent
             assert parent is not None
             del parent.children[node.tokens]
             self._detach(node)
-            if isinstance(parent, Root) and not parent.children:  # else every cache_salt ever seen would stay
+            if isinstance(parent, Root) and not parent.children:  # else the root of every cache_salt would stay
                 parent.attached = False
                 del self._roots[parent.namespace]
 
     def clear(self, chosen: Callable[[Any], bool]) -> None:
-        """Forget everything below the roots whose namespace is ``chosen``."""
+        """Remove the roots whose namespace is ``chosen``, and all nodes below them."""
         for namespace in [namespace for namespace in self._roots if chosen(namespace)]:
             self._detach(self._roots.pop(namespace))
 
@@ -93,19 +93,19 @@ class PrefixIndex:
             stack.extend(node.children.values())
             node.children.clear()
             if node.parent is not None:
-                names = self._by_block[node.block]
-                names.remove(node)
-                if not names:
+                nodes = self._by_block[node.block]
+                nodes.remove(node)
+                if not nodes:
                     del self._by_block[node.block]
 
     def check_integrity(self) -> None:
-        """Every reachable node is registered under its block, and nothing else is."""
-        seen: dict[int, int] = {}
+        """Assert that ``_by_block`` has every reachable node, and no other."""
+        seen: Counter[int] = Counter()
         stack = [n for root in self._roots.values() for n in root.children.values()]
         while stack:
             node = stack.pop()
             assert node.parent is not None and node.parent.children[node.tokens] is node
             assert node in self._by_block[node.block]
-            seen[node.block] = seen.get(node.block, 0) + 1
+            seen[node.block] += 1
             stack.extend(node.children.values())
-        assert seen == {b: len(names) for b, names in self._by_block.items()}
+        assert seen == {block: len(nodes) for block, nodes in self._by_block.items()}

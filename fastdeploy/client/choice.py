@@ -1,9 +1,11 @@
-"""One choice while it is generated: its ids, logprobs, spans and text all end at the same token."""
+"""A choice while it is generated. Its ids, logprobs, spans and text always end at the same token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from fastdeploy.client.detokenizer import CONTEXT, IncrementalDecoder, StopHit, StopSearch
 from fastdeploy.client.tokenizer import Tokenizer
@@ -12,7 +14,7 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class TextOptions(NamedTuple):
-    """How text is made of tokens. stops: stop strings. min_tokens: stop strings are ignored before so many tokens."""
+    """Options of decoding. stops: stop strings. min_tokens: stop strings are ignored before so many tokens."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -21,7 +23,7 @@ class TextOptions(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The part of a choice that one engine output adds. first: index of its first token among the output tokens."""
+    """The part of a choice that one engine output adds. first: index of its first token in the choice."""
 
     first: int
     text: str
@@ -32,10 +34,10 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer its text stays empty.
+    """Grows by :meth:`feed` until ``finish_reason`` is set. Without a tokenizer the text stays empty.
 
-    resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text begins with theirs,
-    since a stop string or a character may begin in them; ids, logprobs and spans do not.
+    resumed: this many tokens at the end of ``prompt`` are output of an earlier attempt. The text includes their text,
+    since a stop string or a character may begin there; ids, logprobs and spans leave them out.
     prompt_logprobs: of the prompt from its second token on; complete when the first output token is there.
     """
 
@@ -51,7 +53,7 @@ class Choice:
         self.num_preempted = 0
         self._options = options
         self._search = StopSearch(options.stops)
-        self._shown = 0
+        self._num_shown = 0  # characters that ``feed`` has returned
         self._decoder = None
         if tokenizer is not None:
             fresh = len(prompt) - resumed
@@ -61,8 +63,8 @@ class Choice:
             self._search.push(self.text)
 
     def feed(self, output: Output) -> Delta:
-        """Add an output of the engine. A stop string that is found here ends the choice, also where the engine ended it
-        for another reason."""
+        """Add an output of the engine. A stop string in it ends the choice, even if the engine ended the choice for
+        another reason."""
         first = len(self.token_ids)
         self.prompt_logprobs += output.prompt_logprobs
         self.num_preempted += output.num_preempted
@@ -74,24 +76,19 @@ class Choice:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
             self.message = output.message
             self.text += self._decoder.flush() if self._decoder is not None else ""
-        delta = Delta(
-            first,
-            self._show(),
-            output.token_ids[:taken],
-            output.logprobs[:taken],
-            clip_spans(output.spans, first, first + taken),
-            self.finish_reason,
-        )
+        spans = clip_spans(output.spans, first, first + taken)
+        ids, logprobs = output.token_ids[:taken], output.logprobs[:taken]
+        delta = Delta(first, self._certain_text(), ids, logprobs, spans, self.finish_reason)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         merge_spans(self.spans, delta.spans)
         return delta
 
     def _decode(self, output: Output) -> tuple[int, StopHit | None]:
-        """Decode until a stop string is complete. Return how many tokens were taken, and the stop that was found."""
+        """Decode until a stop string is complete. Return the number of tokens taken, and the stop string found."""
         if self._decoder is None:
             return len(output.token_ids), None
-        # A stop or EOS id that ended the choice is a token of it, but no text.
+        # A stop or EOS id that ended the choice is one of its tokens, and adds no text.
         hidden = output.finish_reason == "stop" and not self._options.include_stop
         shown = len(output.token_ids) - (1 if hidden else 0)
         for i, token_id in enumerate(output.token_ids[:shown]):
@@ -102,12 +99,13 @@ class Choice:
                 return i + 1, hit
         return len(output.token_ids), None
 
-    def _show(self) -> str:
+    def _certain_text(self) -> str:
+        """Return the new text, without an end that may become a stop string."""
         end = len(self.text)
         if self.finish_reason is None:
             end -= self._search.held_back
-        start, self._shown = self._shown, max(end, self._shown)
-        return self.text[start : self._shown]
+        start, self._num_shown = self._num_shown, max(end, self._num_shown)
+        return self.text[start : self._num_shown]
 
 
 def pieces(output: Output, size: int) -> Iterator[Output]:
@@ -119,25 +117,18 @@ def pieces(output: Output, size: int) -> Iterator[Output]:
     base = output.spans[0].start if output.spans else 0
     for start in range(0, total, size):
         end = min(start + size, total)
-        nothing = Output(output.request_id, output.choice)
-        first, last = (nothing if start else output), (output if end == total else nothing)
-        yield Output(
-            request_id=output.request_id,
-            choice=output.choice,
-            token_ids=output.token_ids[start:end],
-            logprobs=output.logprobs[start:end],
-            spans=clip_spans(output.spans, base + start, base + end),
-            prompt_logprobs=first.prompt_logprobs,
-            cached_tokens=first.cached_tokens,
-            num_preempted=first.num_preempted,
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            message=last.message,
-        )
+        ids, logprobs = output.token_ids[start:end], output.logprobs[start:end]
+        spans = clip_spans(output.spans, base + start, base + end)
+        piece = replace(output, token_ids=ids, logprobs=logprobs, spans=spans)
+        if start > 0:
+            piece = replace(piece, prompt_logprobs=[], cached_tokens=0, num_preempted=0)
+        if end < total:
+            piece = replace(piece, finish_reason=None, stop_reason=None, message="")
+        yield piece
 
 
 def joined(deltas: list[Delta]) -> Delta | None:
-    """Join consecutive deltas of one choice to one delta; None for no deltas."""
+    """Join consecutive deltas of one choice. None for no deltas."""
     if len(deltas) < 2:
         return deltas[0] if deltas else None
     spans: list[Span] = []

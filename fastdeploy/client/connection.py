@@ -1,4 +1,4 @@
-"""One connection to the engine, as EngineClient uses it: ZMQ in an API server, a queue in the offline LLM."""
+"""Interface of a client's connection to the engine: ZMQ in an API server, a queue in the offline LLM."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fastdeploy.inter_communicator.messages import ToClient, ToEngine
 
 
 class Connection(Protocol):
-    """A connection under an identity of its own. Closed once it is lost: another one is made to reconnect."""
+    """One connection, with an identity of its own. A client that has lost its connection makes a new one."""
 
     def send(self, message: ToEngine) -> None:
         """Queue ``message`` without blocking."""
         ...
 
     def messages(self) -> AsyncIterator[ToClient]:
-        """Yield the messages of the engine in order, and end when the connection is lost. Raises EngineError instead
-        where the connection knows why."""
+        """Yield the messages of the engine in order, and end when the connection is lost, or raise an EngineError that
+        says why."""
         ...
 
     def close(self) -> None: ...
@@ -27,7 +27,8 @@ class Connector(Protocol):
     """Makes connections, one after the other."""
 
     def connect(self) -> Connection | None:
-        """A new connection. None: there will never be an engine again. Raises OSError where a later try may succeed."""
+        """Return a new connection, or None if the engine has ended for ever. Raises OSError if a later try may
+        succeed."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Incremental decoding that never shows half a character, and the search for stop strings in its text."""
+"""Incremental decoding in whole characters, and the search for stop strings in the text."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from fastdeploy.client.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 CONTEXT = 6
-# A character has at most four bytes: more tokens than that ending in U+FFFD are bytes that are no UTF-8.
+# A character has at most four bytes. If more tokens than that end in U+FFFD, their bytes are not UTF-8.
 MAX_PENDING = 4
 
 
 class IncrementalDecoder:
-    """Text of a growing id sequence: the concatenation of what is returned is the decoding of all ids.
+    """Text of a growing sequence of ids. The returned texts, joined, are the decoding of all ids.
 
-    A few prompt tokens are context, since the text of a token can depend on the one before it, and since a prompt that
-    continues an aborted answer may end inside a character.
+    A few prompt tokens are context: the text of a token can depend on the token before, and a prompt that continues
+    an aborted answer may end inside a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window = list(prompt_tail[-CONTEXT:])
-        self._shown_ids = len(self._window)
+        self._shown_ids = len(self._window)  # of the window, with the text that is returned already
         self._shown = self._decode(self._window)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
 
     def push(self, token_id: int) -> str:
-        """Add one token; return the text that is certain now."""
+        """Add one token, and return the text that is certain now."""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT) and len(self._window) - self._shown_ids <= MAX_PENDING:
@@ -40,20 +40,20 @@ class IncrementalDecoder:
         return self._advance(text)
 
     def extend(self, token_ids: Sequence[int]) -> str:
-        """Add many at once, as :meth:`push` would one by one."""
+        """Add many tokens at once. The result is that of :meth:`push` for each of them."""
         window = [*self._window, *token_ids]
         text = self._decode(window)
-        if text.endswith(REPLACEMENT):  # inside a character, or bytes that are none
+        if text.endswith(REPLACEMENT):  # an incomplete character, or bytes that are not UTF-8
             return "".join(map(self.push, token_ids))
         self._window = window
         return self._advance(text)
 
     def flush(self) -> str:
-        """No more tokens: return what was held back."""
+        """Return the rest of the text, after the last token."""
         return self._advance(self._decode(self._window))
 
     def _advance(self, text: str) -> str:
-        # An incomplete character at the end reads as one U+FFFD, which gives way to the character.
+        # An incomplete character at the end is decoded as one U+FFFD. The complete character replaces it.
         shown = self._shown if text.startswith(self._shown) else self._shown.removesuffix(REPLACEMENT)
         new = text[len(shown) :]
         self._window = self._window[max(self._shown_ids - 1, 0) :]
@@ -63,15 +63,15 @@ class IncrementalDecoder:
 
 
 class StopHit(NamedTuple):
-    """``stop`` completed in the text; ``cut`` is where it begins."""
+    """A stop string in the text. cut: index of its first character."""
 
     stop: str
     cut: int
 
 
 class StopSearch:
-    """Finds stop strings in a text that grows by :meth:`push`, in time linear in what is pushed, however many stop
-    strings there are (Aho and Corasick, 1975)."""
+    """Finds stop strings in a text that grows by :meth:`push`. The time is linear in the length of the text, and does
+    not depend on the number of stop strings (Aho and Corasick, 1975)."""
 
     def __init__(self, stops: Sequence[str]):
         self._automaton = compile_stops(tuple(stops))
@@ -79,8 +79,8 @@ class StopSearch:
         self._length = 0
 
     def push(self, new: str) -> StopHit | None:
-        """Add ``new`` to the text. Return the stop string with the earliest beginning of those that end in ``new``; of
-        two with the same beginning, the one that the request names first."""
+        """Add ``new`` to the text. Of the stop strings that end in ``new``, return the one that begins first; of two
+        that begin together, the one that the request names first."""
         automaton, state, best = self._automaton, self._state, None
         for end, character in enumerate(new, self._length + 1):
             state = automaton.step(state, character)
@@ -93,21 +93,22 @@ class StopSearch:
 
     @property
     def held_back(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string, but not all of it."""
+        """Length of the longest end of the text that is an incomplete beginning of a stop string."""
         return self._automaton.held[self._state]
 
 
 class StopAutomaton:
-    """A trie of all stop strings. Each state stands for one of their beginnings; state 0 is the empty one.
+    """A trie of all stop strings. Each state stands for a beginning of a stop string, the text of the state; state 0 is
+    the empty text.
 
-    found: the longest stop string that the text of a state ends with, as an index of ``stops``, or None. held: length
-    of the longest end of the text of a state that is the beginning of a stop string, but not all of it.
+    found: the longest stop string at the end of a state's text, as an index of ``stops``, or None. held: length of the
+    longest end of a state's text that is an incomplete beginning of a stop string.
     """
 
     def __init__(self, stops: tuple[str, ...]):
         self.stops = stops
         self._children: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the longest other state that the text of a state ends with
+        self._fallback = [0]  # the other state with the longest text that is an end of a state's text
         self.found: list[int | None] = [None]
         self.held = [0]
         for order, stop in enumerate(stops):
@@ -129,7 +130,7 @@ class StopAutomaton:
             self.found[state] = order
 
     def _link(self) -> None:
-        """Set ``_fallback`` and what follows from it, shorter texts first."""
+        """Set ``_fallback``, ``found`` and ``held`` of all states, shorter texts first."""
         layer, depth = list(self._children[0].values()), 1
         for child in layer:
             self.held[child] = depth if self._children[child] else 0
@@ -145,7 +146,7 @@ class StopAutomaton:
                     layer.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """The state after ``character``."""
+        """Return the state after ``character``."""
         while (child := self._children[state].get(character)) is None:
             if state == 0:
                 return 0
@@ -155,5 +156,5 @@ class StopAutomaton:
 
 @lru_cache(maxsize=32)
 def compile_stops(stops: tuple[str, ...]) -> StopAutomaton:
-    """The automaton of ``stops``. Choices of one request, and requests that repeat stop strings, share one."""
+    """Return the automaton of ``stops``, which all choices with equal stop strings share."""
     return StopAutomaton(stops)

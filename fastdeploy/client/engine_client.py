@@ -1,8 +1,7 @@
-"""The engine as an event loop sees it: requests in, outputs and typed errors out. Whatever is open is answered at once
-when the engine dies, or is silent for too long and is killed.
+"""Client of the engine for one event loop: sends requests and control calls, and returns outputs and typed errors.
 
-The connection lives in one task: connect, Hello, Welcome, read until the engine is lost, answer everything that is
-open with EngineDead or EngineStalled, connect again under a new identity.
+One task keeps the connection: it connects, sends Hello, and reads until the engine is lost. Then it fails everything
+that is open with EngineDead or EngineStalled, and connects again.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ logger = logging.getLogger(__name__)
 MAX_REMEMBERED_CANCELS = 4096
 STALL_SLICES = 8
 RETRY_S = 1.0
-WAKE_AT_ONCE = 8  # readers, some 0.1 ms each (benchmarks/api_cost.py); then the loop looks at its sockets again
+WAKE_AT_ONCE = 8  # readers in a round of the event loop, about 0.1 ms each (benchmarks/api_cost.py)
 
 
 class EngineClient:
     """All requests and control calls of one process. Use from one event loop only.
 
     stall_s: an engine that sends nothing for so many seconds is stuck, and is killed (see ``_watch``); None = never.
-    first_connection_s: how long a request or call waits for the very first connection.
+    first_connection_s: seconds that a request or call waits for the first connection.
     """
 
     def __init__(self, connector: Connector, stall_s: float | None = 10.0, first_connection_s: float = 2.0):
@@ -42,8 +41,8 @@ class EngineClient:
         self._first_connection = True
         self._connection: Connection | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._with_tokens: deque[RequestStream] = deque()  # to be woken, and before those of the other queue,
-        self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once beside a few that run on
+        self._with_tokens: deque[RequestStream] = deque()  # readers to wake, before those of the other queue,
+        self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once while a few run on
         self._waking: asyncio.Handle | None = None
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._cancelled: dict[str, int] = {}
@@ -59,13 +58,13 @@ class EngineClient:
     # ------------------------------------------------------------------ life
 
     def start(self) -> asyncio.Task[None]:
-        """Begin to connect; :attr:`connected` is set when the engine is there. Returns the task that keeps up the
-        connection until :meth:`close`. If that task ends by itself, this client is of no more use."""
+        """Begin to connect. :attr:`connected` is set when the engine is there. Returns the task that keeps the
+        connection until :meth:`close`. If the task ends by itself, this client cannot be used any more."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="engine-client")
         return self._task
 
     async def close(self) -> None:
-        """Drop the connection. Open requests and calls are answered with EngineDead."""
+        """Drop the connection. Open requests and calls fail with EngineDead."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -82,7 +81,7 @@ class EngineClient:
                 self._disconnect(lost)
 
     async def _connect(self) -> Connection | None:
-        """A new connection, however often that must be tried; None if there will never be an engine again."""
+        """Return a new connection, after as many tries as it takes; None if the engine has ended for ever."""
         while True:
             try:
                 connection = self._connector.connect()
@@ -95,7 +94,7 @@ class EngineClient:
                 return connection
 
     async def _until_lost(self, connection: Connection) -> errors.EngineError:
-        """Use ``connection`` until it is lost; return why it was lost."""
+        """Use ``connection`` until it is lost, and return the reason."""
         self._connection = connection
         connection.send(m.Hello(pid=os.getpid()))
         tasks = [asyncio.ensure_future(self._read(connection))]
@@ -110,26 +109,24 @@ class EngineClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, connection: Connection) -> errors.EngineError:
-        """Handle the messages of the engine until it is gone; return why it is."""
+        """Handle the messages of the engine until it is lost, and return the reason."""
         try:
             async for message in connection.messages():
                 self._receive(message)
-        except _Goodbye:
-            return errors.EngineDead("the engine dropped this API server")
         except errors.EngineError as error:
             return error
-        except Exception as error:  # one bad message must not end this process, and with it every request
+        except Exception as error:  # one bad message must not end this process and all of its requests
             logger.exception("a message of the engine could not be handled")
             return errors.EngineDead(f"a message of the engine could not be handled: {type(error).__name__}: {error}")
         return errors.EngineDead("the engine process died")
 
     async def _watch(self, stall_s: float) -> errors.EngineError:
-        """Kill the engine, and return, once it has been silent for stall_s. The engine sends a heartbeat about once a
-        second, also in the middle of a step. So silence means that its loop hangs or that its process was stopped.
+        """Kill the engine, and return, once it has been silent for ``stall_s`` seconds. The engine sends a heartbeat
+        about once a second, also during a step, so a silent engine hangs, or its process is stopped.
 
-        Silence is counted in slices in which this process was awake to listen. A slice that took twice its time is not
-        counted: this process itself was stopped, or its event loop was blocked, and heartbeats may wait unread. Before
-        the Welcome the engine is loading, and is not watched."""
+        Silence is counted in slices. A slice that took twice its time is not counted: this process itself was stopped,
+        or its event loop was blocked, and heartbeats may wait unread. Before the Welcome the engine is loading, and is
+        not watched."""
         now = asyncio.get_running_loop().time
         slice_s, silent_slices = stall_s / STALL_SLICES, 0
         while silent_slices < STALL_SLICES:
@@ -159,7 +156,7 @@ class EngineClient:
                             (self._with_tokens if output.finish_reason is None else self._with_ends).append(stream)
                 self._wake()
             case m.Fence(fence_id=fence_id):
-                # Handled in order, so everything sent before this fence is in the queues of its requests by now.
+                # Messages are handled in order: all outputs before this fence are in their streams.
                 self._send(m.FenceAck(fence_id=fence_id))
             case m.Reply(call_id=call_id):
                 self._replied(call_id, message)
@@ -169,11 +166,11 @@ class EngineClient:
             case m.Welcome():
                 self._welcomed(message)
             case m.Goodbye():
-                raise _Goodbye
+                raise errors.EngineDead("the engine dropped this API server")
 
     def _wake(self) -> None:
-        """Wake readers, a few in each round of the event loop. When one call ends thousands of requests, its reply does
-        not wait until all of these have been answered."""
+        """Wake readers, a few in each round of the event loop. So the reply to a call that ends thousands of requests
+        does not wait for all of their readers."""
         if self._waking is not None:
             return
         for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
@@ -195,7 +192,7 @@ class EngineClient:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.welcome = welcome
-        if welcome.pid != os.getpid():  # an engine in this very process cannot be killed alone
+        if welcome.pid != os.getpid():  # an engine in this process cannot be killed alone
             logger.info("connected to engine %s (pid %d)", welcome.boot_id, welcome.pid)
             try:
                 self._pidfd = os.pidfd_open(welcome.pid)
@@ -229,8 +226,8 @@ class EngineClient:
             self._connection.send(message)
 
     async def require_engine(self) -> m.Welcome:
-        """The greeting of the engine; raises EngineDead if no engine is there. Waits, for a moment, for the first
-        connection only: the API servers of an engine that is ready do not learn of it in the same millisecond."""
+        """Return the Welcome of the engine. Raises EngineDead if no engine is connected. Waits a moment for the first
+        connection only, since API servers do not connect to a new engine at the same time."""
         if self._first_connection and not self.connected.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._first_connection_s):
@@ -242,47 +239,47 @@ class EngineClient:
     # ------------------------------------------------------------------ requests
 
     async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
-        """Send a request; other streams may have the same ``reader``. Close the returned stream in every case. Raises
-        EngineDead or DuplicateRequest at once; a refusal by the engine is raised by the stream."""
+        """Send a request, and return its stream, which the caller must close. Several streams may have one ``reader``.
+        Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine."""
         await self.require_engine()
         name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
-        while True:  # others of this name may come and go while this one waits
+        while True:  # other requests with this name may begin and end while this one waits
             if (open_stream := self._streams.get(name)) is not None:
                 self._take_over(open_stream, fingerprint)
             if (cancelled := self._cancelled.get(name)) is None:
                 break
-            # Both directions are ordered: after this reply no output of the cancelled request is in flight any more,
-            # so that its id can be used again without mixing the tokens of the two.
+            # Both directions keep the order. After this reply no output of the cancelled request is in flight, so the
+            # new request with its id cannot get one.
             await self.call(m.PauseStatusArgs())
-            if self._cancelled.get(name) == cancelled:  # else it was cancelled once more after the question
+            if self._cancelled.get(name) == cancelled:  # else another request of this name was cancelled meanwhile
                 del self._cancelled[name]
         stream = RequestStream(name, request.n, self._cancel, self._forget, reader, fingerprint)
-        self._send(request)  # raises for what the wire cannot carry: then nothing is alive
+        self._send(request)  # raises if the request cannot be encoded: then no stream is open
         self._streams[name] = stream
         return stream
 
     def _take_over(self, stream: RequestStream, fingerprint: str) -> None:
-        """End ``stream`` for a later request with the same id and body, which gets its outputs from now on."""
+        """End ``stream`` in favour of a later request with the same id and body. Raises DuplicateRequest if the later
+        request may not take over."""
         name = stream.request_id
         if not fingerprint or stream.fingerprint != fingerprint:
-            raise errors.DuplicateRequest(
-                f"request_id: {name!r} is alive, without retain_s or with another body", param="request_id"
-            )
+            message = f"request_id: {name!r} is still running, without retain_s or with another body"
+            raise errors.DuplicateRequest(message, param="request_id")
         stream.fail(errors.AttachedElsewhere(f"a later request with request_id {name!r} took over"))
         self._cancel(name, None, "abort")
 
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
         self._send(m.CancelRequest(request_id=request_id, choice=choice, reason=reason))
         self._cancelled[request_id] = self._next_call
-        if len(self._cancelled) % MAX_REMEMBERED_CANCELS == 0:  # the reply will tell which are history
+        if len(self._cancelled) % MAX_REMEMBERED_CANCELS == 0:  # the reply makes ``_replied`` forget old ones
             self._post(m.PauseStatusArgs())[1].add_done_callback(lambda f: f.cancelled() or f.exception())
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
 
     async def abort_open(self, bound_s: float) -> None:
-        """End every open request with the tokens that it has, reason "abort"; with EngineDead if that takes longer than
-        ``bound_s``. A request with retain_s ends here with EngineDead, and runs on: another API server takes over."""
+        """Abort every open request. A request that has not ended after ``bound_s`` seconds fails with EngineDead. So
+        does a request with retain_s, which runs on at the engine."""
         to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
         if to_abort and self.connected.is_set():
             try:
@@ -304,11 +301,10 @@ class EngineClient:
         return self._next_call, future
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make a control call and return its result. A call ends when the engine answers, dies, or stalls; the engine
-        owns the timeouts.
+        """Make a control call and return its result. The engine owns the timeouts of calls.
 
-        Raises the error that the engine answered (``detail["report"]`` is the result that came with a failure), or, the
-        moment the engine is lost, EngineDead or EngineStalled.
+        Raises the error of the engine's answer (``detail["report"]`` is the result that came with a failure), or
+        EngineDead or EngineStalled as soon as the engine is lost.
         """
         await self.require_engine()
         call_id, future = self._post(args)
@@ -321,7 +317,3 @@ class EngineClient:
         failure = reply.failure
         detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
         raise errors.from_wire(failure.code, failure.message, detail)
-
-
-class _Goodbye(Exception):
-    """The engine counts this client as gone: start over."""

@@ -1,4 +1,4 @@
-"""Some prompts on their way through the engine: their choices, and what has come of these so far."""
+"""The running requests of one caller, and their choices so far."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ WORK_PER_TOKEN = 10  # to decode a token, in the units of Pace
 
 
 class GenerationRequest(NamedTuple):
-    """Checked engine requests, one per prompt and all with the same n, and how the text of each is made."""
+    """Checked engine requests, one per prompt and all with the same n, and the options of decoding for each."""
 
     requests: Sequence[AddRequest]
     texts: Sequence[TextOptions]
 
 
 class Generation:
-    """The running engine requests of one caller. Use as ``async with``: leaving it cancels those that still run.
+    """The running engine requests of one caller, for use in ``async with``, whose end cancels unfinished requests.
 
-    Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. pace: of all work for this caller.
-    for_tokens: see Reader. Without it :meth:`step` returns less often, with more tokens at once.
+    Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: of each prompt. pace: of
+    all work for this caller. for_tokens: see Reader. Without it :meth:`step` returns less often, with more tokens.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Generation:
         self.created = int(time.time())
         self.gone = False
         self._requests = request.requests
-        self._cached_tokens = [0] * len(self.prompts)
+        self.cached_tokens = [0] * len(self.prompts)
         self._client = client
-        self._streams: dict[RequestStream, int] = {}  # and the number of the prompt
+        self._streams: dict[RequestStream, int] = {}  # with the number of the prompt
         self._reader = Reader(for_tokens)
 
     async def __aenter__(self) -> Generation:
@@ -82,15 +82,8 @@ class Generation:
     def completion_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
-    @property
-    def cached_tokens(self) -> int:
-        return sum(self._cached_tokens)
-
-    def cached_tokens_of(self, prompt: int) -> int:
-        return self._cached_tokens[prompt]
-
     def require_an_answer(self) -> None:
-        """Raise NonFiniteLogits if every choice ended with that error: then there is nothing to answer with."""
+        """Raise NonFiniteLogits if every choice ended with that error."""
         if all(choice.finish_reason == "error" for choice in self.choices):
             raise NonFiniteLogits(self.choices[0].message)
 
@@ -99,14 +92,15 @@ class Generation:
         self._reader.wake()
 
     def leave(self) -> None:
-        """The HTTP client has gone: :meth:`step` returns and ``gone`` is set."""
+        """Set ``gone`` and make :meth:`step` return, since the HTTP client has disconnected."""
         self.gone = True
         self._reader.wake()
 
     async def step(self) -> list[tuple[int, Delta]]:
-        """Wait for new tokens: what was added to which choice, once per choice. Empty after a nudge.
+        """Wait for new tokens. Return the number of each choice that has grown, with what was added. Empty after a
+        nudge.
 
-        Raises what the engine answered (RequestError), EngineDead, or EngineError if the engine failed. A choice whose
+        Raises the engine's refusal (RequestError), EngineDead, or EngineError if the engine failed. A choice whose
         logits were not finite has the finish_reason "error", and the others go on: see :meth:`require_an_answer`.
         """
         deltas: list[tuple[int, Delta]] = []
@@ -118,7 +112,7 @@ class Generation:
         return deltas
 
     async def _feed(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
-        """Give ``output`` to its choice, a slice at a time: a late reader finds the tokens of many steps in it."""
+        """Give ``output`` to its choice in pieces, since an output may have the tokens of many steps."""
         deltas = []
         for piece in pieces(output, TOKENS_AT_ONCE):
             if delta := self._feed_piece(i, stream, piece):
@@ -128,11 +122,11 @@ class Generation:
 
     def _feed_piece(self, i: int, stream: RequestStream, output: Output) -> Delta | None:
         choice = self.choices[self.n * i + output.choice]
-        if choice.finish_reason is not None:  # it met its stop string while this was in flight
+        if choice.finish_reason is not None:  # a stop string ended the choice while the output was in flight
             return None
         delta = choice.feed(output)
-        if output.cached_tokens and output.choice == 0:  # the prompt is counted once, whatever n is
-            self._cached_tokens[i] = output.cached_tokens
+        if output.cached_tokens and output.choice == 0:  # a prompt counts once, whatever n is
+            self.cached_tokens[i] = output.cached_tokens
         if choice.finish_reason == "error" and choice.stop_reason != NonFiniteLogits.code:
             raise EngineError(choice.message or "the engine failed on this request")
         if choice.finish_reason is not None and output.finish_reason is None:
@@ -141,7 +135,7 @@ class Generation:
 
 
 def _take_quietly(stream: RequestStream) -> list[Output]:
-    """``stream.take()``, but a failure is left for the next step, so that what was read before it is delivered."""
+    """Return ``stream.take()``. A failure is left for the next step, so that earlier deltas are delivered first."""
     try:
         return stream.take()
     except Exception:

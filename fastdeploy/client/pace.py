@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-# Units of work. A unit is what it costs to make and encode one log probability: 0.5 to 1 microsecond.
+# Units of work. One unit is the time to make and encode one log probability: 0.5 to 1 microsecond.
 SLICE = 2000
 _encoder = msgspec.json.Encoder()
 
@@ -17,8 +17,8 @@ _encoder = msgspec.json.Encoder()
 class Pace:
     """Counts the work for one reply, and lets the event loop run after each slice.
 
-    slice_lock: shared by all replies of one event loop. A reply that has used up its slice waits for the lock. So at
-    most one reply begins a further slice in each round of the event loop.
+    slice_lock: shared by all replies of one event loop. A reply that has used up its slice waits for the lock, so at
+    most one reply begins another slice in each round of the event loop.
     """
 
     def __init__(self, slice_lock: asyncio.Lock):
@@ -33,7 +33,7 @@ class Pace:
             await wait_for_slice(self._slice_lock)
 
     async def array(self, items: Iterable[Any], work: int = 1) -> msgspec.Raw:
-        """Return the JSON array of ``items``, which are made and encoded slice by slice. work: units per item."""
+        """Return the JSON array of ``items``, which are encoded slice by slice. work: units per item."""
         rest, parts = iter(items), []
         while batch := list(islice(rest, max(self._left // work, 1))):
             parts.append(_encoder.encode(batch)[1:-1])
@@ -60,6 +60,6 @@ class GrowingArray:
 
 
 async def wait_for_slice(slice_lock: asyncio.Lock) -> None:
-    """Let the event loop run once, and return alone: no two return in the same round of the event loop."""
+    """Let the event loop run once. No two calls return in the same round of the event loop."""
     async with slice_lock:
         await asyncio.sleep(0)

@@ -1,21 +1,22 @@
-"""The outputs of one request as they arrive, and the task that reads them."""
+"""The outputs of a request as they arrive, and the task that reads them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from fastdeploy.inter_communicator.messages import Output
 
 
 class Reader:
-    """The one task that reads some streams. It sleeps until one of them has something for it. for_tokens: false if it
-    is to be woken by the end of a choice only, and not by tokens."""
+    """Wakes the one task that reads some streams. for_tokens: False = only the end of a choice wakes the task."""
 
     def __init__(self, for_tokens: bool = True) -> None:
         self.for_tokens = for_tokens
         self._event = asyncio.Event()
-        self._streams: dict[RequestStream, None] = {}  # a set in order of arrival
+        self._streams: dict[RequestStream, None] = {}  # an ordered set
 
     def wake(self, stream: RequestStream | None = None) -> None:
         """Make :meth:`wait` return, with ``stream`` among the streams that it returns."""
@@ -24,7 +25,7 @@ class Reader:
         self._event.set()
 
     async def wait(self) -> list[RequestStream]:
-        """The streams that have something to take since the last call. May be empty."""
+        """Return the streams that have something to take since the last call. May be empty."""
         await self._event.wait()
         self._event.clear()
         streams, self._streams = list(self._streams), {}
@@ -32,11 +33,10 @@ class Reader:
 
 
 class RequestStream:
-    """Filled by the engine client, read by one task, which closes it in every case (``with stream:``).
+    """Outputs of one request. The engine client fills the stream and wakes its reader. One task reads the stream and
+    closes it in every case (``with stream:``). A close before all n choices have ended cancels the others.
 
-    A stream that is closed before all n choices have ended cancels them at the engine. ``reader`` is woken by whoever
-    put something in, in the order that EngineClient keeps. fingerprint: of the body, where the request has retain_s and
-    outlives this stream; else "".
+    fingerprint: of the HTTP body of a request with retain_s, which outlives this stream; else "".
     """
 
     def __init__(
@@ -54,32 +54,32 @@ class RequestStream:
         self._n = n
         self._cancel = cancel
         self._forget = forget
-        self._outputs: dict[int, list[Output]] = {}  # by choice; joined when they are taken, since joining copies
+        self._outputs: dict[int, list[Output]] = {}  # by choice; joined only when they are taken, since that copies
         self._error: Exception | None = None
         self.reader = reader or Reader()
         self.in_wake_queue = False
 
     @property
     def ended(self) -> bool:
-        """No further output will come: every choice ended or was stopped, or the request failed."""
+        """Whether no more outputs will come: every choice ended or was stopped, or the request failed."""
         return not self._open or self._error is not None
 
     def put(self, output: Output) -> None:
-        """Keep ``output`` for the reader, which is not woken yet. A late reader finds all outputs of a choice joined to
-        one."""
+        """Keep ``output`` for the reader, without waking it."""
         if output.choice in self._open:
             self._outputs.setdefault(output.choice, []).append(output)
             if output.finish_reason is not None:
                 self._end(output.choice)
 
     def fail(self, error: Exception) -> None:
-        """No more outputs: the reader gets what is there, and then ``error``."""
+        """End the stream. The reader gets the outputs that are there, and then ``error``."""
         self._error = error
         self._forget(self.request_id)
         self.reader.wake(self)
 
     def take(self) -> list[Output]:
-        """All outputs that are there, one of each choice; once they are taken, raises what :meth:`fail` was given."""
+        """Return the outputs that are there, joined to one per choice. If there are none, raises the error of
+        :meth:`fail`."""
         outputs, self._outputs = [joined(outputs) for outputs in self._outputs.values()], {}
         if self._error is not None:
             if not outputs:
@@ -88,7 +88,7 @@ class RequestStream:
         return outputs
 
     def stop(self, choice: int) -> None:
-        """The reader found a stop string: this choice needs no more tokens, and its later outputs are ignored."""
+        """Cancel a choice in which the reader found a stop string. Later outputs of it are ignored."""
         if choice in self._open and self._error is None:
             self._cancel(self.request_id, choice, "stop")
             self._end(choice)
@@ -114,20 +114,16 @@ class RequestStream:
 
 
 def joined(outputs: list[Output]) -> Output:
-    """Join consecutive outputs of one choice to one output. Takes time linear in their length."""
+    """Join consecutive outputs of one choice, in time linear in their length."""
     if len(outputs) == 1:
         return outputs[0]
     last = outputs[-1]
-    return Output(
-        request_id=last.request_id,
-        choice=last.choice,
+    return msgspec.structs.replace(
+        last,
         token_ids=[token for output in outputs for token in output.token_ids],
         logprobs=[logprob for output in outputs for logprob in output.logprobs],
         spans=[span for output in outputs for span in output.spans],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
         prompt_logprobs=[logprob for output in outputs for logprob in output.prompt_logprobs],
         cached_tokens=sum(output.cached_tokens for output in outputs),
         num_preempted=sum(output.num_preempted for output in outputs),
-        message=last.message,
     )

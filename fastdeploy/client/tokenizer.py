@@ -1,4 +1,4 @@
-"""Text in, token ids out, and back. The engine knows nothing of this."""
+"""Tokenizer and chat template of a model. The engine itself handles token ids only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jinja2 import TemplateError
 from fastdeploy.core.errors import InvalidField
 
 logger = logging.getLogger(__name__)
-# Below this many characters a hop to a thread costs more than the encoding.
+# Below this many characters, encoding takes less time than a change of threads.
 INLINE_CHARS = 2048
-# Files of a Hugging Face folder that the tokenizer is made of; one of VOCABULARIES must be there.
+# Files of a Hugging Face folder that make up the tokenizer. One of VOCABULARIES must be there.
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "tokenizer.model"})
 JSON_FILES = frozenset(
     {"tokenizer.json", "vocab.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
 )
 FILES = VOCABULARIES | JSON_FILES | {"merges.txt", "chat_template.jinja"}
-# Names that a conversation's own fields have, beside the arguments of transformers' apply_chat_template.
+# Template variables that a client may not set, beside the arguments of transformers' apply_chat_template.
 NOT_VARIABLES = frozenset({"messages", "functions"})
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level BPE vocabularies (GPT-2's convention), inverted."""
+    """Return the byte of each printable character that stands for a byte in byte-level BPE vocabularies (GPT-2)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in set(shown)]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
@@ -43,7 +43,7 @@ class Tokenizer:
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._decode = backend.decode if backend is not None else self._hf.decode
         self._alphabet = _byte_alphabet() if "ByteLevel" in str(getattr(backend, "decoder", "")) else None
-        # One thread: the tokenizer's own settings are not safe to share between two encodings.
+        # One thread only: two encodings at once would share settings inside the tokenizer.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.longest_token = max(map(len, self._hf.get_vocab()), default=1)
         self._reserved = NOT_VARIABLES | inspect.signature(self._hf.apply_chat_template).parameters.keys()
@@ -71,9 +71,9 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         template: str | None = None,
     ) -> str:
-        """Render a conversation to the text of its prompt. ``variables`` are the client's chat_template_kwargs;
-        ``tools`` are JSON schemas of functions; ``template`` is Jinja in place of the model's own. Raises InvalidField
-        if there is no template, if it refuses the conversation, or for a variable that is none of a template's."""
+        """Render a conversation to the text of its prompt. variables: the client's chat_template_kwargs. tools: JSON
+        schemas of functions. template: Jinja, instead of the model's own. Raises InvalidField if there is no template,
+        if it refuses the conversation, or for a variable that may not be set."""
         if not (template or self._hf.chat_template):
             raise InvalidField("messages", "this model has no chat template; use /v1/completions")
         for name in variables:
@@ -91,7 +91,7 @@ class Tokenizer:
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, render)
-        except Exception as error:  # a template is a program of the model's author: it may raise anything
+        except Exception as error:  # a template is a program, and may raise anything
             field = "chat_template" if template else "messages"
             if variables and not isinstance(error, TemplateError):
                 field = "chat_template_kwargs"
@@ -101,7 +101,7 @@ class Tokenizer:
         return self._decode([token_id], skip_special_tokens=False)
 
     def _token_bytes(self, token_id: int) -> tuple[int, ...]:
-        """The UTF-8 bytes of one token, which may be a part of a character."""
+        """Return the UTF-8 bytes of one token, which may be a part of a character."""
         piece = self._hf.convert_ids_to_tokens(token_id) or ""
         if self._alphabet is not None and all(c in self._alphabet for c in piece):
             return tuple(self._alphabet[c] for c in piece)
@@ -109,19 +109,18 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str) -> Tokenizer | None:
-    """The tokenizer of ``model_path``, or None if the folder has none (then only token ids are served).
-
-    Raises InvalidField, whose ``field`` is the file that cannot be used."""
+    """Return the tokenizer of ``model_path``, or None if the folder has none (then only token ids are served). Raises
+    InvalidField, whose ``field`` is the file that cannot be used."""
     present = {name for name in FILES if os.path.exists(os.path.join(model_path, name))}
     if not present & VOCABULARIES:
         logger.warning("%s has no tokenizer: only token ids are served", model_path)
         return None
     for name in sorted(present):
-        if not os.path.isfile(os.path.join(model_path, name)):  # to open a pipe would be to wait for its writer
+        if not os.path.isfile(os.path.join(model_path, name)):  # opening a pipe would wait for its writer
             raise InvalidField(name, "is not a regular file")
     try:
         return Tokenizer(model_path)
-    except Exception as error:  # the libraries raise anything, a bare Exception too
+    except Exception as error:  # the libraries may raise anything
         for name in sorted(present & JSON_FILES):
             _require_json_object(model_path, name)
         name = min(present & VOCABULARIES)
@@ -141,10 +140,10 @@ def _require_json_object(model_path: str, name: str) -> None:
 
 
 def _load(model_path: str) -> Any:
-    # It would warn that torch is not installed, and of prompts that are longer than the tokenizer's own limit.
+    # Else transformers warns that torch is missing, and of prompts longer than the tokenizer's own limit.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if os.path.exists(os.path.join(model_path, "tokenizer.json")):
-        # Not through AutoTokenizer: it imports torch if that is installed, which may not share a process with Paddle.
+        # AutoTokenizer would import torch if it is installed. Torch and Paddle may not share a process.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model_path)

@@ -10,9 +10,8 @@ COLLECT_AFTER = 50_000  # new objects that can be part of a reference cycle
 def collect_rarely() -> None:
     """Make garbage collections rare, and leave out the objects that exist now. Call when all modules are imported.
 
-    A step makes thousands of objects and hardly any reference cycle. With Python's defaults they would be searched
-    several times a step, and sometimes together with all imported modules: that took 75 to 156 ms in the middle of an
-    abort of 2,000 open streams."""
+    A step makes thousands of objects and hardly any reference cycle. With Python's defaults the collector would search
+    the objects several times a step, and sometimes all imported modules too. Such a collection took 75 to 156 ms."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)

@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_num_seqs: sequences in one step.
         max_num_batched_tokens: tokens in one step.
         max_step_ms: longest time that a step with prefill should take.
-        runner_process: the model is computed in a process of its own.
+        runner_process: run the model in a process of its own.
         heartbeat_s: time between two heartbeats to the API servers.
 
     KV cache
@@ -38,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kv_cache_gb: GiB of KV cache; None = from the memory that is free.
 
     Requests
-        max_waiting: requests that may wait (429 beyond).
+        max_waiting: requests that may wait; further requests get 429.
         max_retained: requests with retain_s whose results are kept.
         max_retained_mb: MiB that the results of all requests with retain_s may take.
 
@@ -46,7 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         model_roots: folders that weights may be loaded from; ("/",) is any path, () is none.
         upload_dir: see ServeConfig.
         spill_dir: folder for sleeping weights; "" = the temporary folder.
-        stage_timeout_s: seconds to read and check new weights, or one chunk of them, where the call names none.
+        stage_timeout_s: seconds to read and check new weights, or one part of them, if the call names none.
         lost_commit: an earlier engine of this server had newer weights.
     """
 
@@ -76,18 +76,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require_writable("spill_dir", self.spill_dir)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_waiting", "max_retained_mb"):
-            _require(field, getattr(self, field) >= 1, "an integer >= 1", getattr(self, field))
-        for field in ("max_model_len", "num_gpu_blocks_override", "kv_cache_gb"):
-            value = getattr(self, field)
-            _require(field, value is None or value > 0, "a number above 0", value)
-        for field in ("max_step_ms", "heartbeat_s", "stage_timeout_s"):
-            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        _require_positive_numbers(self, but=("max_retained",))
         return self
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the API servers. Limits of connections and bodies hold for each API server process.
+    """Settings of the API servers. Each API server process has the limits of connections and bodies for itself.
 
     Address
         host, port: address to listen on; port 0 = any free one.
@@ -119,7 +113,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     Requests and replies
         served_model_name: the model's name in requests and replies.
-        logprobs_mode: mode for a request that names none.
+        logprobs_mode: mode of a request that names none.
         max_reply_logprobs: log probabilities that one request may ask for.
         vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause by that dialect that names none.
 
@@ -129,7 +123,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         allowed_hosts: names that the Host header may have, besides the names of loopback; "*" = any.
         allowed_origins: origins of web pages that may use this server; "*" = any.
 
-    Keys are no settings, since /server_info shows settings (see http/guards/keys.py).
+    API keys are not settings, since /server_info shows the settings (see http/guards/keys.py).
     """
 
     model: str
@@ -166,32 +160,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def check(self) -> ServeConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
-        _require("port", 0 <= self.port < 65536, "a port from 0 to 65535", self.port)
-        if self.control_port is not None:
-            _require("control_port", 0 <= self.control_port < 65536, "a port from 0 to 65535", self.control_port)
-            other = self.control_port == 0 or self.control_port != self.port
-            _require("control_port", other, "another port than --port", self.control_port)
+        for field, port in (("port", self.port), ("control_port", self.control_port or 0)):
+            _require(field, 0 <= port < 65536, "a port from 0 to 65535", port)
+        if self.control_port:
+            _require("control_port", self.control_port != self.port, "another port than --port", self.control_port)
         for origin in self.allowed_origins:
-            whole = origin == "*" or ("://" in origin and not origin.endswith("/"))
-            _require("allowed_origins", whole, "origins such as http://localhost:3000", origin)
+            complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
+            _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        for field in (
-            "keepalive_s",
-            "shutdown_s",
-            "stall_s",
-            "http_keepalive_s",
-            "max_body_mb",
-            "max_upload_mb",
-            "stage_timeout_s",
-            "max_bodies_mb",
-            "max_uploads",
-            "max_connections",
-            "max_header_kb",
-            "header_s",
-            "body_idle_s",
-            "max_reply_logprobs",
-        ):
-            _require(field, getattr(self, field) > 0, "a number above 0", getattr(self, field))
+        _require_positive_numbers(self, but=("port", "control_port"))
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
@@ -214,6 +191,7 @@ def is_loopback(host: str) -> bool:
 
 
 def to_json(config: msgspec.Struct) -> str:
+    """Return ``config`` as JSON."""
     return msgspec.json.encode(config).decode()
 
 
@@ -225,6 +203,13 @@ def from_json(text: str, kind: type[Config]) -> Config:
 def _require(field: str, ok: bool, expected: str, got: object) -> None:
     if not ok:
         raise InvalidField(field, f"expected {expected}, got {got!r}")
+
+
+def _require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...]) -> None:
+    """Raise InvalidField if a number is not above 0, in any field that is not named in ``but``."""
+    for field, value in msgspec.structs.asdict(config).items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(field, field in but or not is_number or value > 0, "a number above 0", value)
 
 
 def _require_writable(field: str, folder: str) -> None:

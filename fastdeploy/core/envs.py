@@ -1,5 +1,5 @@
-"""The environment variables of this package, with types and defaults. Those of the C++ ops (FASTDEPLOY_CPU_THREADS,
-FASTDEPLOY_CPU_ISA) are in model_executor/ops/cpu_library.py, those of keys in http/guards/keys.py."""
+"""Environment variables of this package. The variables of the C++ ops (FASTDEPLOY_CPU_THREADS, FASTDEPLOY_CPU_ISA) are
+in model_executor/ops/cpu_library.py, the variables of API keys in http/guards/keys.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def log_level() -> str:
 
 
 def ipc_root() -> str:
-    """FASTDEPLOY_IPC_ROOT: folder in which each server makes its private socket folder. The path must be short, since
-    the path of a unix socket has at most 107 bytes."""
+    """FASTDEPLOY_IPC_ROOT: folder in which each server makes its private socket folder. A unix socket's path has at
+    most 107 bytes."""
     return os.environ.get("FASTDEPLOY_IPC_ROOT", tempfile.gettempdir())
 
 

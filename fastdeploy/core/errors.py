@@ -1,49 +1,15 @@
-"""All errors that callers of this package can meet, with their HTTP status.
-
-    FastDeployError
-    ├── RequestError            the caller's fault: no request was accepted, no state changed
-    │   ├── InvalidField        400  a field is missing, malformed, or not supported
-    │   ├── InvalidKey          401  the request carries no key, or a wrong one
-    │   ├── Forbidden           403  this caller may not use this route
-    │   ├── RouteNotFound       404  there is no such route
-    │   ├── ModelNotFound       404  the model named is not served here
-    │   ├── DuplicateRequest    409  a request with this id is still running
-    │   ├── AttachedElsewhere   409  a later request with this id took over (retain_s)
-    │   ├── RequestTimeout      408  the headers or the body did not come in time
-    │   ├── RequestTooLarge     413  the body is larger than --max-body-mb
-    │   ├── UnsupportedBody     415  the Content-Type of the body is not taken
-    │   ├── HeadersTooLarge     431  the headers are larger than --max-header-kb
-    │   ├── QueueFull           429  the waiting queue is at its bound
-    │   ├── ServerBusy          429  too many connections, bodies or uploads at once
-    │   └── RequestsRejected    503  a pause with admission=reject stands
-    ├── ControlError            a control call that could not be carried out
-    │   ├── PauseInterrupted    409  a resume released the hold while it was draining
-    │   ├── PauseTimeout        504  on_timeout=cancel: the engine runs again
-    │   ├── ResumeRefused       409  there are no whole weights to run with
-    │   ├── HoldNotFound        404  no such hold stands: it was released, its ttl ended, or the engine restarted
-    │   ├── WeightUpdateRefused 400  the old weights serve on
-    │   ├── StagingTimeout      504  reading new weights took longer than allowed: the old weights serve on
-    │   ├── OutOfSpace          507  no room for an upload or for sleeping weights; nothing changed
-    │   ├── UpdateInProgress    409  another weight session is open
-    │   ├── SessionNotFound     404  no such weight session
-    │   ├── SessionExpired      409  its lease ended: the old weights serve on
-    │   ├── VersionConflict     409  the version that serves is not the expected one
-    │   └── WrongOrder          409  the engine is in the wrong state: asleep, not asleep, not paused
-    └── EngineError             the engine process is at fault
-        ├── NonFiniteLogits     500  the weights give logits that are not finite: no token can be drawn
-        ├── EngineDead          503  the engine died; all open requests and calls have been answered
-        └── EngineStalled       504  the engine sends no heartbeats, and is being replaced
+"""All errors that callers of this package can meet. Each class gives its code, its HTTP status and its meaning.
 
 ``STATUS`` is the one map from ``code`` to HTTP status. Messages between processes carry ``code`` (messages.Failure).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 MAX_MESSAGE_CHARS = 800
 MAX_NAME_CHARS = 200
+BY_CODE: dict[str, type[FastDeployError]] = {}
 
 
 def shortened(text: str, limit: int) -> str:
@@ -63,176 +29,169 @@ class FastDeployError(Exception):
     code: str = "internal_error"
     status: int = 500
 
+    def __init_subclass__(cls, code: str = "", status: int = 0):
+        if code:  # a class of another module sets both itself, and never comes from the engine
+            cls.code, cls.status = code, status
+            BY_CODE[code] = cls
+
     def __init__(self, message: str, **detail: Any):
         self.message = shortened(message, MAX_MESSAGE_CHARS)
         super().__init__(self.message)
-        self.detail: dict[str, Any] = {
-            k: shortened(v, MAX_NAME_CHARS) if isinstance(v, str) else v for k, v in detail.items()
-        }
+        short = {k: shortened(v, MAX_NAME_CHARS) for k, v in detail.items() if isinstance(v, str)}
+        self.detail: dict[str, Any] = detail | short
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (type(self), self.args, self.__dict__)  # constructors differ, and Ray pickles errors
+        return _restore, (type(self), self.message, self.__dict__)  # constructors differ, and Ray pickles errors
 
 
-def _restore(cls: type[FastDeployError], args: tuple[Any, ...], state: dict[str, Any]) -> FastDeployError:
+def _restore(cls: type[FastDeployError], message: str, fields: dict[str, Any]) -> FastDeployError:
+    """Make an error without its constructor."""
     error = cls.__new__(cls)
-    Exception.__init__(error, *args)
-    error.__dict__.update(state)
+    FastDeployError.__init__(error, message)
+    error.__dict__.update(fields)
     return error
 
 
-class RequestError(FastDeployError):
-    code, status = "invalid_request_error", 400
+class RequestError(FastDeployError, code="invalid_request_error", status=400):
+    """The caller's fault: no request was accepted, and no state changed."""
 
 
-class InvalidField(RequestError):
-    """A bad field of a request. field: its dotted path. The message says what was expected."""
-
-    code, status = "invalid_field", 400
+class InvalidField(RequestError, code="invalid_field", status=400):
+    """A field is missing, malformed or not supported. field: its dotted path. The message says what was expected."""
 
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}", param=field)
         self.field: str = self.detail["param"]
 
 
-class InvalidKey(RequestError):
-    code, status = "invalid_api_key", 401
+class InvalidKey(RequestError, code="invalid_api_key", status=401):
+    """The request carries no key, or a wrong one."""
 
 
-class Forbidden(RequestError):
-    code, status = "forbidden", 403
+class Forbidden(RequestError, code="forbidden", status=403):
+    """The caller may not use the route."""
 
 
-class RouteNotFound(RequestError):
-    code, status = "not_found", 404
+class RouteNotFound(RequestError, code="not_found", status=404):
+    """There is no such route."""
 
 
-class ModelNotFound(RequestError):
-    code, status = "model_not_found", 404
+class ModelNotFound(RequestError, code="model_not_found", status=404):
+    """The model that the request names is not served here."""
 
 
-class DuplicateRequest(RequestError):
-    code, status = "duplicate_request_id", 409
+class DuplicateRequest(RequestError, code="duplicate_request_id", status=409):
+    """A request with this id is still running."""
 
 
-class AttachedElsewhere(RequestError):
-    code, status = "attached_elsewhere", 409
+class AttachedElsewhere(RequestError, code="attached_elsewhere", status=409):
+    """A later request with this id took over (retain_s)."""
 
 
-class RequestTooLarge(RequestError):
-    code, status = "request_too_large", 413
+class RequestTooLarge(RequestError, code="request_too_large", status=413):
+    """The body is larger than --max-body-mb."""
 
 
-class UnsupportedBody(RequestError):
-    code, status = "unsupported_media_type", 415
+class UnsupportedBody(RequestError, code="unsupported_media_type", status=415):
+    """The Content-Type of the body is not supported."""
 
 
-class RequestTimeout(RequestError):
-    code, status = "request_timeout", 408
+class RequestTimeout(RequestError, code="request_timeout", status=408):
+    """The headers or the body did not come in time."""
 
 
-class HeadersTooLarge(RequestError):
-    code, status = "headers_too_large", 431
+class HeadersTooLarge(RequestError, code="headers_too_large", status=431):
+    """The headers are larger than --max-header-kb."""
 
 
-class ServerBusy(RequestError):
-    code, status = "server_busy", 429
+class ServerBusy(RequestError, code="server_busy", status=429):
+    """Too many connections, bodies or uploads at once."""
 
 
-class QueueFull(RequestError):
-    code, status = "queue_full", 429
+class QueueFull(RequestError, code="queue_full", status=429):
+    """The queue of waiting requests is full (--max-waiting)."""
 
 
-class RequestsRejected(RequestError):
-    code, status = "rejecting_new_requests", 503
+class RequestsRejected(RequestError, code="rejecting_new_requests", status=503):
+    """A pause with admission=reject is in force."""
 
 
-class ControlError(FastDeployError):
-    code, status = "control_error", 400
+class ControlError(FastDeployError, code="control_error", status=400):
+    """A control call that could not be carried out."""
 
 
-class PauseInterrupted(ControlError):
-    code, status = "pause_interrupted", 409
+class PauseInterrupted(ControlError, code="pause_interrupted", status=409):
+    """A resume released the hold while the engine was draining."""
 
 
-class PauseTimeout(ControlError):
-    code, status = "pause_timeout", 504
+class PauseTimeout(ControlError, code="pause_timeout", status=504):
+    """A pause with on_timeout=cancel did not drain in time: the engine runs again."""
 
 
-class WeightUpdateRefused(ControlError):
-    code, status = "weight_update_refused", 400
+class WeightUpdateRefused(ControlError, code="weight_update_refused", status=400):
+    """The new weights are not usable: the old weights go on serving."""
 
 
-class StagingTimeout(ControlError):
-    code, status = "staging_timeout", 504
+class StagingTimeout(ControlError, code="staging_timeout", status=504):
+    """Reading new weights took longer than allowed: the old weights go on serving."""
 
 
-class ResumeRefused(ControlError):
-    code, status = "resume_refused", 409
+class ResumeRefused(ControlError, code="resume_refused", status=409):
+    """The engine has no complete weights to run with."""
 
 
-class HoldNotFound(ControlError):
-    code, status = "hold_not_found", 404
+class HoldNotFound(ControlError, code="hold_not_found", status=404):
+    """No such hold is in force: it was released, its ttl ended, or the engine restarted."""
 
 
-class OutOfSpace(ControlError):
-    code, status = "out_of_space", 507
+class OutOfSpace(ControlError, code="out_of_space", status=507):
+    """No room for an upload or for sleeping weights. Nothing changed."""
 
 
-class UpdateInProgress(ControlError):
-    code, status = "update_in_progress", 409
+class UpdateInProgress(ControlError, code="update_in_progress", status=409):
+    """Another weight session is open."""
 
 
-class SessionNotFound(ControlError):
-    code, status = "session_not_found", 404
+class SessionNotFound(ControlError, code="session_not_found", status=404):
+    """There is no such weight session."""
 
 
-class SessionExpired(ControlError):
-    code, status = "session_expired", 409
+class SessionExpired(ControlError, code="session_expired", status=409):
+    """The lease of the weight session ended: the old weights go on serving."""
 
 
-class VersionConflict(ControlError):
-    code, status = "version_conflict", 409
+class VersionConflict(ControlError, code="version_conflict", status=409):
+    """The version that serves is not the expected one."""
 
 
-class WrongOrder(ControlError):
-    code, status = "wrong_order", 409
+class WrongOrder(ControlError, code="wrong_order", status=409):
+    """The engine is in the wrong state: asleep, not asleep, or not paused."""
 
 
-class EngineError(FastDeployError):
-    code, status = "engine_error", 500
+class EngineError(FastDeployError, code="engine_error", status=500):
+    """The engine process is at fault."""
 
 
-class NonFiniteLogits(EngineError):
-    """Logits that are not finite. The code is also the ``stop_reason`` of a choice that ended with this error."""
-
-    code, status = "non_finite_logits", 500
-
-
-class EngineDead(EngineError):
-    code, status = "engine_dead", 503
+class NonFiniteLogits(EngineError, code="non_finite_logits", status=500):
+    """Logits that are not finite: no token can be drawn. The code is also the ``stop_reason`` of a choice that ended
+    with this error."""
 
 
-class EngineStalled(EngineError):
-    code, status = "engine_stalled", 504
+class EngineDead(EngineError, code="engine_dead", status=503):
+    """The engine died. All open requests and calls have been answered."""
 
 
-def _walk(cls: type[FastDeployError]) -> Iterator[type[FastDeployError]]:
-    yield cls
-    for sub in cls.__subclasses__():
-        yield from _walk(sub)
+class EngineStalled(EngineError, code="engine_stalled", status=504):
+    """The engine sends no heartbeats, and is being replaced."""
 
 
-BY_CODE: dict[str, type[FastDeployError]] = {cls.code: cls for cls in _walk(FastDeployError)}
+BY_CODE[FastDeployError.code] = FastDeployError
 STATUS: dict[str, int] = {code: cls.status for code, cls in BY_CODE.items()}
 
 
 def from_wire(code: str, message: str, detail: dict[str, Any]) -> FastDeployError:
     """Rebuild the exception that the engine sent as (code, message, detail)."""
-    cls = BY_CODE.get(code, FastDeployError)
-    error = cls.__new__(cls)
-    FastDeployError.__init__(error, message)
-    error.detail = detail  # may have any keys
+    error = _restore(BY_CODE.get(code, FastDeployError), message, {"detail": detail})  # detail may have any keys
     if isinstance(error, InvalidField):
         error.field = detail.get("param", "")
     return error

@@ -15,6 +15,6 @@ def setup_logging(process: str) -> logging.Logger:
         datefmt="%H:%M:%S",
         force=True,
     )
-    for chatty in ("httpx", "uvicorn.error"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    for library in ("httpx", "uvicorn.error"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     return logging.getLogger("fastdeploy")

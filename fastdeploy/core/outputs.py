@@ -10,8 +10,8 @@ import msgspec
 class Span(msgspec.Struct, frozen=True):
     """Output tokens [start, end) were sampled by weights (version, weight_epoch).
 
-    recomputed: the request began under an earlier weight_epoch. Its KV was lost since (to a preemption, a cleared cache
-    or an update with kv=recompute), and was computed again by later weights.
+    recomputed: the request began under an earlier weight_epoch. Since then its KV was lost (to a preemption, a cleared
+    cache or an update with kv=recompute), and was computed again by later weights.
     """
 
     version: str
@@ -25,18 +25,14 @@ def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
     """Append ``more`` to ``spans``, joining neighbours of the same weights."""
     for span in more:
         last = spans[-1] if spans else None
-        if last and (last.version, last.weight_epoch, last.recomputed) == (
-            span.version,
-            span.weight_epoch,
-            span.recomputed,
-        ):
+        if last and last == Span(span.version, span.weight_epoch, last.start, last.end, span.recomputed):
             spans[-1] = Span(last.version, last.weight_epoch, last.start, span.end, last.recomputed)
         else:
             spans.append(span)
 
 
 def clip_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """The parts of ``spans`` that label output tokens [start, end)."""
+    """Return the parts of ``spans`` that label output tokens [start, end)."""
     return [
         s
         if start <= s.start and s.end <= end
@@ -47,9 +43,9 @@ def clip_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """A log probability in the mode that the request asked for. ``top``: (token id, logprob), best first, as many as
-    asked for. ``kept``: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty
-    unless SamplingParams.return_kept asks for them and one of the three is in use."""
+    """A log probability in the mode that the request asked for. top: (token id, logprob), best first, as many as asked
+    for. kept: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty unless
+    SamplingParams.return_kept is set and one of the three is in use."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -1,8 +1,8 @@
-"""Messages between scheduler and runner: one StepPlan down, one StepResult up. No Paddle here.
+"""Messages between scheduler and runner: a StepPlan to the runner, a StepResult back.
 
-msgspec can encode and decode all of them, so that a runner may live in another process. Nothing in them refers to an
-object of the scheduler. The structs that exist once per sequence and step are arrays on the wire, and are not tracked
-by the garbage collector: they cannot be part of a cycle.
+msgspec can encode all of them, so a runner may live in another process. No message refers to an object of the
+scheduler. The structs that exist once per sequence and step are arrays on the wire. They are not tracked by the garbage
+collector, since they cannot be part of a cycle.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from fastdeploy.core.served_weights import ServedWeights
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What does not change while a sequence is in the batch; the runner is told once.
+    """The constants of a sequence while it is in the batch. The runner is told once.
 
     key: names the sequence; its second part, the number of the choice, keys random numbers.
-    num_prompt_tokens: the tokens behind the first num_prompt_tokens are output, also those of an earlier attempt.
-    Penalties need to know.
-    banned, banned_before: these ids may not be drawn at a position below banned_before (EOS and stop ids, while
-    min_tokens is not reached).
+    num_prompt_tokens: later tokens count as output for penalties, including the output of an earlier attempt.
+    banned: ids that may not be drawn at a position below banned_before (EOS and stop ids, until min_tokens is reached).
     """
 
     key: tuple[str, int]
@@ -38,11 +36,11 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     sequence: a small number. The runner keeps the tokens and the block table of each number, until a chunk with ``new``
     gives the number to another sequence.
-    sample: draw the next token, at position ``start + count``, from the logits of the last row. The chunk reaches the
-    end of the known tokens then.
-    served: the weights that compute the chunk, fixed at launch.
-    token_ids: the tokens that the runner has not been told. Of a new sequence: all known tokens, from position 0. Else:
-    the token that the step before has drawn, at position ``start``, or none.
+    sample: draw the next token, at position ``start + count``, from the logits of the last row. Such a chunk reaches
+    the end of the known tokens.
+    served: the weights that compute the chunk.
+    token_ids: the tokens that the runner has not been told. For a new sequence: all known tokens, from position 0. For
+    others: the token at position ``start``, which the step before has drawn, or none.
     blocks: the KV block ids that the runner has not been told; they continue the block table. Position p is stored in
     block_table[p // block_size], at ``p % block_size``.
     new: set in the first chunk of a sequence, and after the sequence has lost its KV.
@@ -82,22 +80,23 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False, tag=0):
-    """``logprob`` is None unless the sequence asks for logprobs."""
+    """A token that was drawn. logprob: None unless the sequence asks for logprobs."""
 
     token_id: int
     logprob: Logprob | None
 
 
 class NonFinite(msgspec.Struct, frozen=True, tag=1):
-    """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. So no
-    token can be drawn there, or no logprob returned."""
+    """The row of logits for the token at ``position`` of the sequence has a NaN or +inf, or -inf for every token. No
+    token can be drawn from it, and no logprob returned."""
 
     position: int
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """``sampled`` is aligned with plan.chunks; None where the chunk did not sample. elapsed_s: wall time of the step.
-    prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is not finite."""
+    """The result of a step. sampled: one entry per chunk of the plan, None if the chunk did not sample. elapsed_s: wall
+    time of the step. prompt_logprobs: by index of the chunk, as many as the chunk asked for, or the first row that is
+    not finite."""
 
     step_id: int
     sampled: list[Sampled | NonFinite | None]

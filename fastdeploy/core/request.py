@@ -36,7 +36,6 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-# An event that is not listed is our own mistake and raises KeyError.
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.WAITING, RequestEvent.ADMIT): RequestState.RUNNING,
     (RequestState.WAITING, RequestEvent.END): RequestState.ENDING,
@@ -48,29 +47,28 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 class Request:
     """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
-    (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and what is published of them,
+    (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication,
     ``num_computed`` and ``kv_recomputed`` on admission and release) and the lifecycle (``silent``).
 
-    There is no prefill or decode phase: ``num_computed`` (tokens whose KV is in ``blocks``) catches up with
-    ``len(token_ids)``, and whenever it is about to reach it the next token is sampled.
+    There is no prefill or decode phase. Steps bring ``num_computed`` (tokens whose KV is in ``blocks``) up to
+    ``len(token_ids)``. The step that gets there samples the next token.
 
-    token_ids: prompt and output. While the request waits and has no output, this is the list of its group's prompt
-    itself, which must not be changed: a thousand choices of a long prompt wait with one copy of it. ADMIT makes a copy.
-    key: the second part keys random numbers. That is the number which the choice had in the reply it was first asked
-    for in.
-    scope: the scope that it is paused with, and whose weights compute it.
-    num_new_prompt_tokens: of the prompt, without what was output of an earlier attempt.
-    blocks: grows in place; a new array after its KV was given up.
-    order: sorts requests, smaller first: (priority, arrival number). Preemption takes the largest.
-    kv_mixed: a commit with kv=keep happened under its KV, so that its blocks belong to no single weight epoch.
-    silent: its client wants no final output (it cancelled the request, or is gone).
-    first_weight_epoch: of the weights that sampled its first token.
-    kv_recomputed: since then its KV was lost and rebuilt under other weights; the spans of later tokens say so.
-    published_node: node of the last full block that is published in the prefix index. num_published: how many full
-    blocks that makes. tail_published: whether the prompt's partial last block is published too.
-    sequence: its number at the runner, while it is in the batch; num_told_tokens, num_told_blocks: of it, the runner
-    knows so many tokens and blocks.
-    prompt_logprobs: as far as its prompt is computed; they go out with its first token, or with its end before that.
+    token_ids: prompt and output. While the request waits and has no output, this is the prompt's list itself, which all
+    choices share and nobody may change. ADMIT makes a copy.
+    key: (request id, number of the choice). The number keys random numbers; a resubmitted choice keeps its number.
+    scope: the scope that the request is paused with, and whose weights compute it.
+    num_new_prompt_tokens: tokens of the prompt without the output of an earlier attempt.
+    blocks: grows in place; a new array after the KV was given up.
+    order: (priority, arrival number), smaller first. Preemption takes the largest.
+    kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
+    silent: the client wants no final output (it cancelled the request, or is gone).
+    first_weight_epoch: of the weights that sampled the first token.
+    kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
+    published_node: node of the last full block that is published in the prefix index. num_published: number of
+    published full blocks. tail_published: whether the prompt's partial last block is published too.
+    sequence: the request's number at the runner, while it is in the batch. num_told_tokens, num_told_blocks: tokens and
+    blocks that the runner knows.
+    prompt_logprobs: of the part of the prompt that is computed. Sent with the first token, or with an earlier end.
     """
 
     __slots__ = (
@@ -119,8 +117,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether this choice computes the logprobs of the prompt, for all choices. Nothing of its prompt is then taken
-        from the prefix cache."""
+        """Whether this choice computes the logprobs of the prompt, for all choices. It then takes no prefix hit."""
         return self.choice == 0 and self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
@@ -133,10 +130,11 @@ class Request:
 
     @property
     def live(self) -> bool:
+        """Whether the request may still get tokens."""
         return self.state is RequestState.WAITING or self.state is RequestState.RUNNING
 
     def advance(self, event: RequestEvent) -> None:
-        """Go to the next state of the table. Raises KeyError for an event that is not in it."""
+        """Go to the next state. Raises KeyError for an event that TRANSITIONS does not have: our own mistake."""
         self.state = TRANSITIONS[self.state, event]
         prompt = self.group.add.prompt_token_ids
         if event is RequestEvent.ADMIT:
@@ -147,7 +145,7 @@ class Request:
             self.token_ids = prompt
 
     def append(self, token_id: int, served: ServedWeights, now: float) -> Span:
-        """Add one token that ``served`` has sampled; returns the span that labels it."""
+        """Add one token that ``served`` has sampled, and return the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
         if at == 0:
@@ -162,10 +160,13 @@ class Request:
 
 
 class Group:
-    """The n choices of one client request. ``started``: some choice has produced a token, so that a pause which
-    drains (mode wait) runs all of them to their end. ``scheduled``: some choice has had a step, even if it has ended or
-    was preempted since. ``client_id``: the id that the client knows, which other groups may share. ``sampling``: always
-    has a seed."""
+    """The n choices of one client request.
+
+    started: some choice has produced a token. A pause with mode wait then runs all choices to their end.
+    scheduled: some choice has had a step, even if it has ended or was preempted since.
+    client_id: the id that the client knows, which other groups may share.
+    sampling: always has a seed.
+    """
 
     __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "scope", "started")
 
@@ -197,18 +198,17 @@ class RequestTable:
         self._by_client_id.setdefault(group.client_id, []).append(group)
 
     def get(self, request_id: str) -> list[Request]:
-        """The choices still in the engine; empty for an unknown id."""
+        """Return the choices that are still in the engine; none for an unknown id."""
         group = self._groups.get(request_id)
         return list(group.requests) if group else []
 
     def id_is_in_use(self, add: AddRequest) -> bool:
-        """Whether another request has the id of ``add``, or the id that its client knows it by. Members of a group
-        share the latter."""
-        also = self._groups if add.group else self._by_client_id
-        return add.request_id in self._groups or (add.group or add.request_id) in also
+        """Whether another request has the id of ``add``, or its client's id for it, which members of a group share."""
+        others = self._groups if add.group else self._by_client_id
+        return add.request_id in self._groups or (add.group or add.request_id) in others
 
     def known_as(self, client_id: str) -> list[Request]:
-        """All that the client means by this id, which may be several requests."""
+        """Return the choices of all requests that the client knows by this id."""
         return [r for group in self._by_client_id.get(client_id, []) for r in group.requests]
 
     def remove(self, request: Request) -> None:

@@ -1,7 +1,4 @@
-"""The fields of a request. A new one is declared here, with its limits, and acted on somewhere: nothing else names it.
-
-HTTP bodies, the offline LLM and the message to the engine all take their fields and limits from RequestFields.
-"""
+"""Fields of a request. HTTP bodies, the offline LLM and the message to the engine take fields and limits from here."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ DAY_S = 86400.0
 
 
 class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that a client may set for a request, beside its prompt and the parameters of sampling.
+    """Settings of a request, beside its prompt and the parameters of sampling.
 
-    n: choices. They share the prompt, and are admitted, paused and aborted together.
+    n: choices. They share the prompt, and are paused and aborted together.
     priority: smaller goes first.
     cache_salt: KV is shared only between requests with the same salt.
     first_choice: number of the first choice, which keys random numbers. Choices are numbered over all prompts of an
@@ -32,8 +29,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: seconds after its arrival at which the request ends with the tokens that it has: reason "abort",
         stop_reason "deadline".
     max_queue_s: seconds that it may wait for its first step: reason "abort", stop_reason "queue_timeout".
-    retain_s: the request runs on when its client goes, and its result is kept for so many seconds after its end. A
-        request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.
+    retain_s: the request runs on when its client disconnects, and its result is kept for so many seconds after its end.
+        A request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] = 1
@@ -57,19 +54,21 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 NAMES = RequestFields.__struct_fields__
-# They say when an answer is wanted, and change nothing in it.
+# Fields that change nothing in the answer, but when it comes.
 TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s"})
 
 
 class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
-    """One prompt with its n choices, on its way to the engine.
+    """Message to the engine: one prompt with its n choices.
 
-    request_id: the id that the client knows; the engine never renames it. arrival: time.time() at the HTTP door; 0 = at
-    the engine's. group: the id that the client knows, where one HTTP request with several prompts became several of
-    these ("" = the request_id itself); aborting a group aborts all of its members. fingerprint: of the body, where
-    there is a retain_s. scope: id of the scope that the request belongs to: it is paused with that scope, and computed
-    by its weights.
-    Answered by one Output per choice that has ``finish_reason``, or by one Rejected for all.
+    The answer is one Output with ``finish_reason`` per choice, or one Rejected for all.
+
+    request_id: the id that the client knows; the engine never renames it.
+    arrival: time.time() at the API server; 0 = the engine's own time.
+    group: the id that the client knows, if one HTTP request with several prompts became several AddRequest. Aborting a
+        group aborts all of its members. "" = the request_id.
+    fingerprint: of the HTTP body, if retain_s is set.
+    scope: id of the scope that the request belongs to. A pause of the scope holds it, the scope's weights compute it.
     """
 
     request_id: str

@@ -1,13 +1,11 @@
 """Opening and reading files that another program names or writes.
 
-Three rules hold for every file that is opened here:
-
 - The file is a regular file. Opening a pipe may block for ever, and opening a device may have effects.
 - The file is read up to a limit, which is checked before the first byte is read.
 - The file lies beneath one of the allowed folders (the roots) after all links are followed, even if another program
   changes links at the same time.
 
-Every problem with a file is an OSError whose ``strerror`` explains it.
+Every problem is an OSError whose ``strerror`` explains it.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def path_problem(path: str) -> str | None:
     except UnicodeEncodeError:
         return "expected a path in valid Unicode"
     if not raw or b"\0" in raw:
-        return "expected a path, got an empty string" if not raw else "expected a path, got a string with a zero byte"
+        return f"expected a path, got {'a string with a zero byte' if raw else 'an empty string'}"
     if len(raw) > MAX_PATH_BYTES or max(map(len, raw.split(b"/"))) > MAX_NAME_BYTES:
         return f"expected a path of at most {MAX_PATH_BYTES} bytes, each name in it at most {MAX_NAME_BYTES}"
     return None
@@ -109,8 +107,8 @@ def read_whole(fd: int, limit: int) -> bytes:
 
 
 def make_beneath(root: str, path: str) -> int:
-    """Open the folder ``path``, and return its descriptor. By its text, ``path`` must lie beneath ``root``. Missing
-    folders below ``root`` are made. No part below ``root`` may be a link. Raises OSError."""
+    """Open the folder ``path``, and return its descriptor. Missing folders below ``root`` are made. Raises OSError if
+    ``path`` as it is written does not lie beneath ``root``, or leads through a link below ``root``."""
     parts = _parts_below(os.path.normpath(root), os.path.normpath(path))
     if parts is None:
         raise OSError(errno.EXDEV, "is not beneath the folder that is allowed")
@@ -139,8 +137,8 @@ def _parts_below(root: str, path: str) -> list[str] | None:
 
 
 def _open_beneath(roots: Sequence[str], path: str, directory: bool) -> int:
-    """Return an O_PATH descriptor of ``path``. All links in the roots and in ``path`` must have been followed already.
-    So a link below a root was put there since, and is an error."""
+    """Return an O_PATH descriptor of ``path``. The caller has resolved all links in the roots and in ``path``. A link
+    that is found now was put there since, and is an error."""
     for root in roots:
         if (parts := _parts_below(root, path)) is not None:
             break

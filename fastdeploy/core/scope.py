@@ -1,4 +1,4 @@
-"""A scope: the requests that are paused together, and the weights that serve them."""
+"""Scopes of pauses and weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ class Totals:
 
 
 class Scope:
-    """``served`` is replaced by ``serve`` and nowhere else. boot_id: of the engine's start, in which its weight epochs
-    are counted. above: the whole-engine scope, for any other scope. totals: of the requests that the scope covers."""
+    """Requests that are paused together and served by the same weights.
+
+    served: replaced by ``serve`` and nowhere else. boot_id: of the engine, whose start begins a new count of
+    weight_epoch. above: the scope of the whole engine, or None for that scope itself. totals: of the requests that the
+    scope covers."""
 
     __slots__ = ("above", "boot_id", "id", "served", "totals")
 
@@ -43,6 +46,6 @@ class Scope:
         return "the engine" if self.above is None else f"scope {self.id!r}"
 
     def weights_label(self) -> dict[str, Any]:
-        """The weights that serve, as reports name them."""
+        """Return the label of the weights that serve, for reports."""
         served = self.served
         return {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}

@@ -1,4 +1,4 @@
-"""The weights that serve: the one value that spans, prefix roots, reports and metrics read."""
+"""The label of the weights that serve. Spans, prefix roots, reports and metrics read it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class ServedWeights(msgspec.Struct, frozen=True):
-    """One state of the weights that compute the requests of one scope. A commit or a new label replaces the value.
+    """The weights that compute the requests of one scope. A commit or a new label replaces the value.
 
-    version: the trainer's label, which may repeat. weight_epoch: how many commits of weights there were before; it
-    orders versions. It has nothing to do with the epochs of a training run.
-    kv_namespace: names the KV that these weights compute. Requests share cached prefixes only within one namespace.
+    version: the trainer's label, which may repeat. weight_epoch: number of commits of weights so far; not an epoch of
+    training. kv_namespace: names the KV that these weights compute. Requests share cached prefixes only within one
+    namespace.
     """
 
     version: str = "0"

@@ -1,4 +1,4 @@
-"""Files in which one process hands tensors to another one, in shared memory if there is room."""
+"""Files through which processes pass tensors, in shared memory if there is room."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def has_room(folder: str | os.PathLike[str], nbytes: int) -> bool:
 
 
 def new_file(path: str | os.PathLike[str], mode: int) -> BinaryIO:
-    """Make a file that does not exist yet, and open it for writing without a buffer: another process may read the bytes
-    as soon as they are written. The file is not mapped: on a full file system a write raises OSError, and no signal
-    comes. mode: permissions."""
+    """Make a file that does not exist yet, and open it for writing without a buffer: another process may read each byte
+    at once. The file is not mapped into memory, so a full file system causes OSError and no signal. mode:
+    permissions."""
     return open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb", buffering=0)
 
 

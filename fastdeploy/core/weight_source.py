@@ -1,4 +1,4 @@
-"""Where new weights are read from, and how they are labelled."""
+"""Sources and labels of new weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_VERSION_CHARS = 256
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):
-    """A Hugging Face folder of safetensors. It is read fully before the reply: the trainer may delete it at once."""
+    """A Hugging Face folder of safetensors. All of it is read before the reply; then the trainer may delete it."""
 
     path: str
 
@@ -22,8 +22,8 @@ class FileSource(msgspec.Struct, frozen=True, tag="file"):
 
 
 class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
-    """A POSIX shared memory segment (shm_open) in safetensors layout. Copied, then checked: the trainer may overwrite
-    it. nbytes 0 = the whole segment."""
+    """A POSIX shared memory segment (shm_open) in safetensors layout. It is copied before it is checked, so the trainer
+    may overwrite it. nbytes 0 = the whole segment."""
 
     name: str
     nbytes: int = 0
@@ -33,8 +33,8 @@ Source = FolderSource | FileSource | SharedMemorySource
 
 
 def version_label(value: Any) -> str:
-    """The label that ``value`` means: a string of 1 to MAX_VERSION_CHARS characters, or an integer as a string. Raises
-    ValueError for anything else."""
+    """Return ``value``, a string of 1 to MAX_VERSION_CHARS characters or an integer, as a label. Raises ValueError for
+    anything else."""
     label = str(value) if type(value) is int else value
     if not isinstance(label, str) or not 1 <= len(label) <= MAX_VERSION_CHARS:
         raise ValueError(f"expected an integer, or a string of 1 to {MAX_VERSION_CHARS} characters")

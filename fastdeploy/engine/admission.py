@@ -1,4 +1,4 @@
-"""Admission control: which requests may enter the engine, and why the others are refused."""
+"""Admission control: checks of new requests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.retention import Retention, check_retainable
+from fastdeploy.engine.retention import RETRY_AFTER_S, Retention, check_retainable
 from fastdeploy.engine.scopes import Scopes
-
-RETRY_AFTER_S = 1
 
 
 class AdmissionControl:
-    """Checks each new request against the pauses, the queue and the model.
-
-    max_waiting: requests that may wait.
-    """
+    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait."""
 
     def __init__(
         self, info: ModelInfo, max_waiting: int, scopes: Scopes, lifecycle: RequestLifecycle, retention: Retention
@@ -32,8 +27,8 @@ class AdmissionControl:
         self._arrivals = 0
 
     def add(self, client: str, add: AddRequest) -> None:
-        """Take a request in, attach ``client`` to the one that it asks for, or tell it why not. An error that is not
-        the client's is raised as well."""
+        """Accept a request, or attach ``client`` to the retained request of the same id, or reject the request.
+        Raises an exception that is not a FastDeployError, after the client was told."""
         try:
             if (record := self._retention.find(add)) is not None:
                 self._lifecycle.attach(client, record)
@@ -47,10 +42,12 @@ class AdmissionControl:
         self._lifecycle.accept(group)
 
     def _admit(self, client: str, add: AddRequest) -> Group:
-        """Return the choices of ``add``, not in the engine yet. Raises RequestsRejected, DuplicateRequest, QueueFull,
-        or InvalidField naming the field that is out of range."""
-        self._check_door(add)
-        self._check_fields(add)
+        """Return a new group for ``add``. Raises RequestsRejected, DuplicateRequest, QueueFull or InvalidField."""
+        self._check_pauses(add)
+        self._check_queue(add)
+        add.sampling.check()  # a row that a step cannot compute would fail the step of every request
+        check_retainable(add)
+        self._retention.check_room(add)
         self._check_prompt(add)
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
         group = Group(client, add, self._scopes.pause_of(add.scope).scope)
@@ -59,22 +56,19 @@ class AdmissionControl:
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group
 
-    def _check_door(self, add: AddRequest) -> None:
+    def _check_pauses(self, add: AddRequest) -> None:
         for pause in (self._scopes.whole_pause, self._scopes.pause_of(add.scope)):
             if pause.admission is Admission.REJECT:
                 message = f"{pause.scope} is pausing or paused and rejects new requests"
                 raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
+
+    def _check_queue(self, add: AddRequest) -> None:
         if self._lifecycle.requests.id_is_in_use(add):
-            raise DuplicateRequest(f"request_id {add.request_id!r} is alive already", param="request_id")
+            raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
         add.check_fields()
         if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
             message = f"the queue holds its maximum of {self._max_waiting} requests"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
-
-    def _check_fields(self, add: AddRequest) -> None:
-        add.sampling.check()  # a row that a step cannot compute would fail the step of every request
-        check_retainable(add)
-        self._retention.check_room(add)
 
     def _check_prompt(self, add: AddRequest) -> None:
         prompt, limit, vocab_size = add.prompt_token_ids, self._info.max_model_len, self._info.vocab_size
@@ -88,5 +82,5 @@ class AdmissionControl:
         if max(add.sampling.stop_token_ids, default=0) >= vocab_size:
             raise InvalidField("stop_token_ids", f"expected token ids from 0 to {vocab_size - 1}")
         if add.resumed_tokens >= len(prompt):
-            expected = f"an integer from 0 to {len(prompt) - 1} (one less than the prompt has)"
+            expected = f"an integer from 0 to {len(prompt) - 1} (one less than the tokens of the prompt)"
             raise InvalidField("resumed_tokens", f"expected {expected}, got {add.resumed_tokens}")

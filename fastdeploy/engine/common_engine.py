@@ -1,10 +1,10 @@
 """The engine: one loop, on one thread, owns every request, all KV and the pause state.
 
-    messages in  ->  timers  ->  plan  ->  step  ->  outputs  ->  settle the pauses  ->  ...
+    messages in  ->  timers  ->  settle the pauses  ->  plan  ->  step  ->  outputs  ->  settle the pauses  ->  ...
 
-Control calls are handled between steps on that same thread, so a status query or an abort is answered during a drain.
-When there is nothing to do the loop blocks on its sockets. A pause of the whole engine that needs no result of the step
-in flight (abort, keep) ends the step between two layers: nothing was sampled, and what runs on is computed again.
+The loop handles control calls between steps, so it answers a status query or an abort during a drain too. When there
+is nothing to do, the loop blocks on its sockets. A pause of the whole engine in mode abort or keep abandons the step in
+flight between two layers: no token of the step is sampled, and requests that are kept compute the step again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.admission import AdmissionControl
+from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause import Answer
 from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.scopes import Scopes
@@ -47,13 +47,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 
 class CommonEngine:
-    """``run()`` until ``stop()``. on_commit(weight_epoch) is called after each commit of weights, on the loop
-    thread. clock: seconds, for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not
-    stopped.
-
-    run() returns normally after stop(). If a step fails, every open request and call is answered and run() raises
-    EngineError; the process is expected to be replaced.
-    """
+    """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
+    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped."""
 
     def __init__(
         self,
@@ -66,7 +61,7 @@ class CommonEngine:
         runs: Callable[[int], bool] = process_runs,
     ):
         info = runner.info
-        assert info.num_blocks * info.block_size >= info.max_model_len, "one request must always fit"
+        assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
         self.config = config
         self.info = info
         self.boot_id = boot_id or uuid.uuid4().hex
@@ -110,7 +105,7 @@ class CommonEngine:
             m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
-            m.UpdateChunkArgs: self.weights.chunk,
+            m.UpdateChunkArgs: self.weights.add_part,
             m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
@@ -129,22 +124,25 @@ class CommonEngine:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> None:
+        """Run the loop until ``stop``. Every open request and call is answered at the end. Raises EngineError if a step
+        failed: the process must be replaced."""
         try:
             while not self._stopping:
                 self.run_once(block=True)
         except Exception as error:
             log.exception("the engine failed")
-            self._fail(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._end_everything(FinishReason.ERROR, failure)
             raise EngineError(str(error)) from error
-        self._shut_down()
+        self._end_everything(FinishReason.ABORT, EngineDead("the server is shutting down"))
 
     def stop(self) -> None:
-        """Ask the loop to end; safe from any thread and from a signal handler."""
+        """Ask the loop to end. Safe to call from any thread and from a signal handler."""
         self._stopping = True
         self._transport.wake()
 
     def run_once(self, block: bool) -> None:
-        """Go round the loop once. Between any two lines of this function every invariant of the engine holds."""
+        """Run one round of the loop. Every invariant of the engine holds between any two lines of this function."""
         for client, message in self._inbox.take(self._idle_time() if block else 0.0):
             self._handle(client, message)
         self.send_heartbeats()
@@ -163,14 +161,13 @@ class CommonEngine:
         self.sleeper.settle()
 
     def _idle_time(self) -> float:
-        """Seconds that the loop may block: none while there is work, else until the next deadline."""
+        """Return the seconds that the loop may block: 0 while there is work, else the time to the next deadline."""
         if self.scheduler.ended or self.scheduler.has_work:
             self._was_busy = True
             return 0.0
         if self._was_busy and not len(self.lifecycle.requests):
             self._was_busy = False
             self.lifecycle.check_idle()
-        now = self._clock()
         deadlines = (
             self.scopes.next_deadline(),
             self.weights.next_deadline(),
@@ -178,8 +175,7 @@ class CommonEngine:
             self.lifecycle.deadlines.next(),
             self._next_heartbeat,
         )
-        due = [d for d in deadlines if d is not None]
-        return max(min(due) - now, 0.0)
+        return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
         result = self._runner.execute(plan, self._between_layers)
@@ -201,10 +197,9 @@ class CommonEngine:
         """Send every client a heartbeat, at most once in heartbeat_s. A client that hears nothing for stall_s kills
         this process as stuck.
 
-        The loop itself sends the heartbeats: a thread of their own would go on for a loop that hangs. So long work
-        calls this function between its pieces: every round of the loop, every layer of a step, every slice of prompt
-        logprobs, every piece of weights that is put to sleep or woken up. A piece takes milliseconds, or about a second
-        on a slow machine. The state of requests does not change.
+        The loop sends the heartbeats, because a separate thread would go on when the loop hangs. So long work must call
+        this function between its pieces: each layer of a step, each slice of prompt logprobs, each piece of weights
+        that sleeps or wakes up. A piece takes milliseconds, or about a second on a slow machine. No request changes.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
@@ -215,8 +210,8 @@ class CommonEngine:
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine | m.Malformed) -> None:
-        """Handle one message. An exception that its handler does not expect fails this message only: the handler has
-        answered it. The engine goes on if its state is whole; else it ends as after a step that failed."""
+        """Handle one message. After an unexpected exception the engine goes on if its state is consistent. The handler
+        has answered the message then. Otherwise the engine ends, as after a failed step."""
         if client not in self.lifecycle.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return
@@ -228,7 +223,7 @@ class CommonEngine:
             self.lifecycle.check_integrity()
 
     def _malformed(self, client: str, message: m.Malformed) -> None:
-        """Answer the call or the request that the unreadable message was."""
+        """Answer the call or the request that could not be decoded."""
         error = RequestError(f"the engine cannot read this message: {message.why}")
         if message.call_id is not None:
             self.lifecycle.delivery.reply(client, message.call_id, {}, error)
@@ -245,21 +240,21 @@ class CommonEngine:
 
         def answer(result: dict[str, Any], error: Exception | None = None) -> None:
             nonlocal answered
-            if not answered:  # a handler that failed may have left its answer to be given later
+            if not answered:  # a handler that failed may have kept ``answer`` for later
                 answered = True
                 self.lifecycle.delivery.reply(client, call.call_id, result, error)
 
         try:
             handler = self._on_call.get(type(call.args))
             if handler is None:
-                raise InvalidField("args", f"this engine knows no call {type(call.args).__name__}")
+                raise InvalidField("args", f"unknown call {type(call.args).__name__}")
             result = handler(call.args, answer)
         except Exception as error:
             answer({}, error)
             if not isinstance(error, FastDeployError):
                 raise
         else:
-            if result is not None:  # else it is answered later
+            if result is not None:  # None: the handler answers later
                 answer(result)
 
     def _model_info(self) -> dict[str, Any]:
@@ -267,11 +262,11 @@ class CommonEngine:
         return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
-        """Reset the engine for a trainer that starts over."""
+        """Reset the engine for a trainer that starts over. See messages.ResetArgs."""
         check_label("version", args.version)
         aborted = self.lifecycle.abort_all("the trainer starts over (reset)", self.scopes.whole)
         self.lifecycle.hand_over([])  # the final outputs go before the reply
-        self.retention.forget_ended()  # of the run before: the ids of the next one may be the same
+        self.retention.forget_ended()  # the next run may use the same request ids
         sessions = self.weights.drop_session("dropped by a reset")
         released = self.pause.resume(m.ResumeArgs())["released"]
         self.scheduler.drop_kv(self.scopes.whole)
@@ -284,17 +279,8 @@ class CommonEngine:
             **self.scopes.whole.weights_label(),
         }
 
-    # ------------------------------------------------------------------ the end
-
-    def _end_everything(self, reason: FinishReason, message: str, error: FastDeployError) -> None:
-        self.lifecycle.end_all(reason, message)
+    def _end_everything(self, reason: FinishReason, error: FastDeployError) -> None:
+        self.lifecycle.end_all(reason, error.message)
         self.scopes.fail(error)
         self.weights.fail(error)
         self.sleeper.fail(error)
-
-    def _fail(self, error: EngineError) -> None:
-        self._end_everything(FinishReason.ERROR, error.message, error)
-
-    def _shut_down(self) -> None:
-        error = EngineDead("the server is shutting down")
-        self._end_everything(FinishReason.ABORT, "the server is shutting down", error)

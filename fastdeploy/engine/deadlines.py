@@ -1,4 +1,4 @@
-"""Requests that must end at a time: their deadline, or the longest they will wait for their first step."""
+"""Requests that must end at a time: at their deadline, or after max_queue_s without a first step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHY = {DEADLINE: "its deadline has passed", QUEUE_TIMEOUT: "it waited for its fi
 
 
 class Deadlines:
-    """A heap of deadlines. A step costs nothing while none is due, however many there are."""
+    """A heap of deadlines. Costs no time per step while no deadline is due."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str, Group]] = []
@@ -30,11 +30,11 @@ class Deadlines:
             self._push(now + add.max_queue_s, QUEUE_TIMEOUT, group)
 
     def next(self) -> float | None:
-        """Return the time of the first deadline; its request may have ended since."""
+        """Return the time of the first deadline. Its request may have ended already."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> Iterator[tuple[Request, str]]:
-        """Yield the requests that must end now, and why (DEADLINE or QUEUE_TIMEOUT)."""
+        """Yield the requests that must end now, each with DEADLINE or QUEUE_TIMEOUT."""
         while self._heap and self._heap[0][0] <= now:
             _, _, kind, group = heapq.heappop(self._heap)
             for request in list(group.requests):

@@ -15,16 +15,18 @@ from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
-MAX_OUTPUTS = 512  # in a message. A step makes fewer; the end of all waiting requests may make more
+MAX_OUTPUTS = 512  # in one message. A step makes fewer; the end of all waiting requests may make more
+
+Answer = Callable[[dict[str, Any], FastDeployError | None], None]  # answers a control call: (result, error)
 
 
 class DeliveryFence:
-    """A message to every client, behind all outputs sent so far. Transports keep the order of messages, and a client
-    acknowledges the fence when everything before it is in the hands of the waiting requests. So when all have
-    acknowledged, and the scope has sent nothing since, every output of the scope is delivered. A socket send alone
-    proves nothing.
+    """A message to every client, behind all outputs sent so far. Transports keep the order of messages. A client
+    acknowledges the fence when its waiting requests have got all outputs before the fence. When every client has
+    acknowledged, and no output of the scope was sent meanwhile, every output of the scope is delivered. A successful
+    send on a socket does not prove that.
 
-    deadline: when the clients that have not acknowledged are looked at, on the loop's clock.
+    deadline: time on the loop's clock. After it the engine checks the clients that have not acknowledged.
     """
 
     def __init__(self, fence_id: int, scope: Scope, clients: Iterable[str], deadline: float):
@@ -32,7 +34,7 @@ class DeliveryFence:
         self.scope = scope
         self.unacknowledged = set(clients)
         self.deadline = deadline
-        self.followed = False  # by an output of the scope
+        self.followed = False  # True once an output of the scope was sent behind the fence
 
     @property
     def passed(self) -> bool:
@@ -40,49 +42,47 @@ class DeliveryFence:
 
     @property
     def overtaken(self) -> bool:
-        """Every client has acknowledged, but an output of the scope was sent since: the fence must be raised again."""
+        """True if all have acknowledged, but an output of the scope followed: the fence must be raised again."""
         return not self.unacknowledged and self.followed
 
 
 class Delivery:
-    """Knows who is connected. ``on_gone(client)`` is called once for a client that cannot be reached any more."""
+    """The connected clients, and all messages to them. on_gone(client): called once when a client cannot be reached any
+    more. observe: called with every output of a request with retain_s, sent or not."""
 
     def __init__(self, transport: Transport, on_gone: Callable[[str], None], observe: Callable[[Output], None]):
-        """observe: called with every output of a request with retain_s, sent or not."""
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
         self.clients: dict[str, int] = {}  # name -> process id
         self._unreachable: set[str] = set()
         self._fence_ids = count(1)
-        self._fences: dict[Scope, DeliveryFence] = {}  # those that are up
+        self._fences: dict[Scope, DeliveryFence] = {}  # raised and not lowered yet
 
     def send(self, client: str, message: m.ToClient) -> None:
         if client in self.clients and not self._transport.send(client, message):
             self.drop(client)
 
     def reply(self, client: str, call_id: int, result: dict[str, Any], error: Exception | None = None) -> None:
-        """Answer a control call."""
         self.send(client, m.Reply(call_id, result, None if error is None else _failure(error)))
 
     def reject(self, client: str, request_id: str, error: Exception) -> None:
-        """Say why a request gets no outputs, or no further ones."""
+        """Tell a client why its request gets no outputs, or no further outputs."""
         self.send(client, m.Rejected(request_id, _failure(error)))
 
     def dismiss(self, client: str) -> None:
-        """Count a client as gone. If its process runs after all, it must connect again."""
+        """Drop a client, and tell it to connect again if its process still runs."""
         self._transport.send(client, m.Goodbye())
         self.drop(client)
 
     def send_heartbeats(self) -> None:
-        """Send a heartbeat to every client. Changes no request, and so may be called in the middle of a step: the next
-        ``drop_unreachable`` drops the clients that cannot be reached."""
+        """Send a heartbeat to every client. No request changes, so the call is safe in the middle of a step. The next
+        ``drop_unreachable`` drops the clients that could not be reached."""
         for client in self.clients:
             if not self._transport.send(client, m.Heartbeat()):
                 self._unreachable.add(client)
 
     def drop_unreachable(self) -> None:
-        """Drop the clients that a heartbeat did not reach."""
         while self._unreachable:
             self.drop(self._unreachable.pop())
 
@@ -98,8 +98,8 @@ class Delivery:
             self._on_gone(client)
 
     def send_outputs(self, tokens: list[NewToken], ended: list[Request]) -> None:
-        """Send every new token, and one final output for each request that ended. Each client gets one message, or
-        several of MAX_OUTPUTS, so that it reads the first while the others are made."""
+        """Send every new token, and one final output for each request that ended. A client with more than MAX_OUTPUTS
+        outputs gets several messages, so it can read the first while the others are made."""
         by_client: dict[str, list[Output]] = defaultdict(list)
         with_token = set()
         for token in tokens:
@@ -128,20 +128,20 @@ class Delivery:
                 self.send(group.client, m.Outputs(by_client.pop(group.client)))
 
     def send_replay(self, client: str, scope: Scope, outputs: list[Output]) -> None:
-        """Send what a request of ``scope`` has put out before ``client`` attached to it."""
+        """Send the earlier outputs of a request of ``scope`` to a client that attached to the request."""
         self._follow_fences(scope)
         self.send(client, m.Outputs(outputs))
 
     # ------------------------------------------------------------------ fence
 
     def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
-        """Send a new fence, in place of the one of this scope that is up."""
+        """Send a new fence. It replaces an earlier fence of this scope."""
         fence = self._fences[scope] = DeliveryFence(next(self._fence_ids), scope, self.clients, deadline)
         self.broadcast(m.Fence(fence.id))
         return fence
 
     def lower_fence(self, fence: DeliveryFence) -> None:
-        """Wait for ``fence`` no longer."""
+        """Stop waiting for ``fence``."""
         self._fences.pop(fence.scope, None)
 
     def acknowledge(self, client: str, fence_id: int) -> None:
@@ -172,7 +172,7 @@ def _output(request: Request, token: NewToken | None) -> Output:
 
 
 def _failure(error: Exception) -> m.Failure:
-    """The failure that a client reads. An exception from outside our tree is an internal error."""
+    """Return the failure that a client reads. Any exception but a FastDeployError is an internal error."""
     if not isinstance(error, FastDeployError):
         return m.Failure(FastDeployError.code, f"internal error in the engine: {type(error).__name__}: {error}")
     return m.Failure(error.code, error.message, error.detail)

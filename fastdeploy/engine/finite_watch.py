@@ -1,4 +1,4 @@
-"""Check whether new weights give finite logits, in the first step that draws tokens under them."""
+"""Watch for new weights that give logits that are not finite."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ log = logging.getLogger("fastdeploy.engine")
 
 
 class FiniteWatch:
-    """Counts rows that are not finite, and warns once of weights whose first step has one. So a trainer that has
-    diverged is noticed at its commit, and not only in its rewards."""
+    """Counts rows that are not finite. Logs a warning if the first step that samples with new weights has such a row:
+    the training has probably diverged."""
 
     def __init__(self, metrics: EngineMetrics):
         self._metrics = metrics
         self._seen_epoch = -1
 
     def step_done(self, plan: StepPlan, num_tokens: int, num_non_finite: int) -> None:
-        """num_tokens: drawn in this step; num_non_finite: sequences that it ended for want of finite logits."""
+        """num_tokens: tokens sampled in this step. num_non_finite: sequences that ended since their logits were not
+        finite."""
         if num_non_finite:
             self._metrics.non_finite_rows.inc(num_non_finite)
         served = plan.chunks[0].served

@@ -1,4 +1,4 @@
-"""The figures of the engine that a scrape reads: their names, and where each one is."""
+"""Gauges of the engine: their names, their help texts, and the values that a scrape reads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from fastdeploy.scheduler.scheduler import Scheduler
 def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCacheManager, retention: Retention) -> None:
     add = metrics.add_gauge
     add("num_requests_running", "Sequences in the batch", lambda: len(scheduler.running) + len(scheduler.frozen))
-    add("num_requests_waiting", "Sequences that wait for a place in the batch", lambda: len(scheduler.waiting))
+    add("num_requests_waiting", "Sequences that wait to enter the batch", lambda: len(scheduler.waiting))
     add("available_gpu_block_num", "KV blocks that no request holds", lambda: kv.num_free)
     add("total_gpu_block_num", "KV blocks in all", lambda: scheduler.info.num_blocks)
     add("prefix_cache_hit_tokens", "Tokens served from the prefix cache since start", lambda: kv.hit_tokens)
     add("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", lambda: kv.queried_tokens)
-    text = "Sequences whose KV was given up for others, since start"
-    add("num_preemptions", text, lambda: scheduler.num_preemptions)
+    add("num_preemptions", "Preemptions of sequences since start", lambda: scheduler.num_preemptions)
     add("retained_bytes", "Memory of results kept for retain_s, about", lambda: retention.nbytes)
     add("retained_results_dropped", "Results dropped before their retain_s was over", lambda: retention.num_dropped)
 
@@ -34,4 +33,4 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
-    metrics.add_flags("asleep", "1 while its memory is given back", "tag", TAGS, lambda tag: tag in runner.asleep)
+    metrics.add_flags("asleep", "1 while memory of this tag is released", "tag", TAGS, lambda tag: tag in runner.asleep)

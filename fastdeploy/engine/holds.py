@@ -1,4 +1,4 @@
-"""Modes, admissions and phases of a pause, as tables, and the hold that each pause call places."""
+"""Modes, admissions and phases of a pause, as tables, and the hold of a pause call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mode(IntEnum):
 
 
 class Admission(IntEnum):
-    """Treatment of requests that arrive while a hold stands. Reject wins over hold."""
+    """Treatment of requests that arrive while a hold stands. Reject has priority over hold."""
 
     HOLD = 1
     REJECT = 2
@@ -28,7 +28,7 @@ class Admission(IntEnum):
 NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
 CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
 SYSTEM = "system"  # placed_by of the engine's own holds
-SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which no caller may give to its own
+SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which are reserved
 
 
 class PausePhase(Enum):
@@ -48,12 +48,12 @@ TRANSITIONS: dict[tuple[PausePhase, PauseEvent], PausePhase] = {
     (PausePhase.DRAINING, PauseEvent.PLACE): PausePhase.DRAINING,
     (PausePhase.PAUSED, PauseEvent.PLACE): PausePhase.PAUSED,
     (PausePhase.DRAINING, PauseEvent.QUIESCED): PausePhase.PAUSED,
-    (PausePhase.PAUSED, PauseEvent.QUIESCED): PausePhase.PAUSED,  # a pause that joined has had its effect
+    (PausePhase.PAUSED, PauseEvent.QUIESCED): PausePhase.PAUSED,  # a pause call that came while paused
     (PausePhase.DRAINING, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
     (PausePhase.PAUSED, PauseEvent.RELEASE_LAST): PausePhase.RUNNING,
 }
 
-# (phase, mode) -> who may be scheduled. Without a hold the gate is open.
+# (phase, mode) -> which sequences the scheduler may plan. Without a hold the gate is open.
 GATES: dict[tuple[PausePhase, Mode], Gate] = {
     (PausePhase.DRAINING, Mode.WAIT): Gate.STARTED_ONLY,
     (PausePhase.DRAINING, Mode.KEEP): Gate.CLOSED,
@@ -66,8 +66,9 @@ GATES: dict[tuple[PausePhase, Mode], Gate] = {
 
 @dataclass
 class Hold:
-    """``id``: the name that its owner gave it, or for an anonymous hold one made up. scope: id of the scope that it
-    pauses. A system hold is released only by its name. ``locked``: why only what placed the hold may release it."""
+    """One reason why a scope is paused. id: the name in the pause call, or a generated one for an anonymous hold.
+    scope: id of the paused scope. named: False for an anonymous hold. locked: reason why no resume may release the
+    hold; empty = a resume may."""
 
     id: str
     scope: str
@@ -95,7 +96,7 @@ class Hold:
 
 
 def expiry(ttl_s: float | None, now: float) -> float | None:
-    """Time at which a hold with this ttl ends, on the clock of ``now``. None: the hold does not end by itself."""
+    """Return the end of a hold with this ttl, on the clock of ``now``. None: no ttl. Raises InvalidField."""
     if ttl_s is not None and not 0.0 < ttl_s <= 31 * 86400.0:
         raise InvalidField("ttl_s", f"expected seconds above 0 and at most 31 days, got {ttl_s!r}")
     return None if ttl_s is None else now + ttl_s

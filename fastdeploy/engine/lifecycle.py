@@ -1,6 +1,6 @@
-"""The life of a request in the engine: it is accepted, ends for one of many reasons, is handed over and retired.
+"""The life of a request in the engine: accepted, ended, handed over, retired.
 
-Exactly one final output goes out for each accepted request. Runs on the loop's thread only.
+The engine sends exactly one final output for each choice of an accepted request. All code runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 @dataclass(frozen=True)
 class Counts:
-    """Choices of one scope: those that have ended since the engine started, with the tokens handed over by aborts, and
-    those that are in the engine now (started: a token of the group is there)."""
+    """Counts of the choices of one scope. aborted, finished, aborted_tokens: since the engine started, with the tokens
+    of aborted choices. started, queued: now in the engine. A choice counts as started when its request has a token."""
 
     aborted: int
     finished: int
@@ -40,8 +40,8 @@ class Counts:
 
 
 class SilentClients(NamedTuple):
-    """Process ids of API servers that have not acknowledged a fence: those that are given more time because they run,
-    and those that are counted as gone."""
+    """Process ids of API servers that have not acknowledged a fence. slow: the process runs and gets more time.
+    dropped: counted as gone."""
 
     slow: list[int]
     dropped: list[int]
@@ -74,7 +74,7 @@ class RequestLifecycle:
     # ------------------------------------------------------------------ in
 
     def accept(self, group: Group) -> None:
-        """Take in a group that the admission control has let through."""
+        """Take in a group that has passed the admission control."""
         self.requests.add(group)
         self._retention.track(group)
         self.deadlines.add(group, self._clock(), time.time())
@@ -83,9 +83,9 @@ class RequestLifecycle:
         self._metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
 
     def attach(self, client: str, record: Record) -> None:
-        """Give ``client`` everything from the first token. The client that was attached before gets no more, and an
-        error says so."""
-        self.hand_over([])  # a request that has just ended is in the record by now
+        """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
+        gets an error and no further outputs."""
+        self.hand_over([])  # puts the end of a request that has just ended into the record
         group = record.group
         if not record.ended:
             if group.client not in (DETACHED, client):
@@ -98,7 +98,7 @@ class RequestLifecycle:
     # ------------------------------------------------------------------ out
 
     def hand_over(self, tokens: list[NewToken]) -> None:
-        """Send new tokens and final outputs, then retire what ended: the only place where a request leaves."""
+        """Send new tokens and final outputs, and retire ended requests. No other function retires a request."""
         ended, self.scheduler.ended = self.scheduler.ended, []
         if not tokens and not ended:
             return
@@ -121,7 +121,7 @@ class RequestLifecycle:
                 scope.totals.aborted_tokens += request.num_output_tokens
 
     def end_what_is_due(self) -> None:
-        """End the requests whose time is over, and forget the results whose retain_s is over."""
+        """End the requests whose deadline has passed, and drop the results whose retain_s is over."""
         now = self._clock()
         for request, kind in self.deadlines.due(now):
             self._abort_one(request, WHY[kind], kind)
@@ -135,7 +135,7 @@ class RequestLifecycle:
         self.hand_over([])
 
     def cancel(self, client: str, cancel: m.CancelRequest) -> None:
-        """End the choices that ``client`` no longer waits for. A request with retain_s is detached and runs on."""
+        """End the choices that ``client`` cancels. A request with retain_s goes on without a client."""
         requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
         if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
@@ -148,7 +148,7 @@ class RequestLifecycle:
                 self.scheduler.end(request, reason)
 
     def abort(self, args: m.AbortArgs) -> dict[str, list]:
-        """End the requests of these client ids. Raises InvalidField where the call names none."""
+        """End the requests with these client ids. Raises InvalidField if the call names none."""
         wanted = [r.group.client_id for r in self.requests] if args.abort_all else args.request_ids
         if wanted is None:
             raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
@@ -169,7 +169,7 @@ class RequestLifecycle:
         self.scheduler.end(request, FinishReason.ABORT, message, stop_reason)
 
     def _reap(self, client: str) -> None:
-        """End the requests of a client whose process is gone. Those with retain_s are detached and run on."""
+        """End the requests of a client whose process is gone. Requests with retain_s go on without a client."""
         log.warning("client %s is gone", client)
         for request in self.requests.of_client(client):
             if request.group.add.retain_s > 0:
@@ -180,8 +180,8 @@ class RequestLifecycle:
                 self.scheduler.end(request, FinishReason.ABORT, "its API server is gone")
 
     def reset_cache(self, args: m.ResetCacheArgs, scope: Scope) -> dict[str, Any]:
-        """Drop the prefix cache, in every state. Requests keep their tokens. They keep their KV, unless ``running`` is
-        set."""
+        """Drop the prefix cache. Works in every state of a pause. Requests keep their tokens, and also their KV unless
+        ``running`` is set."""
         computed = [r for r in self.requests if r.live and r.num_computed]
         if args.running:
             self.scheduler.drop_kv(scope)
@@ -189,18 +189,17 @@ class RequestLifecycle:
             self.scheduler.kv.forget_prefixes()
         return {"success": True, "requests_to_recompute": len(computed) if args.running else 0}
 
-    # ------------------------------------------------------------------ what a pause needs
+    # ------------------------------------------------------------------ for pauses
 
     def abort_all(self, message: str, scope: Scope) -> list[str]:
-        """End every live request of ``scope``; return the ids that clients know. A request that never ran is not run
-        first."""
+        """End every live request of ``scope``, also one that has not run yet. Return the ids that clients know."""
         live = [r for r in self.requests if r.live and scope.covers(r.scope)]
         for request in live:
             self._abort_one(request, message)
         return list(dict.fromkeys(r.group.client_id for r in live))
 
     def drained(self, scope: Scope) -> bool:
-        """Whether nothing of ``scope`` that may run has started. A closed engine lets nothing run."""
+        """Return whether no started request of ``scope`` may run. None may while the gate of the engine is closed."""
         return self.scheduler.gate is Gate.CLOSED or self.scheduler.drained(scope)
 
     def counts(self, scope: Scope) -> Counts:
@@ -212,14 +211,12 @@ class RequestLifecycle:
         return self.delivery.raise_fence(scope, deadline)
 
     def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
-        """Drop the clients that have not acknowledged ``fence``. spare_running: keep those whose process runs."""
+        """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process runs."""
         silent = SilentClients([], [])
         for client in list(fence.unacknowledged):
             pid = self.delivery.clients[client]
             if spare_running and self._runs(pid):
-                log.warning(
-                    "client %s (pid %d) runs but has not acknowledged a fence yet: it gets more time", client, pid
-                )
+                log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
                 silent.slow.append(pid)
                 continue
             log.error("client %s (pid %d) did not acknowledge a fence: counted as gone", client, pid)
@@ -231,10 +228,8 @@ class RequestLifecycle:
     # ------------------------------------------------------------------ integrity
 
     def check_idle(self) -> None:
-        """Check that nothing leaked: with no request in the engine, nothing runs or waits and every KV block is free.
-
-        Looks at a few counters, whatever the size of the cache; FASTDEPLOY_CHECK_INTEGRITY=1 makes it the whole check.
-        """
+        """Check that nothing leaked, when no request is in the engine. Reads a few counters only, unless
+        FASTDEPLOY_CHECK_INTEGRITY=1 asks for the full check."""
         scheduler = self.scheduler
         assert not scheduler.running and not scheduler.frozen and not scheduler.ended and not len(scheduler.waiting)
         assert scheduler.kv.num_free == scheduler.info.num_blocks
@@ -242,11 +237,8 @@ class RequestLifecycle:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Check that nothing leaked and nothing is counted twice.
-
-        Takes time in proportion to the KV cache. Runs after a message whose handling failed, and in tests after every
-        round of the loop.
-        """
+        """Check that nothing leaked and nothing is counted twice, in time in proportion to the KV cache. Runs after a
+        message whose handling failed, and in tests after every round of the loop."""
         scheduler = self.scheduler
         scheduler.check_integrity()
         for request in self.requests:

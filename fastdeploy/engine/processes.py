@@ -1,4 +1,4 @@
-"""The state of other processes of this machine."""
+"""The state of other processes on this machine."""
 
 from __future__ import annotations
 

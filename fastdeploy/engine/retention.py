@@ -1,8 +1,8 @@
-"""Requests with retain_s outlive their client: what they produced is kept, and the same request sent again gets it.
+"""Results of requests with retain_s. The engine keeps them, and sends them when the same request comes again.
 
-The engine keeps the results, not an API server, so any API server can be asked for them, and any may die. A request
-whose client has gone is *detached*: it runs on, and its outputs accumulate. API servers find stop strings, so a
-detached request runs to its EOS or its length. The client that attaches later finds the stop string in the replay.
+The engine keeps the results and not an API server, so any API server can ask for them, and any API server may die. A
+request whose client is gone is *detached*: it runs on, and its outputs accumulate. API servers find stop strings, so a
+detached request runs to its EOS or its length. An API server that attaches later finds the stop string in the replay.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fastdeploy.core.request import Group, RequestTable
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.messages import Output
 
-DETACHED = ""  # the client of a request that nobody is attached to
+DETACHED = ""  # the client of a detached request
 RETRY_AFTER_S = 1
 MIN_PRUNE = 256
-# Bytes that CPython allocates (tracemalloc, Python 3.11): a token id and its place in a list, a Logprob with its place,
-# each of its ``top`` entries, and what is there for a choice without any token.
+# Bytes that CPython allocates (tracemalloc, Python 3.11): for a token id and its list slot, for a Logprob and its list
+# slot, for each of its ``top`` entries, and for a choice without any token.
 TOKEN_BYTES, LOGPROB_BYTES, TOP_BYTES, CHOICE_BYTES = 40, 80, 128, 1024
 
 
 @dataclass
 class ChoiceRecord:
-    """All outputs of one choice so far, joined. ``final`` is the one that ended it."""
+    """All outputs of one choice so far, joined. ``final``: the final output, if the choice has ended."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -50,8 +50,8 @@ class ChoiceRecord:
             self.final = output
 
     def replay(self, request_id: str, choice: int) -> list[Output]:
-        """Return one output with everything. A final output that came without a token stays an output of its own:
-        otherwise the last token would be taken for the EOS or stop id that ended the choice."""
+        """Return one output with all tokens. A final output without a token stays a separate output: a client reads the
+        last token of a final output as the EOS or stop id."""
         whole = Output(
             request_id=request_id,
             choice=choice,
@@ -92,17 +92,17 @@ class Record:
         return self._num_ended == self.group.add.n
 
     def replay(self) -> list[Output]:
-        """Return everything from the first token, for a client that attaches."""
+        """Return all outputs from the first token on, for a client that attaches."""
         request_id = self.group.add.request_id
         return [output for i, choice in self.choices.items() for output in choice.replay(request_id, i)]
 
 
 class Retention:
-    """``max_ended``: results kept after their end; ``max_bytes``: memory of all results, those of live requests too.
-    Beyond either the results that ended first are dropped. Live requests are never dropped: where they alone take
-    max_bytes, no other request with retain_s is accepted (``check_room``).
+    """All retained results. max_ended: limit of the number of results of ended requests. max_bytes: limit of the memory
+    of all results, also of live requests. Beyond a limit, the results of requests that ended first are dropped. Results
+    of live requests are never dropped: ``check_room`` refuses further requests instead.
 
-    nbytes: of memory, about. num_dropped: results that were dropped before their retain_s was over.
+    nbytes: memory, about. num_dropped: results that were dropped before their retain_s was over.
     """
 
     def __init__(self, max_ended: int, max_bytes: int):
@@ -114,7 +114,7 @@ class Retention:
         self._records: dict[str, Record] = {}
         self._members: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._ended: dict[str, Record] = {}  # by request id, in the order of their end
-        self._expiries: list[tuple[float, int, Record]] = []  # a heap; what was dropped before its time is skipped
+        self._expiries: list[tuple[float, int, Record]] = []  # a heap; may hold records that were dropped before
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -127,26 +127,26 @@ class Retention:
             self._members.setdefault(group.client_id, set()).add(group.add.request_id)
 
     def check_room(self, add: AddRequest) -> None:
-        """Raises QueueFull for a request with retain_s while the results of live ones take all of the memory."""
+        """Raise QueueFull for a request with retain_s if the results of live requests take max_bytes alone."""
         if add.retain_s > 0 and self.nbytes - self._ended_nbytes >= self._max_bytes:
             mib = self._max_bytes / 2**20
             message = f"retain_s: the results of requests that run take all {mib:g} MiB of --max-retained-mb"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def find(self, add: AddRequest) -> Record | None:
-        """The record that ``add`` asks for by its id and its fingerprint. Raises DuplicateRequest where the id, or the
-        one that the client knows it by, is that of another body."""
+        """Return the record of the same request, sent before. Raises DuplicateRequest if a retained request has the
+        same id, or the same id for clients, but another body."""
         record = self._records.get(add.request_id)
-        kin = self._records.get(next(iter(self._members.get(add.group or add.request_id, ())), ""))
-        for known in (record, kin):
+        sibling = self._records.get(next(iter(self._members.get(add.group or add.request_id, ())), ""))
+        for known in (record, sibling):
             if known and (add.retain_s <= 0 or add.fingerprint != known.group.add.fingerprint):
                 name = known.group.client_id
-                message = f"request_id {name!r} is that of a retained request with another body"
+                message = f"request_id {name!r} belongs to a retained request with another body"
                 raise DuplicateRequest(message, param="request_id")
         return record
 
     def observe(self, output: Output, now: float) -> None:
-        """Record an output of a retained request, whether a client gets it or not."""
+        """Record an output of a retained request."""
         record = self._records[output.request_id]
         before = record.nbytes
         record.add(output)
@@ -187,7 +187,7 @@ class Retention:
             del self._members[name]
 
     def check_integrity(self, requests: RequestTable) -> None:
-        """Each record is that of a request in the engine, token by token, or of one that has left it."""
+        """Check that each record of a live request has all its tokens, and that the counts are right."""
         assert len(self._ended) <= self._max_ended
         assert self.nbytes == sum(record.nbytes for record in self._records.values())
         assert self._ended_nbytes == sum(record.nbytes for record in self._ended.values())
@@ -210,4 +210,4 @@ def _nbytes(output: Output) -> int:
 def check_retainable(add: AddRequest) -> None:
     """Raise InvalidField for a request with retain_s that has no fingerprint."""
     if add.retain_s > 0 and not add.fingerprint:
-        raise InvalidField("fingerprint", "expected one with retain_s: any body would attach to its result")
+        raise InvalidField("fingerprint", "expected one with retain_s, so that no other body attaches to the result")

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
-from fastdeploy.engine.pause import Answer, PauseState
+from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator.messages import PauseArgs
 
 
 class Scopes:
-    """The whole-engine scope is there from the start; others can be added beside it. A request is scheduled only if the
-    gate of its own scope lets it, and that of the whole engine. A scope that has no hold costs a step nothing."""
+    """The scope of the whole engine, and any scopes added beside it. A request is scheduled only if the gate of its own
+    scope and the gate of the whole engine both allow that. A scope without a hold costs no time per step."""
 
     def __init__(self, lifecycle: RequestLifecycle, boot_id: str, clock: Callable[[], float]):
         self._lifecycle = lifecycle
@@ -21,35 +22,35 @@ class Scopes:
         self.whole = Scope(WHOLE_ENGINE, boot_id)
         self.whole_pause = PauseState(self.whole, lifecycle, clock)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
-        self._held = [self.whole_pause]  # scopes with a hold, and always the whole engine: system holds come to it
+        self._held = [self.whole_pause]  # scopes with a hold, and always the whole engine, where system holds stand
 
     def add(self, scope_id: str) -> Scope:
-        """Make a scope beside the others. The weights of the whole engine serve it."""
+        """Add a scope. The weights of the whole engine serve it."""
         assert scope_id not in self._pauses
         scope = Scope(scope_id, self.whole.boot_id, self.whole)
         self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock)
         return scope
 
     def pause_of(self, scope_id: str) -> PauseState:
-        """Return the pause state of a scope. Raises InvalidField for a scope that is not there."""
+        """Return the pause state of a scope. Raises InvalidField for an unknown scope."""
         if (pause := self._pauses.get(scope_id)) is None:
             raise InvalidField("scope", f"there is no scope {scope_id!r}")
         return pause
 
     def serve(self, version: str, weight_epoch: int) -> None:
-        """Say which weights compute all scopes from the next step on."""
+        """Set the weights that compute all scopes from the next step on."""
         for pause in self._pauses.values():
             pause.scope.serve(version, weight_epoch)
 
     def pause(self, args: PauseArgs, answer: Answer) -> None:
-        """Pause one scope, see ``PauseState.pause``."""
+        """Pause one scope. See ``PauseState.pause``."""
         pause = self.pause_of(args.scope)
         pause.pause(args, answer)
         if pause not in self._held:
             self._held.append(pause)
 
     def settle(self) -> None:
-        """Move the pause of each scope with a hold on as far as it can go."""
+        """Call ``PauseState.settle`` of each scope with a hold."""
         for pause in self._held:
             pause.settle()
         if len(self._held) > 1:
@@ -60,6 +61,6 @@ class Scopes:
         return min((due for pause in self._held if (due := pause.next_deadline()) is not None), default=None)
 
     def fail(self, error: FastDeployError) -> None:
-        """Answer every pause call that waits: the engine cannot go on."""
+        """Answer every waiting pause call with ``error``, when the engine ends."""
         for pause in self._held:
             pause.fail(error)

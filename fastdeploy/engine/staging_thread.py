@@ -1,7 +1,7 @@
-"""Work on weights beside the steps: jobs run one after another, each on a thread, and the loop takes their results in.
+"""Work on weights beside the steps. Jobs run one after another, each on its own thread.
 
-A job may hang for ever in a read that the kernel does not end (a dead mount). It is given up then: its thread is left
-behind and its result is dropped when it comes back. The next job has a thread of its own.
+A job may hang forever in a read, for example from a dead mount. Then the job is abandoned: its thread stays blocked,
+its result is dropped if one comes, and the next job runs on a new thread.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from fastdeploy.core.errors import FastDeployError, OutOfSpace, StagingTimeout, 
 
 log = logging.getLogger("fastdeploy.engine")
 THREAD_NAME = "stage-weights"
-MAX_LEFT_BEHIND = 4
+MAX_LEFT_BEHIND = 4  # abandoned jobs that still hang
 
 
 @dataclass
 class Job:
-    """``work`` runs on a thread; ``done(result, error, seconds)`` is called once, on the loop's. owner: whose jobs
-    ``give_up`` ends. timeout_s: seconds that ``work`` may take. reads: ``work`` reads files that are not ours and may
-    hang. seconds: that ``work`` took.
+    """``work`` runs on a thread. ``done(result, error, seconds)`` is called once, on the loop's thread. owner:
+    ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
+    files and may hang.
 
-    The result may be a second copy of the weights: nothing that outlives ``done`` may refer to the job, nor may an
-    error to the frames it came through.
+    The result may be a second copy of the weights. So after ``done`` nothing may refer to the job, and an error must
+    not refer to the stack frames of its exception.
     """
 
     owner: object
-    work: Callable[[], Any] | None  # None once it has run: it refers to what it worked on
+    work: Callable[[], Any] | None  # None once started: the closure refers to the staged weights
     done: Callable[[Any, FastDeployError | None, float], None]
     timeout_s: float
     reads: bool
-    deadline: float = 0.0  # on the loop's clock, from when it is begun
+    deadline: float = 0.0  # on the loop's clock, set at the start
     result: Any = None
     error: FastDeployError | None = None
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class Job:
             self.error = error.with_traceback(None)
         except MemoryError as error:
             self.error = OutOfSpace(f"no memory for the new weights: {error}")
-        except Exception as error:  # whatever a reader of foreign files may raise: the old weights serve on
+        except Exception as error:  # a reader may raise anything for a bad file
             log.warning("new weights could not be read", exc_info=True)
             self.error = WeightUpdateRefused(f"{type(error).__name__}: {error}")
         self.seconds = time.monotonic() - began
@@ -69,18 +69,18 @@ class StagingThread:
         self._running: Job | None = None
         self._left_behind: list[Job] = []
         self._closed = False
-        self._waking = threading.Lock()  # no ``wake`` after ``close``: the transport is closed then
+        self._waking = threading.Lock()  # prevents a ``wake`` after ``close``, when the transport is closed
 
     @property
     def busy(self) -> bool:
-        """A job runs or waits. Those that were given up do not count."""
+        """True while a job runs or waits. Abandoned jobs do not count."""
         return self._running is not None or bool(self._queue)
 
     def check_room(self) -> None:
-        """Raise UpdateInProgress while so many threads hang that no job that reads is begun."""
+        """Raise UpdateInProgress if MAX_LEFT_BEHIND abandoned reads still hang: no further read may start then."""
         number = sum(job.reads for job in self._left_behind)
         if number >= MAX_LEFT_BEHIND:
-            raise UpdateInProgress(f"{number} reads that were given up still hang: another one begins when one ends")
+            raise UpdateInProgress(f"{number} reads of weights hang; try again when one of them has ended")
 
     def next_deadline(self) -> float | None:
         return None if self._running is None else self._running.deadline
@@ -90,7 +90,7 @@ class StagingThread:
         self._start_next()
 
     def give_up(self, owner: object, error: FastDeployError) -> None:
-        """End the jobs of ``owner`` with ``error``. One that runs is left behind."""
+        """End the jobs of ``owner`` with ``error``. A running job is abandoned."""
         mine = [job for job in self._queue if job.owner is owner]
         self._queue = deque(job for job in self._queue if job.owner is not owner)
         if self._running is not None and self._running.owner is owner:
@@ -100,23 +100,23 @@ class StagingThread:
         self._start_next()
 
     def poll(self) -> None:
-        """Call ``done`` of what has finished or taken too long, and start what comes next."""
+        """Call ``done`` of a job that has finished or timed out, and start the next job."""
         self._left_behind = [job for job in self._left_behind if not job.finished]
         while (job := self._running) is not None:
             if job.finished:
                 self._running = None
-                job.done(job.result, job.error, job.seconds)  # which may drop what comes next
+                job.done(job.result, job.error, job.seconds)  # may end jobs that wait
             elif job.deadline <= self._clock():
                 why = f"the work on the weights took longer than {job.timeout_s:g} s (timeout_s, --stage-timeout-s)"
-                log.error("%s; its thread is left behind", why)
-                self._leave_behind(job, StagingTimeout(f"{why} and was given up"))
+                log.error("%s; it is abandoned", why)
+                self._leave_behind(job, StagingTimeout(f"{why} and was abandoned"))
             else:
                 return
             del job
             self._start_next()
 
     def close(self, error: FastDeployError) -> None:
-        """End every job with ``error``, one that runs included: the engine ends."""
+        """End every job with ``error``, also a running one, when the engine ends."""
         with self._waking:
             self._closed = True
         jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()

@@ -1,4 +1,4 @@
-"""Work that the first request would wait for, done before the server is ready."""
+"""Warm-up steps before the server is ready, so that the first request is not slow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PROMPT_TOKENS = 256
 
 
 def warm_up(runner: Runner, pacer: StepPacer) -> None:
-    """Compute a prompt, and a token behind it, and keep nothing of them. Memory is touched for the first time, and the
-    pacer learns the cost of a step, so that the first burst of prompts is not computed in its small first guesses.
+    """Compute a prompt and one more token, and drop the results. The first step touches the memory. From the others the
+    pacer learns the cost of a step, so that it does not begin with its small first guesses.
 
-    The KV goes into blocks that no request has. Whoever gets them later writes them before it reads them.
+    The KV goes into free blocks. A later request writes each block before it reads the block.
     """
     info = runner.info
     count = min(PROMPT_TOKENS, pacer.max_tokens, info.max_model_len - 1)
     if count < 1:
         return
     tokens = [i % info.vocab_size for i in range(count + 1)]
-    _elapsed_s(runner, tokens, 0, count)  # touches memory, and is not typical
+    _elapsed_s(runner, tokens, 0, count)  # not observed: the first step is slow
     pacer.observe(count, _elapsed_s(runner, tokens, 0, count))
     pacer.observe(0, _elapsed_s(runner, tokens, count, 1))
 
@@ -33,5 +33,5 @@ def _elapsed_s(runner: Runner, tokens: list[int], start: int, count: int) -> flo
     new = NewSequence(("warm-up", 0), SamplingParams(temperature=0.0), end)
     chunk = ScheduledChunk(0, start, count, True, ServedWeights(), tokens[:end], blocks, new)
     result = runner.execute(StepPlan(0, [chunk], []))
-    assert result is not None, "nobody gives up this step"
+    assert result is not None, "a step without between_layers cannot be abandoned"
     return result.elapsed_s

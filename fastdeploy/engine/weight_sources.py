@@ -1,7 +1,7 @@
-"""Checks of a weight source by the text of the call alone.
+"""Checks of a weight source that need no access to files.
 
-The loop's thread looks at no file: a dead mount would stop it. That a folder lies beneath a root after all links are
-followed is checked where the folder is opened (``safe_files``), on the staging thread.
+The loop's thread must not open a file, since a dead mount would block the thread. The staging thread checks, when it
+opens a folder, that the folder lies beneath a root after all links are followed (``safe_files``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MAX_NBYTES = 2**63 - 1
 
 
 class SourcePolicy:
-    """roots: folders that weights may be read from; none = no folder and no shared memory. upload_dir: as in the
-    configs, where the API servers put uploads; those are always allowed, since the HTTP route admitted them."""
+    """Rules for weight sources. roots: folders that weights may be read from; none = no folder and no shared memory.
+    upload_dir: setting of the folder of uploads. Uploads are always allowed, since the HTTP route has checked them."""
 
     def __init__(self, roots: tuple[str, ...], upload_dir: str):
         self._folders_allowed = bool(roots)
@@ -28,7 +28,7 @@ class SourcePolicy:
         self._uploads = [os.path.normpath(folder) for folder in upload_folders(upload_dir)]
 
     def check(self, source: Source) -> None:
-        """Raise InvalidField naming the field of the route."""
+        """Raise InvalidField, naming the field of the route, if the source is not allowed."""
         match source:
             case FolderSource(path=path):
                 self._check_folder(path)
@@ -41,7 +41,7 @@ class SourcePolicy:
         if (problem := path_problem(path)) is not None:
             raise InvalidField("model_path", problem)
         if not self._folders_allowed:
-            raise InvalidField("model_path", f"{path!r} is not under an allowed root (--model-root): there is none")
+            raise InvalidField("model_path", f"{path!r} is refused: no folder is allowed without --model-root")
 
     def _check_segment(self, name: str, nbytes: int) -> None:
         plain = name.removeprefix("/")
@@ -55,4 +55,4 @@ class SourcePolicy:
     def _check_upload(self, path: str) -> None:
         folder, name = os.path.split(path)
         if path_problem(path) is not None or folder not in self._uploads or not name.startswith(UPLOAD_PREFIX):
-            raise InvalidField("body", "expected an upload that an API server of this engine has spooled")
+            raise InvalidField("body", "expected the path of an upload to an API server of this engine")

@@ -1,4 +1,4 @@
-"""The change from one state of the weights to the next, between two steps."""
+"""The swap of weights and labels, between two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fastdeploy.engine.weight_session import check_label
 
 
 class WeightSwitch:
-    """Swaps staged weights in, and relabels those that serve. on_commit(weight_epoch) is called after each commit."""
+    """Swaps in staged weights, and relabels the weights that serve. on_commit(weight_epoch): called after each
+    commit."""
 
     def __init__(
         self, runner: Runner, scopes: Scopes, lifecycle: RequestLifecycle, on_commit: Callable[[int], None] | None
@@ -23,7 +24,7 @@ class WeightSwitch:
         self._on_commit = on_commit
 
     def commit(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
-        """Change weights, weight epoch, label and KV namespace at once. Returns the report."""
+        """Change weights, weight epoch, label and KV namespace at once. Return the report."""
         whole = self._scopes.whole
         before = whole.served
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]
@@ -46,7 +47,7 @@ class WeightSwitch:
         }
 
     def relabel(self, version: str | None) -> dict[str, Any]:
-        """Change the label of tokens to come, or with None keep it. No past span, no KV and no request changes."""
+        """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes."""
         check_label("version", version)
         if version is not None:
             self._scopes.serve(version, self._scopes.whole.served.weight_epoch)

@@ -1,10 +1,10 @@
 """New weights, from the first byte to the commit: one session at a time, staged beside the serving weights.
 
-    begin -> chunk ... -> commit      a one-call update is the same in one job
-          \\-> abort, a refused chunk, the end of the lease: the old weights serve on, bit for bit
+    begin -> part ... -> commit
+          \\-> abort, a refused part, the end of the lease: the old weights stay, bit for bit
 
-All code here runs on the loop's thread, except for the jobs of the staging thread. ``poll`` is called between two
-steps: a session whose tensors are complete is swapped in there, and nowhere else.
+An update in one call does the same in one job. All code here runs on the loop's thread, except for the jobs of the
+staging thread. ``poll``, which is called between two steps, is the only place where new weights are swapped in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import hashlib
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +25,15 @@ from fastdeploy.core.errors import (
     WeightUpdateRefused,
     WrongOrder,
 )
-from fastdeploy.core.runner import ChunkReceipt, Runner, Staging
+from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.weight_session import (
-    Answer,
+    EndedSessions,
     Session,
     SessionEvent,
     SessionState,
@@ -48,14 +48,15 @@ from fastdeploy.inter_communicator import messages as m
 log = logging.getLogger("fastdeploy.engine")
 
 IN_PLACE_HOLD, REPUBLISH_HOLD = "in_place", "republish"
-NO_WEIGHTS = "there are no whole weights to run with until an update is committed"
-MAX_REMEMBERED = 64
+NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 
 
 class WeightSessions:
-    """Updates of the weights that all scopes run on. pause: of the whole engine. stage_timeout_s: seconds that a job of
-    the staging thread may take unless its session says otherwise. num_failed: sessions that ended without a commit.
-    last_commit_s: seconds of the last commit."""
+    """Updates of the weights of all scopes, one session at a time. pause: of the whole engine. wake: wakes the loop up.
+    stage_timeout_s: seconds that a job of the staging thread may take, unless its session has another time-out.
+
+    session: the open one, or None. num_failed: sessions that ended without a commit. last_commit_s: seconds of the last
+    commit."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class WeightSessions:
         self.session: Session | None = None
         self.num_failed = 0
         self.last_commit_s = 0.0
-        self._ended: OrderedDict[str, FastDeployError] = OrderedDict()  # session id -> why it ended
+        self._ended = EndedSessions()
 
     @property
     def staging_busy(self) -> bool:
-        """Whether a job of the staging thread runs or waits."""
+        """True while a job of the staging thread runs or waits."""
         return self._thread.busy
 
     @property
@@ -90,7 +91,7 @@ class WeightSessions:
         return self.session is not None or self.staging_busy
 
     def hold_for_republish(self, locked: str = "") -> None:
-        """Hold the whole engine until weights are committed. locked: why no operator may release the hold."""
+        """Hold the whole engine until weights are committed. locked: see Hold."""
         self._pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked)
 
     # ------------------------------------------------------------------ calls
@@ -100,7 +101,7 @@ class WeightSessions:
         session = self._open(args)
         return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
 
-    def chunk(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def add_part(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
         if session_id is None:
             answer({"session_id": None}, None)
@@ -108,12 +109,12 @@ class WeightSessions:
         session = self._find_open(session_id)
         self._check_source(args)
         check_label("version", args.version)
-        session.advance(SessionEvent.CHUNK)
+        session.advance(SessionEvent.PART)
         session.version = args.version or session.version
-        self._submit_chunk(session, args, answer)
+        self._submit_part(session, args, answer)
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
-        """Raise what the chunk or the begin of ``args`` would raise."""
+        """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._session_meant(args)
         if session_id is not None:
             self._find_open(session_id)
@@ -124,19 +125,17 @@ class WeightSessions:
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
         if session_id is None:
-            raise WrongOrder("no weight update is open: it was never begun, has failed, or its lease has ended")
-        session = self._find(session_id)
+            raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
+        session = self._find_open(session_id)
         check_label("version", args.version)
         check_kv(args.kv)
-        if session.state is not SessionState.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed already")
         self._check_expected(session.expected_version)
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
         self._submit_finish(session, session.open_staging.finish, answer, reads=False)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
-        """Begin, one chunk and commit in one call."""
+        """Begin a session, stage one part and commit, in one call."""
         self._check_source(args)
         begin = m.BeginUpdateArgs(
             version=args.version,
@@ -150,25 +149,25 @@ class WeightSessions:
         staging = session.open_staging
 
         def work() -> Any:
-            self._add(session, staging, args)
+            session.add(staging, args)
             return staging.finish()
 
         self._submit_finish(session, work, answer, reads=_reads_files(args))
 
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
-        """End the session named, or whichever is open. A session that has ended already is no error."""
+        """End the session that the call names, or else the open one. A session that has ended already is no error."""
         session = self.session
         if args.session_id is not None and (session is None or session.id != args.session_id):
             if args.session_id in self._ended:
                 return {"aborted": []}
-            raise self._unknown(args.session_id)
+            raise self._ended.error(args.session_id)
         if session is None:
             return {"aborted": []}
         self._end(session, SessionNotFound(f"weight session {session.id} was aborted"))
         return {"aborted": [session.id]}
 
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
-        """Answer at once, or with checksums when they have been computed beside the steps."""
+        """Answer at once, or for checksums when the staging thread has computed them."""
         label = self._scope.weights_label()
         session = self.session.describe(self._clock()) if self.session is not None else None
         result = {**label, "session": session, "asleep": sorted(self._runner.asleep)}
@@ -176,11 +175,11 @@ class WeightSessions:
             answer(result, None)
             return
         if not self._runner.has_weights:
-            raise WrongOrder("there are no checksums: the weights sleep, or there are none")
+            raise WrongOrder("there are no checksums: the weights sleep, or are not complete")
 
         def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
             if error is None and self._scope.weights_label() != label:
-                error = WrongOrder("other weights were committed while these were read: ask again")
+                error = WrongOrder("other weights were committed while the checksums were computed: ask again")
             if error is not None or checksums is None:
                 answer({}, error)
             else:
@@ -191,23 +190,23 @@ class WeightSessions:
     # ------------------------------------------------------------------ between two steps
 
     def poll(self) -> None:
-        """Take in the results of the staging thread, and drop a session whose lease has ended."""
+        """Handle the results of the staging thread, and end a session whose lease has ended."""
         self._thread.poll()
         session = self.session
-        if session is not None and self._lease_runs(session) and session.expires_at <= self._clock():
-            why = f"the lease of weight session {session.id} ended: nothing came for {session.lease_s:g} s"
+        if session is not None and session.lease_runs and session.expires_at <= self._clock():
+            why = f"the lease of weight session {session.id} ended: no part came for {session.lease_s:g} s"
             log.warning("%s", why)
-            self._end(session, SessionExpired(f"{why}; the old weights serve on"))
+            self._end(session, SessionExpired(f"{why}; the old weights still serve"))
 
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
         session = self.session
-        if session is not None and self._lease_runs(session):
+        if session is not None and session.lease_runs:
             return session.expires_at
         return self._thread.next_deadline()
 
     def drop_session(self, why: str) -> list[str]:
-        """End whichever session is open; its id, if there was one."""
+        """End the open session, if there is one. Return the ids of ended sessions."""
         session = self.session
         if session is None:
             return []
@@ -215,11 +214,11 @@ class WeightSessions:
         return [session.id]
 
     def fail(self, error: FastDeployError) -> None:
-        """The engine cannot go on: answer whoever waits."""
+        """Answer every waiting call with ``error``, when the engine ends."""
         session, self.session = self.session, None
         if session is not None and session.state is not SessionState.ENDED:
             session.advance(SessionEvent.END)
-            self._answer_commit(session, {}, error)
+            session.answer_commit({}, error)
         self._thread.close(error)
 
     # ------------------------------------------------------------------ inside
@@ -237,13 +236,13 @@ class WeightSessions:
         timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
         check_seconds("timeout_s", timeout_s)
         if self.session is not None:
-            who, age = self.session.placed_by, self._clock() - self.session.started_at
-            raise UpdateInProgress(f"a weight session of {who} is open for {age:.1f} s; try again when it has ended")
+            owner, age = self.session.placed_by, self._clock() - self.session.started_at
+            raise UpdateInProgress(f"{owner} opened a weight session {age:.1f} s ago; try again when it has ended")
         self._check_expected(args.expected_version)
         if "weight" in self._runner.asleep:
             raise WrongOrder("the weights are asleep: wake them up (tag weight) before an update")
         if args.partial and not self._runner.has_weights:
-            raise WrongOrder("a partial update needs whole weights to complete: send all tensors")
+            raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
         if args.in_place and not self._pause.is_paused:
             raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
         return timeout_s
@@ -271,7 +270,7 @@ class WeightSessions:
         return self.session
 
     def _session_meant(self, args: m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs) -> str | None:
-        """Return the session id that the call names, or else that of the session that its ``placed_by`` has open."""
+        """Return the session id in the call, or else the id of the open session if the same ``placed_by`` opened it."""
         session = self.session
         if args.session_id is not None or session is None or session.placed_by != args.placed_by:
             return args.session_id
@@ -279,36 +278,21 @@ class WeightSessions:
 
     def _find(self, session_id: str) -> Session:
         if self.session is None or self.session.id != session_id:
-            raise self._unknown(session_id)
+            raise self._ended.error(session_id)
         return self.session
 
     def _find_open(self, session_id: str) -> Session:
         session = self._find(session_id)
         if session.state is not SessionState.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed: it takes no further chunk")
+            raise WrongOrder(f"weight session {session.id} is being committed already")
         return session
-
-    def _unknown(self, session_id: str) -> FastDeployError:
-        return self._ended.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
 
     def _check_expected(self, expected: str | None) -> None:
         serves = self._scope.served.version
         if expected is not None and expected != serves:
-            raise VersionConflict(f"expected_version: {expected!r} was expected, {serves!r} serves", version=serves)
+            raise VersionConflict(f"expected_version: expected {expected!r}, but {serves!r} serves", version=serves)
 
-    @staticmethod
-    def _lease_runs(session: Session) -> bool:
-        return session.state is SessionState.OPEN and session.pending == 0
-
-    @staticmethod
-    def _add(session: Session, staging: Staging, args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> ChunkReceipt:
-        """Runs on the staging thread. If the session has ended meanwhile, ``staging`` was abandoned, and refuses."""
-        receipt = staging.add(args.source, args.checksums, args.verify_checksum)
-        session.tensors += receipt.tensors
-        session.nbytes += receipt.nbytes
-        return receipt
-
-    def _submit_chunk(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def _submit_part(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session.pending += 1
 
         def done(receipt: ChunkReceipt | None, error: FastDeployError | None, seconds: float) -> None:
@@ -316,9 +300,12 @@ class WeightSessions:
             session.stage_s += seconds
             session.expires_at = self._clock() + session.lease_s
             if session.state is SessionState.ENDED:
-                error = error or self._unknown(session.id)
+                error = error or self._ended.error(session.id)
+            elif isinstance(error, WeightUpdateRefused):
+                why = f"weight session {session.id} ended because a part was refused: {error.message}"
+                self._end(session, SessionNotFound(why))
             elif error is not None:
-                self._end(session, _and_ended(error, session))
+                self._end(session, error)
             if error is not None or receipt is None:
                 answer(self._scope.weights_label(), error)
                 return
@@ -334,7 +321,7 @@ class WeightSessions:
                 None,
             )
 
-        work = functools.partial(self._add, session, session.open_staging, args)
+        work = functools.partial(session.add, session.open_staging, args)
         self._thread.submit(Job(session, work, done, session.timeout_s, reads=_reads_files(args)))
 
     def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool) -> None:
@@ -355,7 +342,8 @@ class WeightSessions:
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))
 
     def _swap(self, session: Session) -> None:
-        """Change weights, weight epoch, label and KV namespace together, or nothing at all."""
+        """Swap in the new weights with their label and weight epoch, unless the version that serves is not the expected
+        one."""
         try:
             self._check_expected(session.expected_version)
         except VersionConflict as error:
@@ -366,72 +354,40 @@ class WeightSessions:
         session.staging = session.staged = None
         session.advance(SessionEvent.SWAP)
         self.session = None
-        self._remember(session, SessionNotFound(f"weight session {session.id} was committed already"))
+        self._ended.add(session, SessionNotFound(f"weight session {session.id} was committed already"))
         for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
             self._pause.release_system_hold(hold)
         ended = self._clock()
         self.last_commit_s = ended - began
-        timings = {
-            "stage": session.stage_s,
-            "wait_for_step": began - session.ready_at,
-            "commit": ended - began,
-            "total": ended - session.started_at,
-        }
-        report |= {
-            "session_id": session.id,
-            "tensors": session.tensors,
-            "nbytes": session.nbytes,
-            "state": self._pause.phase.value,
-            "timings_ms": {name: round(seconds * 1000, 3) for name, seconds in timings.items()},
-        }
-        self._answer_commit(session, report, None)
+        session.answer_commit({**report, **session.report(began, ended), "state": self._pause.phase.value}, None)
 
     def _end(self, session: Session, why: FastDeployError) -> None:
-        """End a session without a commit: the old weights serve on. An update in place that has touched the weights
-        needs a good update before any step runs. A job of the session that still runs is given up, since it may
-        hang."""
+        """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
+        update must follow before any step. A running job of the session is abandoned, because it may hang."""
         session.advance(SessionEvent.END)
         self.session = None
         self.num_failed += 1
-        self._remember(session, why)
+        self._ended.add(session, why)
         self._thread.give_up(session, why)
-        self._answer_commit(session, self._scope.weights_label(), why)
+        session.answer_commit(self._scope.weights_label(), why)
         staging, session.staging, session.staged = session.open_staging, None, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            later = self.session is not None and self.session.in_place  # a later session needs the hold
-            if session.in_place and self._runner.has_weights and not later:
+            needed = self.session is not None and self.session.in_place  # by a later session
+            if session.in_place and self._runner.has_weights and not needed:
                 self._pause.release_system_hold(IN_PLACE_HOLD)
 
         self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
 
-    def _remember(self, session: Session, why: FastDeployError) -> None:
-        self._ended[session.id] = why
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    @staticmethod
-    def _answer_commit(session: Session, result: dict[str, Any], error: FastDeployError | None) -> None:
-        answer, session.answer = session.answer, None
-        if answer is not None:
-            answer(result, error)
-
 
 def _reads_files(args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> bool:
-    """Whether the source is on a file system that is not ours, where a read may hang."""
+    """Return whether the source is a folder. Its file system may be remote, and a read may hang."""
     return isinstance(args.source, FolderSource)
 
 
 def _over_all(checksums: dict[str, str]) -> str:
-    """sha256 hex of "name:checksum" of each tensor, sorted by name, one per line."""
+    """Return the sha256, in hex, of the lines "name:checksum" of all tensors, sorted by name."""
     lines = "".join(f"{name}:{checksum}\n" for name, checksum in sorted(checksums.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def _and_ended(error: FastDeployError, session: Session) -> FastDeployError:
-    """The error that later calls of the session get."""
-    if isinstance(error, WeightUpdateRefused):
-        return SessionNotFound(f"weight session {session.id} ended when a chunk was refused: {error.message}")
-    return error

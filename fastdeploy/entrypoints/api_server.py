@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import uvicorn
+import uvloop
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,7 @@ BACKLOG = 4096
 
 
 class ApiServer(uvicorn.Server):
-    """Ends its open requests with what they have before it waits for their connections to close."""
+    """A uvicorn server. At shutdown it ends its open requests first, then waits for their connections to close."""
 
     def __init__(self, config: uvicorn.Config, client: EngineClient, bound_s: float):
         super().__init__(config)
@@ -45,11 +46,12 @@ class ApiServer(uvicorn.Server):
 def make_server(
     client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
 ) -> ApiServer:
-    """A uvicorn server of :func:`create_app`; half of the shutdown time is for the engine to end open requests."""
+    """Return a server of :func:`create_app`. Connections get half of shutdown_s to close, and the engine a quarter to
+    end open requests."""
     uvicorn_config = uvicorn.Config(
         create_app(client, tokenizer, config, keys),
         loop="uvloop",
-        http=cast(Any, functools.partial(HttpProtocol, config)),  # typed as a class, and only called
+        http=cast(Any, functools.partial(HttpProtocol, config)),  # uvicorn declares a class, but only calls it
         ws="none",
         backlog=BACKLOG,
         timeout_keep_alive=config.http_keepalive_s,
@@ -87,8 +89,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="ServeConfig as JSON")
     parser.add_argument("--endpoint", required=True, help="ZMQ address of the engine")
-    parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="the listening sockets, inherited")
-    parser.add_argument("--event-fd", type=int, required=True, help="where to tell the supervisor, inherited")
+    parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="inherited listening sockets")
+    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the supervisor")
     args = parser.parse_args()
     setup_logging("api")
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
@@ -97,15 +99,9 @@ def main() -> int:
         tokenizer = load_tokenizer(config.model)
     except InvalidField as error:
         return events.refuse(error)
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, keys, tokenizer, args.endpoint, listeners, events))
     return 0
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    import uvloop
-
-    return uvloop.new_event_loop()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One child process of the supervisor."""
+"""One child process of the supervisor, or of the engine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class Child:
     """A running ``python -m module args --event-fd N``. ``pidfd`` becomes readable when the process has ended, and
-    ``events.fd`` when the process has sent an event. ready_since: time.monotonic() of its event "ready".
+    ``events.fd`` when the process has sent an event. ready_since: time.monotonic() when the child became ready.
 
-    The child is in a session of its own. So Ctrl-C reaches the supervisor only, which ends its children in order.
-    death_signal: sent to the child when the supervisor dies for any reason (None: the child watches the supervisor
-    itself). environment: the environment variables of the process.
+    The child has its own session, so Ctrl-C reaches the supervisor only, which ends its children in order.
+    death_signal: the system sends it to the child when the parent dies; None = the child watches the parent itself.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Child:
             if death_signal is None:
                 return
             _libc.prctl(_PR_SET_PDEATHSIG, death_signal)
-            if os.getppid() != parent:  # the supervisor died before the call of prctl
+            if os.getppid() != parent:  # the parent died before the call of prctl
                 os._exit(1)
 
         try:

@@ -18,7 +18,7 @@ from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 
-AddArgument = Callable[..., Any]  # add_argument of a group of flags
+AddArgument = Callable[..., Any]  # argparse's add_argument, of one group
 EMBEDDED_NAME = "fastdeploy-embedded"
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_http_flags(serve.add_argument_group("HTTP").add_argument, http)
     _add_limit_flags(serve.add_argument_group("connections, request bodies and uploads").add_argument, http)
     _add_request_flags(serve.add_argument_group("requests").add_argument, http)
-    _add_access_flags(serve.add_argument_group("who may do what").add_argument)
+    _add_access_flags(serve.add_argument_group("access").add_argument)
     _add_engine_flags(serve.add_argument_group("engine").add_argument, engine)
     _add_weight_flags(serve.add_argument_group("weights").add_argument, engine, http)
     return parser
@@ -44,10 +44,10 @@ def _add_http_flags(add: AddArgument, http: ServeConfig) -> None:
     add("--host", default=http.host, help="address to listen on (%(default)s)")
     add("--port", type=int, default=http.port, help="port to listen on, 0 = any free one (%(default)s)")
     add("--workers", type=int, default=http.workers, help="API server processes (%(default)s)")
-    add("--served-model-name", help="the model's name in requests and replies (its folder's)")
+    add("--served-model-name", help="the model's name in requests and replies (the folder's name)")
     add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
-    add("--shutdown-s", type=float, default=http.shutdown_s, help="seconds in which everything ends (%(default)g)")
-    add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is stuck (%(default)g)")
+    add("--shutdown-s", type=float, default=http.shutdown_s, help="seconds that a shutdown may take (%(default)g)")
+    add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is killed (%(default)g)")
 
 
 def _add_limit_flags(add: AddArgument, http: ServeConfig) -> None:
@@ -62,16 +62,16 @@ def _add_limit_flags(add: AddArgument, http: ServeConfig) -> None:
 
 
 def _add_request_flags(add: AddArgument, http: ServeConfig) -> None:
-    what = "log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)"
-    add("--max-reply-logprobs", type=int, default=http.max_reply_logprobs, help=what)
-    what = "of requests that name none; routes of SGLang: temperature (%(default)s)"
-    add("--logprobs-mode", choices=LOGPROBS_MODES, default=http.logprobs_mode, help=what)
+    text = "log probabilities one request may ask for: choices x max_tokens x (1 + top) (%(default)s)"
+    add("--max-reply-logprobs", type=int, default=http.max_reply_logprobs, help=text)
+    text = "for requests that name no mode; routes of SGLang: temperature (%(default)s)"
+    add("--logprobs-mode", choices=LOGPROBS_MODES, default=http.logprobs_mode, help=text)
     add("--trust-request-chat-template", action="store_true", help="take a chat_template from a request")
     for dialect in ("vllm", "sglang", "areal"):
         name = f"{dialect}_pause_mode"
         flag = "--" + name.replace("_", "-")
-        what = f"of a pause by {dialect}'s routes that names none (%(default)s)"
-        add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=what)
+        text = f"mode of a pause by a {dialect} route that names no mode (%(default)s)"
+        add(flag, choices=PAUSE_MODES, default=getattr(http, name), help=text)
 
 
 def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
@@ -91,33 +91,33 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
-    add("--runner-process", action="store_true", help="compute the model in a process of its own")
+    add("--runner-process", action="store_true", help="run the model in a separate process")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
     add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
 
 
 def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig) -> None:
-    what = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
-    add("--model-root", action="append", metavar="PATH", help=what)
-    what = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
-    add("--pull-root", default=http.pull_root, metavar="PATH", help=what)
+    text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
+    add("--model-root", action="append", metavar="PATH", help=text)
+    text = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    add("--pull-root", default=http.pull_root, metavar="PATH", help=text)
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
-    what = "seconds that reading new weights may take; then it is given up (%(default)g)"
-    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=what)
+    text = "seconds that reading new weights may take, then it is abandoned (%(default)g)"
+    add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=text)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
 
 
 def _add_access_flags(add: AddArgument) -> None:
-    keys = "file of keys, one on each line, any of which opens"
+    keys = "file of keys, one on each line; each key opens"
     add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
     add("--control-key", metavar="FILE", help=f"{keys} every route (or {CONTROL_KEY}, likewise)")
     add("--control-port", type=int, help="the only port that answers control routes, 0 = any free one (--port)")
-    why = "answer control routes without a key though other machines can reach them"
-    add("--insecure-control", action="store_true", help=why)
-    names = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
-    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=names)
-    origins = "origins of web pages that may use this server; * = any (none but its own)"
-    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=origins)
+    text = "answer control routes without a key though other machines can reach them"
+    add("--insecure-control", action="store_true", help=text)
+    text = "names that the Host header may have, besides loopback's; * = any (any, unless bound to loopback)"
+    add("--allowed-hosts", type=_comma_list, default=(), metavar="A,B", help=text)
+    text = "origins of web pages that may use this server; * = any (none but its own)"
+    add("--allowed-origins", type=_comma_list, default=(), metavar="A,B", help=text)
 
 
 def _comma_list(text: str) -> tuple[str, ...]:
@@ -126,19 +126,20 @@ def _comma_list(text: str) -> tuple[str, ...]:
 
 def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     """Return the checked configs of ``fastdeploy serve``. Raises InvalidField, which names a setting."""
+    from fastdeploy.embedded import MODEL_DIR
+
     if args.folder and args.model:
         raise InvalidField("model", "expected the model once: as MODEL or as --model")
     given_model = args.folder or args.model
-    model = os.path.abspath(given_model) if given_model else _embedded_model()
+    model = os.path.abspath(given_model or MODEL_DIR)
     if not os.path.isfile(os.path.join(model, "config.json")):
         raise InvalidField("model", f"expected a Hugging Face folder with a config.json, got {model!r}")
     name = args.served_model_name or (os.path.basename(model) if given_model else EMBEDDED_NAME)
-    roots = args.model_root
-    if roots is None:
-        roots = ["/"] if is_loopback(args.host) else []
+    any_path = ["/"] if is_loopback(args.host) else []
+    roots = any_path if args.model_root is None else args.model_root
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
-        roots = [*roots, args.pull_root]  # weights that were pulled must be loadable
+        roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
     model_roots = tuple(os.path.abspath(root) for root in roots)
     given = vars(args) | {"model": model, "served_model_name": name, "model_roots": model_roots}
 
@@ -148,17 +149,11 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     return EngineConfig(**fields_of(EngineConfig)).check(), ServeConfig(**fields_of(ServeConfig)).check()
 
 
-def _embedded_model() -> str:
-    from fastdeploy.embedded import MODEL_DIR
-
-    return str(MODEL_DIR)
-
-
 def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
     if not is_exposed(config, keys):
         return
     if config.insecure_control:
-        logger.warning("--insecure-control: anyone who reaches %s can pause it and change weights", config.host)
+        logger.warning("--insecure-control: anyone who reaches %s can pause the engine and change weights", config.host)
     else:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 

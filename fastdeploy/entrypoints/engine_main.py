@@ -45,11 +45,10 @@ def stop_signals_deferred() -> Iterator[None]:
 
 class Lifeline:
     """Ends the engine on a stop signal, or when the supervisor is gone. In the second case the lifeline also removes
-    the socket folder, since no other process is left to do so. stop: ends this process. The main sets it to the stop of
-    the engine's loop.
+    the socket folder. stop: ends this process; ``serve`` sets it to the stop of the engine's loop.
 
-    A thread watches the supervisor, rather than a signal at the parent's death. Such a signal would have to wait until
-    the main thread returns from a step. Before a handler is set, it would end the process and leave the folder behind.
+    A thread watches the supervisor. A signal at the parent's death does not suffice: its handler would wait until the
+    main thread returns from a step, and before a handler is set the signal would end the process without a clean-up.
     """
 
     def __init__(self, supervisor: int, socket_dir: str, bound_s: float):
@@ -71,7 +70,7 @@ class Lifeline:
         logger.error("the supervisor is gone: stopping")
         ipc_dir.remove(self._socket_dir)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(self._bound_s)  # the time for an orderly end
+        time.sleep(self._bound_s)  # time for an orderly end
         os._exit(1)
 
 
@@ -110,7 +109,7 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
 
 
 def _named_by_flag(error: Exception) -> Exception:
-    """Return ``error``, or for a bad setting an error that names its flag."""
+    """Return ``error``, or for a bad setting an error that names the flag."""
     if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
         return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
     return error
@@ -121,9 +120,9 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket-dir", required=True, help="private folder for the socket")
     parser.add_argument("--supervisor", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--event-fd", type=int, required=True, help="where to tell readiness and commits, inherited")
+    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the supervisor")
     parser.add_argument("--lost-commit", action="store_true", help="an earlier engine had newer weights")
-    parser.add_argument("--bound-s", type=float, default=10.0, help="time to stop in, once the supervisor is gone")
+    parser.add_argument("--bound-s", type=float, default=10.0, help="seconds to stop in when the supervisor is gone")
     args = parser.parse_args()
     setup_logging("engine")
     events = EventPipe(args.event_fd)

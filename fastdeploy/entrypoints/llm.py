@@ -26,8 +26,7 @@ T = TypeVar("T")
 
 
 class RequestOutput(NamedTuple):
-    """One prompt and its n choices; each has text, token_ids, logprobs, spans, finish_reason and stop_reason, the first
-    also prompt_logprobs."""
+    """One prompt and its n choices. prompt_logprobs: in the first choice only."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -35,10 +34,11 @@ class RequestOutput(NamedTuple):
 
 
 class LLM:
-    """``LLM(model).generate(prompts, SamplingParams(...))``. ``close()`` it, or use it as a context manager.
+    """An engine in this process: ``LLM(model).generate(prompts, SamplingParams(...))``. Call ``close()`` at the end, or
+    use the LLM as a context manager.
 
-    model None is the embedded one. settings: fields of EngineConfig. runner: in place of a model that is loaded.
-    Thread-safe: another thread may pause, abort or update weights while ``generate`` runs.
+    model: folder; None = the embedded model. settings: fields of EngineConfig. runner: replaces the runner that loads
+    the model. Thread-safe: another thread may pause, abort or update weights while ``generate`` runs.
     """
 
     def __init__(self, model: str | None = None, *, runner: Any = None, **settings: Any):
@@ -50,13 +50,13 @@ class LLM:
         self.tokenizer = load_tokenizer(config.model)
         self._runner = runner if runner is not None else load_runner(config)
         self._transport = InprocTransport()
-        self._engine = CommonEngine(config, self._runner, self._transport, uuid.uuid4().hex)
+        self._engine = CommonEngine(config, self._runner, self._transport)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
-        self._loop = LoopThread("engine-client")  # runs the client of the engine, and all that waits for answers
+        self._loop = LoopThread("engine-client")  # runs the client and all that wait for answers
         self._client = EngineClient(self._transport, stall_s=None, first_connection_s=60.0)
         self._closed = False
-        self._lock = threading.Lock()  # of _closed: no work is given to a loop that is being stopped
+        self._lock = threading.Lock()  # guards _closed: no work may start in a loop that is being stopped
         self._run(self._connect())
 
     def generate(
@@ -67,14 +67,14 @@ class LLM:
         stop: str | Sequence[str] = (),
         **fields: Any,
     ) -> list[RequestOutput]:
-        """Generate for all prompts (texts, or token ids) and return in their order.
+        """Generate for all prompts (texts, or lists of token ids). Return the outputs in the order of the prompts.
 
-        sampling: one for all, or one per prompt; without a seed every prompt gets a new one.
+        sampling: one for all prompts, or one per prompt. Without a seed, each prompt gets a new seed.
         fields: further fields of core.request_fields.RequestFields, one value for all prompts or a list with one per
-            prompt. A single first_choice is that of the first prompt; the choices of the others count on from it.
+            prompt. A single first_choice is for the first prompt; the choices of the next prompts are numbered on.
 
-        A choice whose logits were not finite has the tokens until then, finish_reason "error" and a ``message``; the
-        others are whole. Raises RequestError for a prompt that is refused, and EngineError if the engine fails."""
+        A choice with logits that are not finite ends with finish_reason "error", a ``message`` and the tokens before.
+        Other choices are not affected. Raises RequestError for a refused prompt, EngineError if the engine fails."""
         requests = self._requests(prompts, sampling, n, fields)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         texts = [TextOptions(stops=stops, min_tokens=request.sampling.min_tokens) for request in requests]
@@ -85,7 +85,7 @@ class LLM:
         ]
 
     def pause(self, mode: str = "abort", **args: Any) -> dict[str, Any]:
-        """See messages.PauseArgs; returns the report once the engine is quiesced."""
+        """Pause, and return the report when the engine is quiesced. args: see messages.PauseArgs."""
         return self.call(m.PauseArgs(mode=mode, **args))
 
     def resume(self, hold_id: str | None = None) -> dict[str, Any]:
@@ -97,36 +97,36 @@ class LLM:
     def update_weights(
         self, model_path: str | None = None, version: str | None = None, kv: str = "keep", **args: Any
     ) -> dict[str, Any]:
-        """New weights from a Hugging Face folder; raises WeightUpdateRefused, the old ones serving on. Without a folder
-        only the label changes. args: see messages.UpdateWeightsArgs."""
+        """Load new weights from a Hugging Face folder, or without a folder only change the label. args: see
+        messages.UpdateWeightsArgs. After WeightUpdateRefused the old weights still serve."""
         if model_path is not None:
             return self.call(m.UpdateWeightsArgs(FolderSource(model_path), version, kv=kv, **args))
         if version is None:
-            raise errors.InvalidField("model_path", "expected a folder, or a version to relabel what serves")
+            raise errors.InvalidField("model_path", "expected a folder, or a version as the new label of the weights")
         return self.call(m.SetVersionArgs(version))
 
     def weights(self, checksums: bool = False) -> dict[str, Any]:
-        """See messages.WeightInfoArgs."""
+        """Return the label of the weights and the state of updates. See messages.WeightInfoArgs."""
         return self.call(m.WeightInfoArgs(checksums=checksums))
 
     def sleep(self, *tags: str, **args: Any) -> dict[str, Any]:
-        """Give the memory of "weight" and "kv_cache" (no tag: both) back to the system; see messages.SleepArgs."""
+        """Give memory back to the system. tags: "weight", "kv_cache"; none = both. args: see messages.SleepArgs."""
         return self.call(m.SleepArgs(tags, **args))
 
     def wake_up(self, *tags: str) -> dict[str, Any]:
-        """Take memory again, of all that sleeps if no tag is named."""
+        """Take memory again. tags: as for ``sleep``; none = all that sleep."""
         return self.call(m.WakeArgs(tags))
 
     def reset(self, version: str | None = None) -> dict[str, Any]:
-        """Start over: see messages.ResetArgs."""
+        """Reset the engine for a trainer that starts over. See messages.ResetArgs."""
         return self.call(m.ResetArgs(version=version))
 
     def call(self, args: m.Args) -> dict[str, Any]:
-        """Make any control call. Raises the error that the engine answered."""
+        """Make any control call. Raises the error in the engine's answer."""
         return self._run(self._client.call(args))
 
     def close(self) -> None:
-        """Stop the engine. Open requests end with reason "abort". Closing twice is fine."""
+        """Stop the engine. Open requests end with finish_reason "abort". A second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -146,7 +146,7 @@ class LLM:
     # ------------------------------------------------------------------ inside
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which runs in the loop of the client. Raises EngineDead after :meth:`close`."""
+        """Run ``work`` in the client's loop, and return its result. Raises EngineDead after :meth:`close`."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -154,7 +154,7 @@ class LLM:
             future = self._loop.submit(work)
         try:
             return future.result()
-        except BaseException:  # such as Ctrl-C: the work is cancelled, and with it its requests
+        except BaseException:  # for example Ctrl-C: cancelling the work cancels its requests
             future.cancel()
             raise
 
@@ -163,13 +163,13 @@ class LLM:
         await self._client.require_engine()
 
     async def _disconnect(self) -> None:
-        """Close the client, and wait until everybody who waits for an answer has it."""
+        """Close the client, and wait until every waiting coroutine has its answer."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await self._client.close()
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _generate(self, request: GenerationRequest) -> list[Choice]:
-        stops = any(text.stops for text in request.texts)  # only to find one are tokens looked at as they come
+        stops = any(text.stops for text in request.texts)  # only then must each token be read as it comes
         running = Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock()), for_tokens=stops)
         async with running as generation:
             while not generation.finished:
@@ -177,7 +177,7 @@ class LLM:
         return generation.choices
 
     def _run_engine(self) -> None:
-        """The engine's thread: run the engine, then end every wait for it."""
+        """Run the engine, then end all waiting for its answers. The target of the engine's thread."""
         error: errors.EngineError | None = None
         try:
             self._engine.run()
@@ -192,7 +192,7 @@ class LLM:
         n: int,
         fields: dict[str, Any],
     ) -> list[AddRequest]:
-        """One checked request per prompt; see :meth:`generate`."""
+        """Return one checked request per prompt. See :meth:`generate`."""
         if not isinstance(prompts, Sequence):
             raise errors.InvalidField("prompts", "expected a text, or a sequence of texts or token ids")
         if type(n) is not int or n < 1:
@@ -224,9 +224,9 @@ class LLM:
 
 
 def _per_prompt(field: str, value: Any, num_prompts: int) -> Sequence[Any]:
-    """``value`` if it is a list with one value for each prompt; a single value is taken for all prompts."""
+    """Return one value per prompt: ``value`` itself if it is a list, else copies of it. Raises InvalidField."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * num_prompts
     if len(value) != num_prompts:
-        raise errors.InvalidField(field, f"{len(value)} of them for {num_prompts} prompts")
+        raise errors.InvalidField(field, f"got {len(value)} values for {num_prompts} prompts")
     return value

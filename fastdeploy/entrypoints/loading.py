@@ -1,4 +1,4 @@
-"""Loading of a model by settings, in this process or in one of its own."""
+"""Loading of a model, into this process or into a separate one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastdeploy.entrypoints.child import Child
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.remote_runner import RemoteRunner
 
-CLOSE_S = 10.0  # for a runner's process to end
+CLOSE_S = 10.0  # time for a runner's process to end; then it is killed
 
 
 def load_runner(config: EngineConfig, folder: str | None = None) -> Runner:
-    """Load the model of ``config``, in a process of its own if ``runner_process`` is set. folder: for the sockets of
-    that process; None = a temporary one. Raises FastDeployError or OSError if the model cannot be served."""
+    """Load the model of ``config``, into a separate process if ``runner_process`` is set. folder: for the sockets of
+    that process; None = a temporary folder. Raises FastDeployError or OSError if the model cannot be served."""
     return _start_runner(config, folder) if config.runner_process else load_model(config)
 
 
@@ -44,7 +44,7 @@ def load_model(config: EngineConfig) -> Runner:
 
 
 def _start_runner(config: EngineConfig, given_folder: str | None) -> RemoteRunner:
-    """Start the runner's process, which is killed when the calling thread ends."""
+    """Start the runner's process. The system kills it when the calling thread ends."""
     folder = given_folder or ipc_dir.create()
     args = ["--config", msgspec.json.encode(config).decode(), "--socket-dir", folder]
     main = "fastdeploy.entrypoints.runner_main"

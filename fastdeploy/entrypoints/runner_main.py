@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket-dir", required=True, help="private folder for the sockets")
-    parser.add_argument("--event-fd", type=int, required=True, help="inherited; there is nothing to tell")
+    parser.add_argument("--event-fd", type=int, required=True, help="required by Child, and not used")
     args = parser.parse_args()
     setup_logging("runner")
     os.close(args.event_fd)

@@ -1,8 +1,7 @@
-"""The parent of one engine and N API servers. The supervisor starts them, replaces those that die, and ends them all.
+"""The parent of one engine and N API servers. The supervisor starts them, replaces dead ones, and ends them all.
 
 The supervisor binds the HTTP sockets once, and every API server inherits them. So no waiting connection is lost when an
-API server is replaced. API servers start together with the engine: /health and /ready answer (503) while the model
-loads.
+API server is replaced. API servers start together with the engine: /health and /ready answer 503 while the model loads.
 
 The loop blocks in one selector, on the pidfd and the event pipe of each child and on the wake-up pipe of signals.
 """
@@ -44,8 +43,8 @@ class BackOff:
 
     The first restart is immediate. The second waits ``first_delay_s``, and each further one twice as long as the one
     before, up to MAX_DELAY_S. The count starts again after a child that was ready for HEALTHY_S. The supervisor gives
-    up only after MAX_FAILED_STARTS children in a row that were never ready. So a client that knows how to kill a child
-    cannot use up the restarts.
+    up only after MAX_FAILED_STARTS children in a row that were never ready. So a client that can kill a child cannot
+    use up the restarts.
     """
 
     def __init__(self, first_delay_s: float):
@@ -54,8 +53,7 @@ class BackOff:
         self._num_failed_starts = 0
 
     def delay(self, ready_for_s: float | None) -> float | None:
-        """Return the seconds to wait, or None to give up. ready_for_s: seconds that the child was ready (None:
-        never)."""
+        """Return the seconds to wait, or None to give up. ready_for_s: how long the child was ready; None = never."""
         self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             return None
@@ -133,12 +131,12 @@ class Supervisor:
 
     def _wait_and_handle(self) -> None:
         ready = self._selector.select(self._seconds_to_deadline())
-        # Events that a child sent before it died count, so the pipes come before the pidfds.
+        # Pipes come before pidfds, since a child may have sent events before it died.
         for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
-            if key.fd in self._selector.get_map():  # an event before this one may have killed the child
+            if key.fd in self._selector.get_map():  # an earlier event may have killed the child
                 key.data[1]()
         if self._stopping and time.monotonic() >= self._stop_deadline:
-            logger.error("not everything ended within %g s: killing the rest", self._config.shutdown_s)
+            logger.error("some processes did not end within %g s: killing them", self._config.shutdown_s)
             self._status = self._status or FAILED
             self._kill_all()
         if not self._stopping:
@@ -177,7 +175,7 @@ class Supervisor:
             if number not in STOP_SIGNALS:
                 continue
             if self._stopping:
-                logger.warning("stopped again: killing everything")
+                logger.warning("second stop signal: killing all processes")
                 self._status = FAILED
                 self._kill_all()
             else:
@@ -186,22 +184,30 @@ class Supervisor:
 
     # ------------------------------------------------------------------ children
 
-    def _watch(self, child: Child, on_event: Callable[[dict], None], on_end: Callable[[int], None]) -> None:
+    def _watch(
+        self, child: Child, on_event: Callable[[Child, dict], None], on_end: Callable[[Child, int], None]
+    ) -> None:
         def read() -> None:
             events = child.events.read()
             for event in events:
-                on_event(event)
+                if event["event"] == "refused":
+                    self._on_refused(event["why"])
+                else:
+                    on_event(child, event)
             if not events:  # the child has closed the pipe
                 self._forget_fd(child.events.fd)
 
         def end() -> None:
             read()
-            self._forget_fd(child.events.fd)
-            self._forget_fd(child.pidfd)
-            on_end(child.reap())
+            on_end(child, self._reap(child))
 
         self._selector.register(child.events.fd, selectors.EVENT_READ, (0, read))
         self._selector.register(child.pidfd, selectors.EVENT_READ, (1, end))
+
+    def _reap(self, child: Child) -> int:
+        self._forget_fd(child.events.fd)
+        self._forget_fd(child.pidfd)
+        return child.reap()
 
     def _forget_fd(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -213,19 +219,13 @@ class Supervisor:
         if self._lost_commit:
             args.append("--lost-commit")
         child = self._engine = Child(ENGINE, self._engine_module, args, environment=NO_KEYS.environment(os.environ))
-        self._watch(
-            child,
-            lambda event: self._on_engine_event(child, event),
-            lambda status: self._on_engine_end(child, status),
-        )
+        self._watch(child, self._on_engine_event, self._on_engine_end)
 
     def _on_engine_event(self, child: Child, event: dict) -> None:
         if event["event"] == "ready":
             child.ready_since, self._served = time.monotonic(), True
         elif event["event"] == "commit":
             self._lost_commit = True  # the next engine must know that it lacks this commit
-        elif event["event"] == "refused":
-            self._on_refused(event["why"])
 
     def _on_engine_end(self, child: Child, status: int) -> None:
         self._engine = None
@@ -242,20 +242,12 @@ class Supervisor:
         fds = [listener.fileno() for listener in self._listeners]
         args += ["--http-fds", *map(str, fds)]
         module, environment = "fastdeploy.entrypoints.api_server", self._keys.environment(os.environ)
-        child = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
-        self._servers[name] = child
-        self._watch(
-            child,
-            lambda event: self._on_server_event(child, event),
-            lambda status: self._on_server_end(name, status),
-        )
+        child = self._servers[name] = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
+        self._watch(child, self._on_server_event, self._on_server_end)
 
     def _on_server_event(self, child: Child, event: dict) -> None:
-        if event["event"] == "up":  # ready in the sense of BackOff, with or without an engine
+        if event["event"] == "up":  # "ready" for BackOff, whether or not the engine is
             child.ready_since = time.monotonic()
-            return
-        if event["event"] == "refused":
-            self._on_refused(event["why"])
             return
         self._connected.add(child.name)
         if not self._announced and self._connected >= self._servers.keys():
@@ -264,17 +256,17 @@ class Supervisor:
             also = f", control at {control[0]}" if control else ""
             print(f"FastDeploy serves {self._config.served_model_name} at {data}{also}", flush=True)
 
-    def _on_server_end(self, name: str, status: int) -> None:
-        child = self._servers.pop(name)
-        self._connected.discard(name)
+    def _on_server_end(self, child: Child, status: int) -> None:
+        del self._servers[child.name]
+        self._connected.discard(child.name)
         if not self._stopping:
             self._restart_later(child, status)
         elif not self._servers and self._engine:
             self._engine.signal(signal.SIGTERM)
 
     def _on_refused(self, why: str) -> None:
-        """Print once why the model cannot be served, and stop. If nothing was served yet, kill the children: there is
-        nothing to end in order, and a child that still loads may take long to handle a signal."""
+        """Print once why the model cannot be served, and stop. If nothing was served yet, kill the children, since a
+        child that still loads may take long to handle a signal."""
         if self._stopping:
             return
         print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
@@ -286,7 +278,7 @@ class Supervisor:
         now, name = time.monotonic(), child.name
         delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since)
         if delay is None:
-            text = "%s ended with status %d, for the %dth time before it was ready: giving up"
+            text = "%s ended with status %d; it was not ready in any of the last %d starts: giving up"
             logger.error(text, name, status, MAX_FAILED_STARTS)
             self._stop(FAILED)
             return
@@ -320,18 +312,14 @@ class Supervisor:
         for child in self._children():
             child.signal(signal.SIGKILL)
         for child in self._children():
-            self._forget_fd(child.events.fd)
-            self._forget_fd(child.pidfd)
-            child.reap()
+            self._reap(child)
         self._servers.clear()
         self._engine = None
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop the server. SIGHUP is not among them if it is ignored, as under nohup. The children
-    inherit that."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
+    """Return the signals that stop the server: STOP_SIGNALS, without SIGHUP if it is ignored, as under nohup."""
+    return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -355,6 +343,6 @@ def _url(listener: socket.socket) -> str:
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit of open files to the hard limit, since every open stream is a file."""
+    """Raise the limit of open files to the hard limit, since every connection needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -26,11 +26,12 @@ from fastdeploy.http.dialects.skyrl.routes import skyrl_router
 from fastdeploy.http.dialects.vllm.routes import vllm_router
 from fastdeploy.http.docs_page import add_docs_page
 from fastdeploy.http.errors import add_error_handlers
-from fastdeploy.http.guards import browser_guard, route_access
 from fastdeploy.http.guards.body_limit import BodyLimit
+from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
-from fastdeploy.http.middleware import LastResort, Routing, TraceId
+from fastdeploy.http.guards.route_access import AccessPolicy
+from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
 from fastdeploy.http.openapi import DescribedApp
@@ -51,7 +52,7 @@ ROUTERS = {
 
 
 def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
-    """Make the HTTP application. It starts ``client`` when it starts, and closes it when it ends."""
+    """Return the HTTP application. Its start starts ``client``, and its end closes ``client``."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,19 +69,19 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         docs_url=None,
         redoc_url=None,
     )
-    uploads = Budget(config.max_uploads, config.body_idle_s, "the weight uploads at once (--max-uploads)")
+    uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
     context = ServingContext(client, tokenizer, config, uploads)
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])
     add_docs_page(app)
     add_error_handlers(app)
-    # The last one is the outermost. BodyLimit is around all that may answer without reading a body.
-    app.add_middleware(route_access.AccessControl, policy=route_access.AccessPolicy.of(config, keys))
-    if config.allowed_origins:  # around the check of keys: a browser asks for permission without a key
+    # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
+    app.add_middleware(Guard, check=AccessPolicy.of(config, keys).check)
+    if config.allowed_origins:  # outside of the check of keys: browsers send preflight requests without a key
         origins, methods = config.allowed_origins, ("GET", "POST", "PUT")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    app.add_middleware(browser_guard.BrowserGuard, policy=browser_guard.PagePolicy.of(config))
+    app.add_middleware(Guard, check=PagePolicy.of(config).check)
     app.add_middleware(LastResort)
     app.add_middleware(BodyLimit, config=config, slice_lock=context.slice_lock)
     app.add_middleware(Routing)
@@ -89,8 +90,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
 
 
 def _end_process(connecting: asyncio.Task[None]) -> None:
-    """End this process where its connection to the engine cannot be kept up: the supervisor starts another one, while
-    this one could only answer 503."""
+    """End this process when its connection to the engine has failed for good. The supervisor starts another one."""
     if not connecting.cancelled():
-        logger.error("the connection to the engine cannot be kept up", exc_info=connecting.exception())
+        logger.error("the connection to the engine failed for good", exc_info=connecting.exception())
         os.kill(os.getpid(), signal.SIGTERM)

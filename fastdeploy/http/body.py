@@ -1,5 +1,5 @@
-"""Reading JSON bodies. Unknown fields are refused, harmless ones are dropped. Fields that would change the meaning and
-are not supported are refused by name, unless they have a neutral value."""
+"""Reading JSON bodies. Unknown fields are refused, and harmless fields are dropped. An unsupported field that would
+change the answer is refused by name, unless it has a neutral value."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastdeploy.core.errors import InvalidField
 
-# Bookkeeping of hosted services and hints: no effect on what is sampled.
+# Dropped: bookkeeping of hosted services, and hints. None of them changes which tokens are sampled.
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "parallel_tool_calls", "verbosity", "spaces_between_special_tokens", "stream_interval", "log_metrics",
-    # Which replica computes the request: there is one behind this address.
+    # The replica that computes the request: there is only one behind this address.
     "data_parallel_rank", "routed_dp_rank",
     # No reasoning parser runs here: the text is never split.
     "include_reasoning", "separate_reasoning", "stream_reasoning",
 })  # fmt: skip
-# In one body, those in strings included: an empty list costs 50 times what a number does.
+# Opening brackets in one body, those inside of strings included. An empty list costs 50 times as much as a number.
 MAX_BRACKETS = 1 << 19
-# Of one field, unless its type is Any. Each wrong entry costs some microseconds, and all of them are looked at before
-# the first is reported.
+# Entries of one field, unless its type is Any. Pydantic checks all entries before it reports the first wrong one, and
+# each wrong entry costs some microseconds.
 MAX_ENTRIES = 65536
-# What msgpack can carry.
+# The integers that msgpack can carry.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # Pydantic puts the branch of a union into the location of an error.
 UNION_BRANCHES = frozenset({"str", "int", "list[str]"})
@@ -49,7 +49,7 @@ BodyType = TypeVar("BodyType", bound=BaseModel)
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object in ``raw``; no bytes are an empty object. Raises InvalidField("body", ...)."""
+    """Return the JSON object in ``raw``, or {} if ``raw`` is empty. Raises InvalidField for "body"."""
     if not raw.strip():
         return {}
     if raw.count(b"[") + raw.count(b"{") > MAX_BRACKETS:
@@ -66,14 +66,16 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The JSON object that is the body of ``request``. Unlike ``request.body()`` this keeps no bytes: a request may
-    live for minutes after its body was parsed. Call once for a request."""
+    """Read the body of ``request``, and return its JSON object. The body can be read only once. Unlike
+    ``request.body()`` this keeps no bytes: a request may live for minutes after its body was parsed."""
     return parse_json(b"".join([part async for part in request.stream()]))
 
 
 def parse_body(data: dict[str, Any], kind: type[BodyType], unsupported: Mapping[str, tuple[Any, ...]]) -> BodyType:
-    """Check ``data`` against ``kind``; null means "absent". unsupported: fields that are refused, unless they have one
-    of these values. Raises InvalidField naming the first wrong field."""
+    """Check ``data`` against ``kind``. A field that is null counts as absent.
+
+    ``unsupported`` names fields that are refused, each with the neutral values that are accepted. Raises InvalidField
+    for the first wrong field."""
     known = kind.model_fields
     kept = {}
     for field, value in data.items():

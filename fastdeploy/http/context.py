@@ -21,32 +21,24 @@ from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
 from fastdeploy.http.guards.budget import Budget
-from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody
+from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 
-# No token has more characters than this, or than the longest of the vocabulary: longer texts need no tokenising to be
-# refused.
+# A bound for the characters of a token, if no token of the vocabulary is longer. A text that exceeds a context by this
+# bound is refused before it is tokenised.
 CHARS_PER_TOKEN = 64
-# Fields that SamplingParams takes as they are. None means "absent": the default of SamplingParams applies.
+# Fields that SamplingParams takes unchanged. None means "absent": the default of SamplingParams applies.
 PASSED_ON = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "ignore_eos",
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
     "min_tokens",
-)
-
-
-# The name that SkyRL's RemoteInferenceClient sends if it was given none. It means the model that is served.
+)  # fmt: skip
+# SkyRL's RemoteInferenceClient sends this name when the caller named no model.
 ANY_MODEL = "default"
 
 
 @dataclass(frozen=True)
 class ServingContext:
-    """``tokenizer`` None: the model folder has none, and only token ids are served. uploads: how many weight
-    uploads there may be at once. slice_lock: see Pace."""
+    """The objects that routes use. tokenizer: None if the model folder has none; then only token ids are served.
+    uploads: places for weight uploads. slice_lock: see Pace."""
 
     client: EngineClient
     tokenizer: Tokenizer | None
@@ -55,24 +47,24 @@ class ServingContext:
     slice_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def pace(self) -> Pace:
-        """A new Pace, for one reply."""
+        """Return a new Pace, for one reply."""
         return Pace(self.slice_lock)
 
     @property
     def max_model_len(self) -> int:
-        """The tokens of a context. Raises EngineDead if no engine is connected."""
+        """The number of tokens in a context. Raises EngineDead if no engine is connected."""
         if self.client.welcome is None:
             raise EngineDead("no engine is connected: it is starting, or it died and is being restarted")
         return self.client.welcome.max_model_len
 
     def check_model(self, model: str | None) -> None:
-        """Raise ModelNotFound for a name that is not the served model's. No name, or "default", means that model."""
+        """Raise ModelNotFound unless ``model`` names the served model. None, "" and "default" name it too."""
         if model not in (None, "", ANY_MODEL, self.config.served_model_name, self.config.model):
             served = self.config.served_model_name
             raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
 
     def check_choices(self, num_prompts: int, n: int) -> None:
-        """Raise InvalidField if there are more choices than one HTTP request may have or the engine ever queues."""
+        """Raise InvalidField for more choices than one HTTP request may have, or than the engine's queue can hold."""
         if num_prompts * n > MAX_CHOICES:
             field = "prompt" if num_prompts > MAX_CHOICES else "n"
             raise InvalidField(field, f"{num_prompts} prompts x {n} choices; expected at most {MAX_CHOICES} in all")
@@ -87,30 +79,33 @@ class ServingContext:
         n: int,
         prompt_field: str = "prompt_logprobs",
     ) -> None:
-        """Raise InvalidField for a reply that might hold more log probabilities than --max-reply-logprobs, or more of
-        prompts than the engine computes for one request. ``sampling``: of each prompt, which has ``n`` choices."""
+        """Raise InvalidField if the reply might hold too many log probabilities: more than --max-reply-logprobs for
+        output tokens, or more for prompts than the engine computes for one request.
+
+        ``sampling`` has the parameters of each prompt, and each prompt has ``n`` choices. ``prompt_field`` is the field
+        to name in an error about prompts."""
         limit = self.config.max_reply_logprobs
-        told = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
-        if told > limit:
-            why = f"up to {told} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
+        total = sum(n * s.max_tokens * (1 + s.logprobs) for s in sampling if s.logprobs is not None)
+        if total > limit:
+            why = f"up to {total} log probabilities (choices x max_tokens x (1 + the best of each)); ask for fewer"
             raise InvalidField("logprobs", f"{why}, expected at most {limit} (--max-reply-logprobs)")
-        telling = [(ids, s.prompt_logprobs) for s, ids in zip(sampling, prompts, strict=True)]
-        tops = [top for _, top in telling if top is not None]
-        num_tokens = sum(len(ids) for ids, top in telling if top is not None)
-        check_prompt_logprobs(max(tops, default=None), num_tokens, prompt_field)
+        pairs = zip(sampling, prompts, strict=True)
+        asked = [(s.prompt_logprobs, len(ids)) for s, ids in pairs if s.prompt_logprobs is not None]
+        most = max((top for top, _ in asked), default=None)
+        check_prompt_logprobs(most, sum(num_tokens for _, num_tokens in asked), prompt_field)
 
     def check_text(self, text: str, field: str) -> None:
         """Raise InvalidField if ``text`` is longer than a full context of the longest tokens."""
         self.check_length(len(text), field)
 
     def check_length(self, characters: int, field: str) -> None:
-        """See :meth:`check_text`."""
+        """Raise InvalidField if a text of so many characters is longer than a full context of the longest tokens."""
         limit = self.max_model_len * max(CHARS_PER_TOKEN, self.require_tokenizer(field).longest_token)
         if characters > limit:
             raise InvalidField(field, f"{characters} characters do not fit a context of {self.max_model_len} tokens")
 
     def check_prompt(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField unless ``ids`` is a prompt the model can take and leave room for a token."""
+        """Raise InvalidField unless ``ids`` is a valid prompt that leaves room for one token of output."""
         if not ids:
             raise InvalidField(field, "expected at least one token")
         limit = self.max_model_len
@@ -119,7 +114,7 @@ class ServingContext:
         self.check_vocabulary(ids, field)
 
     def check_vocabulary(self, ids: list[int], field: str) -> None:
-        """Raise InvalidField for an id that is no token; ``ids`` is not empty."""
+        """Raise InvalidField for an id outside of the vocabulary. ``ids`` must not be empty."""
         vocab_size = self.client.model_info.get("vocab_size", 2**31)
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(t for t in ids if not 0 <= t < vocab_size)
@@ -131,14 +126,10 @@ class ServingContext:
         return self.tokenizer
 
     def sampling(
-        self,
-        body: GenerationBody,
-        prompt_tokens: int,
-        logprobs: int | None,
-        max_tokens: tuple[str, int | None],
+        self, body: GenerationBody, prompt_tokens: int, logprobs: int | None, max_tokens: tuple[str, int | None]
     ) -> SamplingParams:
-        """Checked parameters for one prompt. ``max_tokens``: (name of the field, its value); None is what is left of
-        the context, and a larger value is cut to that."""
+        """Return the checked parameters for one prompt. ``max_tokens`` is (name of the field, its value). The value
+        is cut to the rest of the context; None means all of the rest."""
         field, wanted = max_tokens
         left = self.max_model_len - prompt_tokens
         if wanted is not None and wanted < 1:
@@ -156,7 +147,7 @@ class ServingContext:
         ).check()
 
     def text_options(self, body: GenerationBody) -> TextOptions:
-        stops = body.stops()
+        stops = stop_strings(body.stop, "stop")
         if stops:
             self.require_tokenizer("stop")
         return TextOptions(
@@ -175,10 +166,10 @@ def generation_request(
     text: TextOptions,
     arrival: float,
 ) -> GenerationRequest:
-    """The engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
+    """Return the engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
 
-    The request_id is that of the body; without one a new id is made, which begins with ``id_prefix``. X-Request-Id is
-    not used: it names a trace, and many requests may carry the same. Raises InvalidField."""
+    The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
+    it names a trace, and a trace may have many requests. Raises InvalidField."""
     fields = body.request_fields()
     if fields.resumed_tokens and len(prompts) > 1:
         raise InvalidField("resumed_tokens", "expected a single prompt")
@@ -186,19 +177,13 @@ def generation_request(
         limit = len(prompts[0]) - 1
         raise InvalidField("resumed_tokens", f"expected at most {limit}, one less than the prompt has")
     if fields.retain_s and not body.request_id:
-        raise InvalidField("request_id", "expected one with retain_s: it is by this id that the result is asked for")
+        raise InvalidField("request_id", "expected one with retain_s: clients ask for the retained result by this id")
     request_id = body.request_id or f"{id_prefix}-{uuid.uuid4().hex}"
     several = len(prompts) > 1
     ids = [f"{request_id}-{i}" for i in range(len(prompts))] if several else [request_id]
-    requests = engine_requests(
-        ids,
-        prompts,
-        sampling,
-        fields,
-        group=request_id if several else "",
-        arrival=arrival,
-        fingerprint=fingerprint(body) if fields.retain_s else "",
-    )
+    group = request_id if several else ""
+    retained_as = fingerprint(body) if fields.retain_s else ""
+    requests = engine_requests(ids, prompts, sampling, fields, group, arrival, retained_as)
     return GenerationRequest(requests, [text] * len(prompts))
 
 
@@ -211,18 +196,19 @@ def engine_requests(
     arrival: float = 0.0,
     fingerprint: str = "",
 ) -> list[AddRequest]:
-    """One engine request for each prompt; choices are numbered on from ``fields.first_choice``. arrival 0 means now."""
+    """Return one engine request for each prompt. The choices of all prompts are numbered in one sequence, which begins
+    with ``fields.first_choice``. arrival 0 means now."""
     if fields.first_choice + fields.n * len(prompts) > MAX_INT32:
         raise InvalidField("first_choice", "expected numbers of choices below 2**31 - 1")
     shared = msgspec.structs.asdict(fields)
     shared |= {"group": group, "arrival": arrival or time.time(), "fingerprint": fingerprint}
     return [
-        AddRequest(*own, **shared | {"first_choice": fields.first_choice + fields.n * i})
-        for i, own in enumerate(zip(ids, prompts, sampling, strict=True))
+        AddRequest(*of_prompt, **shared | {"first_choice": fields.first_choice + fields.n * i})
+        for i, of_prompt in enumerate(zip(ids, prompts, sampling, strict=True))
     ]
 
 
 def fingerprint(body: GenerationBody) -> str:
-    """A hash that two bodies share if, and only if, they ask for the same answer, however it is to be delivered."""
+    """Return a hash of ``body`` without the fields that say how and when its answer is delivered."""
     fields = body.model_dump(exclude={"stream", "stream_options", "request_id", *TIMING}, exclude_none=True)
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()

@@ -1,4 +1,4 @@
-"""GET /docs: the routes of /openapi.json on one HTML page that needs nothing from the internet."""
+"""GET /docs: the routes of /openapi.json on one HTML page, which loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_docs_page(app: FastAPI) -> None:
 
 
 def page(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document: its operations, grouped by tag."""
+    """Return the HTML page of an OpenAPI document: its operations, grouped by tag."""
     operations = [
         (operation.get("tags", ["Other"])[0], method.upper(), path, operation)
         for path, item in document["paths"].items()
@@ -49,7 +49,10 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
     in_query = {parameter["name"]: parameter for parameter in operation.get("parameters", ())}
     in_body = schema.get("properties", {})
     required = schema.get("required", ())
-    rows = [_row(name, field, _place(name, in_query), name in required) for name, field in in_body.items()]
+    rows = [
+        _row(name, field, "body or query" if name in in_query else "body", name in required)
+        for name, field in in_body.items()
+    ]
     rows += [_row(n, p.get("schema", {}), "query", p["required"]) for n, p in in_query.items() if n not in in_body]
     texts = [operation.get("description", ""), schema.get("description", "")]
     notes = "".join(f"<p>{escape(text)}</p>" for text in texts if text)
@@ -60,10 +63,6 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
     return f"<details>{head}{notes}{table}</details>"
 
 
-def _place(name: str, in_query: dict[str, Any]) -> str:
-    return "body or query" if name in in_query else "body"
-
-
 def _row(name: str, field: dict[str, Any], place: str, required: bool) -> str:
     default = field.get("default")
     note = "required" if required else "" if default is None else f"default {json.dumps(default)}"
@@ -72,7 +71,7 @@ def _row(name: str, field: dict[str, Any], place: str, required: bool) -> str:
 
 
 def type_name(schema: dict[str, Any]) -> str:
-    """A JSON schema in a few words: ``integer``, ``list of string``, ``"keep" or "wait"``; null is left out."""
+    """Return a short name of a JSON schema without null: ``integer``, ``list of string``, ``"keep" or "wait"``."""
     if "anyOf" in schema:
         names = (type_name(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
         return " or ".join(dict.fromkeys(names))

@@ -1,4 +1,4 @@
-"""The one map from exceptions to HTTP answers."""
+"""The map from exceptions to HTTP answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPES = (
     (errors.ControlError, "control_error"),
     (errors.EngineError, "engine_error"),
 )
-# Seconds after which it makes sense to come back: a full queue moves soon, an engine takes a while to restart.
+# Seconds after which a client may try again: a full queue moves soon, and an engine takes longer to restart.
 RETRY_AFTER = {429: 1, 503: 2}
 
 
@@ -30,37 +30,41 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """``{"error": {message, type, code, param, ...detail}}``; a bug of ours shows no more than its class."""
+    """Return ``{"error": {message, type, code, param, ...detail}}``. An unexpected exception shows only its class."""
     if not isinstance(error, errors.FastDeployError):
-        return {"error": {"message": f"internal error: {type(error).__name__}", "type": "internal_error",
-                          "code": "internal_error", "param": None}}  # fmt: skip
+        return _body(f"internal error: {type(error).__name__}", "internal_error", "internal_error", {})
     kind = next((name for cls, name in TYPES if isinstance(error, cls)), "internal_error")
-    return {"error": {"message": error.message, "type": kind, "code": error.code, "param": None, **error.detail}}
+    return _body(error.message, kind, error.code, error.detail)
+
+
+def _body(message: str, kind: str, code: str | int, detail: dict[str, Any]) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "code": code, "param": None, **detail}}
 
 
 def error_response(error: Exception, **extra: Any) -> Response:
-    """The answer to a request that ended in ``error``; ``extra`` goes beside the "error" key."""
+    """Return the answer to a request that ended in ``error``. ``extra`` has further fields beside "error"."""
     status = errors.STATUS.get(getattr(error, "code", ""), 500)
     if status == 500:
-        known = isinstance(error, errors.FastDeployError)  # thousands may fail alike: each is told in one line
+        known = isinstance(error, errors.FastDeployError)  # logged in one line: thousands of requests may fail alike
         logger.error("request failed: %s", error, exc_info=None if known else error)
     wait = getattr(error, "detail", {}).get("retry_after", RETRY_AFTER.get(status))
-    headers = None if wait is None else {"Retry-After": str(wait)}
+    headers = {} if wait is None else {"Retry-After": str(wait)}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response({**error_body(error), **extra}, status, headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer the exceptions that are part of the contract. middleware.LastResort answers all others."""
+    """Answer our own exceptions and those of the router. middleware.LastResort answers all others."""
 
     async def on_error(_: Request, error: Exception) -> Response:
         return error_response(error)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        body = {"message": str(error.detail), "type": "invalid_request_error", "code": "not_found", "param": None}
-        if error.status_code == 405:
-            body["code"] = "method_not_allowed"
-        return json_response({"error": body}, error.status_code, dict(error.headers or {}))
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        body = _body(str(error.detail), "invalid_request_error", code, {})
+        return json_response(body, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(errors.FastDeployError, on_error)
     app.add_exception_handler(HTTPException, on_http_error)

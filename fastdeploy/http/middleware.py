@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.http.errors import error_response
 
 
+class Guard:
+    """Answers the error that ``check`` returns for a request, without reading the body of the request."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], FastDeployError | None]):
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope) if scope["type"] == "http" else None
+        await (error_response(error) if error else self._app)(scope, receive, send)
+
+
 class Routing:
-    """Serves /path/ as /path, without a redirect, which would lose the body; and HEAD as GET, of which the HTTP server
-    sends no body."""
+    """Serves /path/ as /path, and HEAD as GET. A redirect to /path would lose the body of the request. The HTTP server
+    sends no body in the answer to a HEAD request."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -23,7 +38,7 @@ class Routing:
 
 
 class LastResort:
-    """Answers an exception that nobody expected, so that the HTTP server does not drop the connection for it."""
+    """Answers an unexpected exception with a JSON error, so that the connection stays open."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -39,7 +54,7 @@ class LastResort:
         try:
             await self._app(scope, receive, watched_send)
         except ClientDisconnect:
-            return  # nobody waits for an answer
+            return
         except Exception as error:
             if started or scope["type"] != "http":
                 raise
@@ -47,7 +62,7 @@ class LastResort:
 
 
 class TraceId:
-    """Sends an X-Request-Id back as it came, so that a service mesh can match replies with traces."""
+    """Copies X-Request-Id from the request to the response, so that a service mesh can match them."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

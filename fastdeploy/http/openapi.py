@@ -1,6 +1,6 @@
 """The description of the routes that /openapi.json serves.
 
-Routes read their bodies by hand, so FastAPI does not see their fields. A route says them next to its path::
+Routes parse their bodies themselves, so FastAPI does not know their fields. A route declares them next to its path::
 
     @router.post("/v1/pause", openapi_extra=takes(PauseBody, query=True))
 """
@@ -21,34 +21,23 @@ from fastdeploy.core.errors import STATUS
 Schema = dict[str, Any]
 JSON, BYTES, EVENTS = "application/json", "application/octet-stream", "text/event-stream"
 ABOUT = "An LLM serving engine for RL rollouts: OpenAI's routes, and the control routes that trainers call."
-# The answers of the HTTP side itself, beside those of fastdeploy.core.errors.
-OF_HTTP = {404: "not_found", 405: "method_not_allowed"}
+# Status and code of the errors that fastdeploy.core.errors does not have.
+HTTP_ERRORS = {404: "not_found", 405: "method_not_allowed"}
+ERROR_FIELDS = {"message": "string", "type": "string", "code": ["string", "integer"], "param": ["string", "null"]}
 ERROR: Schema = {
     "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "code": {"type": ["string", "integer"]},
-                "param": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "required": ["message", "type", "code"],
+    "properties": {name: {"type": kind} for name, kind in ERROR_FIELDS.items()},
 }
+ERROR_BODY: Schema = {"type": "object", "required": ["error"], "properties": {"error": ERROR}}
 
 
 def takes(kind: Any, *, query: bool = False, upload: Any = None) -> Schema:
-    """``openapi_extra`` of a route with a JSON body.
+    """Return the ``openapi_extra`` of a route with a JSON body.
 
-    Args:
-        kind: a pydantic model, a msgspec struct, a type, or a JSON schema.
-        query: each field may be in the query too; the body wins.
-        upload: the body may be the bytes of a safetensors file; then the fields of this kind are in the query.
-    """
+    kind: a pydantic model, a msgspec struct, a type, or a JSON schema. query: each field may be in the query too, and
+    the body wins. upload: the body may be the bytes of a safetensors file; then the fields of this kind are in the
+    query."""
     schema = schema_of(kind)
     content = {JSON: {"schema": schema}}
     if upload is not None:
@@ -60,22 +49,22 @@ def takes(kind: Any, *, query: bool = False, upload: Any = None) -> Schema:
 
 
 def asks(kind: Any) -> Schema:
-    """``openapi_extra`` of a route without a body: the fields of ``kind`` in the query."""
+    """Return the ``openapi_extra`` of a route without a body: the fields of ``kind`` in the query."""
     return {"parameters": _parameters(schema_of(kind))}
 
 
 def streams() -> dict[int | str, Schema]:
-    """``responses`` of a route that answers by JSON or, if asked for, by server-sent events."""
+    """Return the ``responses`` of a route that answers in JSON or, on demand, in server-sent events."""
     return {200: {"content": {JSON: {"schema": {}}, EVENTS: {"schema": {"type": "string"}}}}}
 
 
 def described(kind: Any) -> WithJsonSchema:
-    """For ``Annotated[Any, described(kind)]``: a field that our own code checks, shown as one of type ``kind``."""
+    """Describe a field that our own code checks as one of type ``kind``: ``Annotated[Any, described(kind)]``."""
     return WithJsonSchema(schema_of(kind))
 
 
 def schema_of(kind: Any) -> Schema:
-    """The JSON schema of ``kind`` without references. A field that is not required may also be null."""
+    """Return the JSON schema of ``kind`` without references. A field that is not required may also be null."""
     return deepcopy(kind if isinstance(kind, dict) else _schema_of_type(kind))
 
 
@@ -85,27 +74,24 @@ def _schema_of_type(kind: Any) -> Schema:
         schema = msgspec.json.schema(kind)
     else:
         schema = TypeAdapter(kind).json_schema()
-    return _whole(schema, schema.pop("$defs", {}))
+    return _resolved(schema, schema.pop("$defs", {}))
 
 
-def _whole(node: Any, definitions: dict[str, Schema]) -> Any:
-    """``node`` with each reference replaced by what it names. Our models do not contain themselves."""
+def _resolved(node: Any, definitions: dict[str, Schema]) -> Any:
+    """Return ``node`` with each reference replaced by its definition, and without titles, which repeat names. No
+    definition may contain itself."""
     if isinstance(node, list):
-        return [_whole(item, definitions) for item in node]
+        return [_resolved(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _whole(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    node = {key: _whole(value, definitions) for key, value in node.items() if not _is_title(key, value)}
+        return _resolved(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    kept = {key: value for key, value in node.items() if key != "title" or not isinstance(value, str)}
+    node = {key: _resolved(value, definitions) for key, value in kept.items()}
     if isinstance(properties := node.get("properties"), dict):
         required = node.get("required", ())
         node["properties"] = {name: p if name in required else _or_null(p) for name, p in properties.items()}
     return node
-
-
-def _is_title(key: str, value: Any) -> bool:
-    """Titles are made of the names that they stand beside."""
-    return key == "title" and isinstance(value, str)
 
 
 def _or_null(schema: Schema) -> Schema:
@@ -117,7 +103,7 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def _parameters(schema: Schema) -> list[Schema]:
-    """The fields as query parameters. One that is a JSON object is written as JSON."""
+    """Return the fields of ``schema`` as query parameters. An object is written as JSON."""
     parameters = []
     for name, field in schema["properties"].items():
         choices = [choice for choice in field.get("anyOf", [field]) if choice != {"type": "null"}]
@@ -128,7 +114,7 @@ def _parameters(schema: Schema) -> list[Schema]:
 
 
 class DescribedApp(FastAPI):
-    """An application whose description has the error answers of every operation too."""
+    """An application whose description also has the error answers of every operation."""
 
     def openapi(self) -> Schema:
         if self.openapi_schema is None:
@@ -138,11 +124,11 @@ class DescribedApp(FastAPI):
 
 
 def _with_errors(document: Schema) -> Schema:
-    codes: dict[int, list[str]] = {status: [code] for status, code in OF_HTTP.items()}
+    codes: dict[int, list[str]] = {status: [code] for status, code in HTTP_ERRORS.items()}
     for code, status in STATUS.items():
         codes.setdefault(status, []).append(code)
     components = document.setdefault("components", {})
-    components["schemas"] = {"Error": ERROR}
+    components["schemas"] = {"Error": ERROR_BODY}
     content = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     components["responses"] = {
         str(status): {"description": ", ".join(sorted(names)), "content": content} for status, names in codes.items()

@@ -1,7 +1,7 @@
-"""Weight uploads on their way to the engine. The bytes are written to a file, which is removed at the end of the call.
+"""Weight uploads. The API server writes the bytes to a file for the engine, and removes it at the end of the call.
 
-The file is written and never mapped, so that a full disk raises an error and sends no signal. It is locked while its
-API server lives. A file that a killed API server left is not locked, and is removed when the next one starts.
+The file is written and not mapped into memory: a full disk then raises an error instead of a signal. The file is locked
+while its API server lives. The file of a killed API server is not locked, and the next API server removes it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from fastdeploy.core.weight_source import FileSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.inter_communicator import messages as m
 
-BATCH_BYTES = 4 << 20  # written by a thread at once
+BATCH_BYTES = 4 << 20  # handed to a thread for one write
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_upload(request: Request) -> bool:
-    """Whether the body is the bytes of tensors; otherwise it is JSON."""
+    """Return whether the body is the bytes of tensors. Any other body is JSON."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/octet-stream"
 
 
 def upload_folder(config: ServeConfig, nbytes: int) -> Path:
-    """The folder for a body of ``nbytes``: the configured one, else shared memory if it has room, else the temporary
-    folder."""
+    """Return the folder for a body of ``nbytes``: --upload-dir; without it shared memory, or the temporary folder if
+    shared memory has no room."""
     first, *others = upload_folders(config.upload_dir)
     return Path(first if not others or has_room(first, nbytes) else others[0])
 
 
 @contextlib.asynccontextmanager
 async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
-    """Enter before the body of an upload is received. Raises the error with which the engine would refuse it already,
-    and ServerBusy if --max-uploads others did not end in time."""
+    """Admit an upload before its body is received. Raises the error with which the engine would refuse the upload, and
+    ServerBusy if all --max-uploads places stay taken for too long."""
     await context.client.call(check)
     async with context.uploads.hold():
         yield
@@ -54,8 +54,8 @@ async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> 
 async def spooled_upload(
     request: Request, context: ServingContext, check: m.CheckUpdateArgs
 ) -> AsyncIterator[FileSource]:
-    """Keep the body of ``request`` in a file while the block runs. Raises as :func:`admitted_upload` does; InvalidField
-    for an empty body, OutOfSpace if it does not fit, and RequestTooLarge if it is larger than --max-upload-mb."""
+    """Keep the body of ``request`` in a file while the block runs. Raises the errors of :func:`admitted_upload`,
+    InvalidField for an empty body, OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""
     limit = context.config.max_upload_mb << 20
     expected = int(request.headers.get("content-length", limit))
     async with admitted_upload(context, check):
@@ -66,18 +66,18 @@ async def spooled_upload(
 
 @contextlib.asynccontextmanager
 async def spooled_bytes(data: bytes, context: ServingContext) -> AsyncIterator[FileSource]:
-    """As :func:`spooled_upload`, for bytes that are here already."""
+    """Keep ``data`` in a file while the block runs, as :func:`spooled_upload` does."""
     with _new_file(upload_folder(context.config, len(data))) as (file, path):
         await asyncio.to_thread(write_all, file, data)
         yield FileSource(str(path))
 
 
 def remove_leftovers(config: ServeConfig) -> None:
-    """Remove the uploads of API servers that were killed. A pipe or a link of such a name is left alone."""
+    """Remove the files of API servers that were killed. Pipes and links with such names are left alone."""
     for folder in upload_folders(config.upload_dir):
         for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
             with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its server lives
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its API server lives
                 path.unlink()
 
 

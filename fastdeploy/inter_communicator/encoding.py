@@ -1,5 +1,5 @@
-"""Encodes a message of the engine as bytes. Text that a client sent comes back in error messages, so any text of a
-message may be one that UTF-8 cannot hold."""
+"""Encodes a message of the engine as bytes. Error messages repeat text of clients, which UTF-8 may not be able to
+hold."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToClient) -> bytes:
-    """Encode ``message`` with msgpack. Lone surrogates are replaced by "?". A reply that still cannot be encoded, such
-    as one with an integer of more than 64 bits, becomes an internal error to the same caller; what no caller waits for
-    raises what msgspec raised, since then the engine itself made the mistake."""
+    """Encode ``message`` with msgpack. Lone surrogates are replaced by "?". A Reply or Rejected that still cannot be
+    encoded, such as one with an integer of more than 64 bits, becomes an internal error to the same caller. For any
+    other message the error of msgspec is raised, since the engine itself made the mistake."""
     try:
-        return _encoder.encode(message)
-    except UnicodeEncodeError:
-        logger.warning("a %s has text that UTF-8 cannot hold: replaced", type(message).__name__)
-    except Exception as error:
-        return _encoder.encode(_internal_error(message, error))
-    try:
-        return _encoder.encode(_without_surrogates(msgspec.to_builtins(message, builtin_types=(bytes,))))
+        try:
+            return _encoder.encode(message)
+        except UnicodeEncodeError:
+            logger.warning("a %s has text that UTF-8 cannot hold: replaced", type(message).__name__)
+            return _encoder.encode(_without_surrogates(msgspec.to_builtins(message, builtin_types=(bytes,))))
     except Exception as error:
         return _encoder.encode(_internal_error(message, error))
 

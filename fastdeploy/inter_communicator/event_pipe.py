@@ -10,12 +10,13 @@ import msgspec
 
 from fastdeploy.core.errors import shortened
 
-REFUSED = 2  # exit status of a process whose model or setting cannot be served: a restart would not help
+REFUSED = 2  # exit status of a process whose model or settings cannot be served: a restart would not help
 MAX_WHY = 500  # characters
 
 
 class EventPipe:
-    """The child's end. A line is below PIPE_BUF, so it is written whole; a supervisor that has gone is no error."""
+    """The child's end. A line is shorter than PIPE_BUF, so it is written at once. A supervisor that has ended is no
+    error."""
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -26,13 +27,13 @@ class EventPipe:
             os.write(self._fd, msgspec.json.encode({"event": event, **fields}) + b"\n")
 
     def refuse(self, error: Exception) -> int:
-        """Report in one short line why nothing can be served. Return the exit status of a refusal."""
+        """Report why nothing can be served, and return the exit status."""
         self.send("refused", why=shortened(" ".join(str(error).split()), MAX_WHY))
         return REFUSED
 
 
 class EventReader:
-    """The supervisor's end; ``fd`` is non-blocking, for a selector."""
+    """The supervisor's end. ``fd`` is non-blocking, for a selector."""
 
     def __init__(self, fd: int):
         os.set_blocking(fd, False)
@@ -40,15 +41,10 @@ class EventReader:
         self._rest = b""
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines that are there."""
-        while True:
-            try:
-                data = os.read(self.fd, 65536)
-            except BlockingIOError:
-                break
-            if not data:
-                break
-            self._rest += data
+        """Return the events of all complete lines that are there."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.fd, 65536):
+                self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         return [msgspec.json.decode(line) for line in lines]
 

@@ -1,4 +1,4 @@
-"""The engine in a thread of the same process: for the offline LLM class and for tests."""
+"""Transport to an engine in a thread of the same process, for the offline LLM and for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdeploy.inter_communicator.messages import Malformed, ToClient, ToEngine
 
 
 class InprocTransport:
-    """The engine's end (see transport.Transport). Clients come from :meth:`connect`, in the thread of an event loop."""
+    """The engine's end (see transport.Transport). Clients call :meth:`connect` in the thread of their event loop."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[tuple[str, ToEngine] | None] = queue.SimpleQueue()
@@ -21,7 +21,7 @@ class InprocTransport:
         self._closed = False
 
     def connect(self) -> InprocConnection | None:
-        """A connection for the running event loop; None once the engine has ended."""
+        """Return a connection for the running event loop; None once the engine has ended."""
         if self._closed:
             return None
         connection = InprocConnection(self)
@@ -34,11 +34,11 @@ class InprocTransport:
     def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine | Malformed]]:
         messages: list[tuple[str, ToEngine | Malformed]] = []
         try:
-            first = self._inbox.get(timeout=timeout_s) if timeout_s != 0 else self._inbox.get_nowait()
+            item = self._inbox.get(block=timeout_s != 0, timeout=timeout_s)
             while True:
-                if first is not None:
-                    messages.append(first)
-                first = self._inbox.get_nowait()
+                if item is not None:
+                    messages.append(item)
+                item = self._inbox.get_nowait()
         except queue.Empty:
             return messages
 
@@ -49,14 +49,14 @@ class InprocTransport:
         return True
 
     def post(self, client: str, message: ToEngine) -> None:
-        """Called by clients, from any thread."""
+        """Put in a message of ``client``, from any thread."""
         self._inbox.put((client, message))
 
     def wake(self) -> None:
         self._inbox.put(None)
 
     def close(self, why: EngineError | None = None) -> None:
-        """End all connections, each after the last message that was sent over it. why: what their readers raise."""
+        """End all connections after the messages that were sent over them. why: the error that their readers raise."""
         self._closed = True
         for connection in list(self._connections.values()):
             connection.deliver(why or EngineDead("the engine was closed"))
@@ -64,31 +64,31 @@ class InprocTransport:
 
 
 class InprocConnection:
-    """The client's end, as client.connection.Connection has it."""
+    """The client's end (see client.connection.Connection)."""
 
     def __init__(self, transport: InprocTransport):
         self.identity = uuid.uuid4().hex
         self._transport = transport
         self._loop = asyncio.get_running_loop()
-        self._messages: deque[ToClient | EngineError] = deque()  # an error is the last one
+        self._messages: deque[ToClient | EngineError] = deque()  # an error is the last item
         self._arrived = asyncio.Event()
 
     def send(self, message: ToEngine) -> None:
         self._transport.post(self.identity, message)
 
     def deliver(self, message: ToClient | EngineError) -> None:
-        """Called by the engine's thread. The event loop is woken once for all messages that it has not yet seen."""
+        """Put in a message of the engine, on the engine's thread. Wakes the event loop once for all unread messages."""
         self._messages.append(message)
         if len(self._messages) == 1:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def messages(self) -> AsyncIterator[ToClient]:
-        """Yield the messages of the engine; raises what InprocTransport.close was given."""
+        """Yield the messages of the engine. Raises the error that InprocTransport.close was given."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             while self._messages:
-                # Removed after it was handled: deliver() wakes the loop only for a message that finds none before it.
+                # Removed only after its handling: deliver() wakes the loop only if it finds the queue empty.
                 message = self._messages[0]
                 if isinstance(message, EngineError):
                     raise message
@@ -96,5 +96,5 @@ class InprocConnection:
                 self._messages.popleft()
 
     def close(self) -> None:
-        """The engine finds this client gone with its next message to it."""
+        """Disconnect. The next ``send`` of the engine to this client returns False."""
         self._transport.disconnect(self.identity)

@@ -1,4 +1,4 @@
-"""The private folder that holds the engine's socket: made by the supervisor, removed by whoever leaves last."""
+"""The private folder of the engine's socket. The supervisor makes it, and the last process to end removes it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SOCKET = "engine.sock"
 
 
 def create() -> str:
-    """Make a new folder that only this user may enter (mode 0700) and return its path."""
+    """Make a new folder that only this user may enter (mode 0700), and return its path."""
     return tempfile.mkdtemp(prefix=PREFIX, dir=envs.ipc_root())
 
 
 def endpoint(path: str) -> str:
-    """ZMQ address of the engine's socket inside ``path``."""
+    """Return the ZMQ address of the engine's socket inside ``path``."""
     return f"ipc://{os.path.join(path, SOCKET)}"
 
 
 def remove(path: str) -> None:
-    """Remove the folder and what is in it; no error if another process was faster. Refuses any other folder."""
+    """Remove the folder and its content. No error if another process has removed it already."""
     assert os.path.basename(path).startswith(PREFIX), path
     shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What crosses between API servers and the engine: frozen structs, msgpack on the wire, named by who receives them.
+"""Messages between clients (API servers, the offline LLM) and the engine: frozen structs, msgpack on the wire.
 
-A client (an API server, or the offline LLM) sends the ``ToEngine`` union and receives the ``ToClient`` union.
-Both directions are FIFO per client, which is what makes ``Fence`` a proof of delivery.
+A client sends ``ToEngine`` messages and receives ``ToClient`` messages. Both directions keep the order per client, so a
+FenceAck proves that the client has received everything that was sent before the Fence.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fastdeploy.core.weight_source import Source
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a client; the engine answers Welcome. Sent again whenever the connection was lost."""
+    """First message of each connection of a client. The engine answers Welcome."""
 
     pid: int
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
-    """The client has no more use for these choices: ``choice`` None = all. ``reason`` "stop" (a stop string was
-    found at the API server) or "abort" (disconnect). No Output follows; an unknown id is ignored."""
+    """End choices without an Output. choice: None = all. reason: "stop" (the API server found a stop string) or "abort"
+    (the client disconnected). An unknown id is ignored."""
 
     request_id: str
     choice: int | None = None
@@ -34,16 +34,16 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A control call; answered by exactly one Reply with the same call_id. ``args`` is one of the *Args structs."""
+    """A control call. The answer is exactly one Reply with the same call_id."""
 
     call_id: int
     args: Args
 
 
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """mode: abort|wait|keep. clear_cache None = the mode's default. admission: reject|hold (None: the mode's native
-    default). on_timeout: keep|abort|cancel. ttl_s: the hold releases itself. hold_id None = anonymous. scope: id of the
-    scope whose requests are paused; here and below."""
+    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
+    on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope:
+    id of the scope; here and below."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
@@ -57,15 +57,15 @@ class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Release a hold of the scope. hold_id None: every anonymous one."""
+    """Release a hold of the scope. hold_id: None = all anonymous holds."""
 
     hold_id: str | None = None
     scope: str = WHOLE_ENGINE
 
 
 class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Let a standing hold end ``ttl_s`` seconds from now (None: not by itself). Nothing else changes. Fails with
-    HoldNotFound if no such hold stands."""
+    """Let a hold end ``ttl_s`` seconds from now (None: not by itself). Fails with HoldNotFound if there is no such
+    hold."""
 
     hold_id: str
     ttl_s: float | None = None
@@ -77,14 +77,14 @@ class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Finish these requests with reason "abort" and every token computed. One of the two must be given."""
+    """End requests with reason "abort" and the tokens that they have. One of the two fields must be given."""
 
     request_ids: list[str] | None = None
     abort_all: bool = False
 
 
 class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """One call: begin, one chunk, commit. kv: keep|recompute for requests in flight. See BeginUpdateArgs.
+    """Begin, one part and commit in one call. See BeginUpdateArgs.
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
     timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
@@ -104,11 +104,13 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id}.
 
-    lease_s: seconds without a chunk, commit or begin after which the session is dropped. expected_version: refused
-    unless it is the version that serves, now and at the commit. partial: tensors that do not arrive keep their value;
-    otherwise all must arrive. in_place: no second copy; needs a paused engine and places the system hold "in_place".
-    timeout_s: seconds that each chunk, and the check of the commit, may take; after that the session has ended.
-    placed_by: who opened the session. Callers that keep no session id name the session by this.
+    expected_version: the update is refused unless this version serves, now and at the commit.
+    kv: keep|recompute, for begun requests.
+    partial: tensors that do not arrive keep their value; otherwise all must arrive.
+    in_place: no second copy of the weights. Needs a paused engine, and places the system hold "in_place".
+    lease_s: seconds without a part, commit or begin after which the session ends.
+    timeout_s: seconds that each part, and the check of the commit, may take; after that the session ends.
+    placed_by: name of the opener, for callers that keep no session id.
     """
 
     version: str | None = None
@@ -122,12 +124,12 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Some tensors of the new weights, checked and packed before the reply: {"session_id", "tensors", "nbytes",
-    "tensors_received", "lease_s"}. checksums: {tensor: sha256 hex of its bytes}, for any of them. A chunk that is
-    refused ends the session. version: label of the commit, over what begin said.
+    """A part of a weight session: some tensors, checked and packed before the reply {"session_id", "tensors", "nbytes",
+    "tensors_received", "lease_s"}. A part that is refused ends the session.
 
-    session_id None: the session that ``placed_by`` has open. If there is none, the chunk is not read, and the reply is
-    {"session_id": null}."""
+    session_id: None = the open session of ``placed_by``. If there is none, the part is not read, and the reply is
+    {"session_id": null}. version: replaces the version of begin. checksums: {tensor: sha256 hex of its bytes}, for any
+    of the tensors."""
 
     session_id: str | None
     source: Source
@@ -138,9 +140,9 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Ask before the bytes of an upload are received whether the engine would refuse them: as a chunk of the session
-    (found as for UpdateChunkArgs), or without a session as an update that starts with ``begin``. Reply: {}. Fails as
-    the chunk or the begin would. Changes nothing."""
+    """Ask whether the engine would refuse an upload, before its bytes are received: as a part of the session (found as
+    for UpdateChunkArgs), or without a session as an update that starts with ``begin``. Reply: {}. Fails as the part or
+    the begin would. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
@@ -148,9 +150,8 @@ class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Swap what the session holds in, between two steps. version, kv: over what begin said. Reply: a report.
-
-    session_id None: the session that ``placed_by`` has open. WrongOrder if there is none."""
+    """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
+    there is none. version, kv: replace those of begin."""
 
     session_id: str | None
     version: str | None = None
@@ -159,36 +160,38 @@ class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
 
 
 class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Drop a session; the old weights serve on. None: whichever is open. Reply: {"aborted": [session ids]}."""
+    """End a weight session without a commit. session_id: None = any open one. Reply: {"aborted": [session ids]}."""
 
     session_id: str | None = None
 
 
 class SetVersionArgs(msgspec.Struct, frozen=True, tag=True):
-    """Relabel the weights that serve: later tokens carry ``version``. No epoch, no KV and no request changes."""
+    """Give the weights that serve another label, which later tokens carry. Nothing else changes."""
 
     version: str
 
 
 class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """A trainer starts over: abort all requests, drop anonymous holds and the open session, clear KV. version:
-    relabel."""
+    """Abort all requests, release anonymous holds, end the open session and clear the KV, for a trainer that starts
+    again. version: new label of the weights."""
 
     version: str | None = None
 
 
 class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Forget all cached prefixes. running: requests in flight give their KV back too and are recomputed.
-    Reply: {"success": true, "requests_to_recompute": n}. Works in every state."""
+    """Forget all cached prefixes. running: begun requests lose their KV too, and are recomputed. Reply: {"success":
+    true, "requests_to_recompute": n}. Works in every state."""
 
     running: bool = False
 
 
 class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Give memory back to the system; answered when it is. tags: of "weight" and "kv_cache" (none = what is awake).
-    Implies a pause of this ``mode`` by the system hold "sleep". discard: the weights are not kept for the wake-up:
-    after it the system hold "republish" stands until weights are committed. WrongOrder for a tag that sleeps.
-    PauseTimeout if that is not done in timeout_s: then nothing sleeps, and the hold is released."""
+    """Give memory back to the system, behind a pause with the system hold "sleep". Reply once that is done.
+
+    tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
+    mode: of the pause. discard: the weights are not kept. After the wake-up the system hold "republish" is in force
+    until new weights are committed.
+    timeout_s: PauseTimeout after that; then nothing sleeps, and the hold is released."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"
@@ -197,14 +200,14 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Take memory again; when no tag sleeps any more the hold "sleep" is released, and no other. none = all that
-    sleep. WrongOrder for a tag that does not sleep, and for kv_cache while the weights do."""
+    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep.
+    WrongOrder for a tag that does not sleep, and for kv_cache while the weights sleep."""
 
     tags: tuple[str, ...] = ()
 
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply: {version, weight_epoch, boot_id, "session": {...} or null, "asleep": [tags]}, and with checksums
+    """Reply: {version, weight_epoch, boot_id, "session": {...} or null, "asleep": [tags]}. checksums: reply also
     {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     checksums: bool = False
@@ -218,27 +221,12 @@ class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
 
-Args = (
-    PauseArgs
-    | ResumeArgs
-    | RenewArgs
-    | PauseStatusArgs
-    | AbortArgs
-    | UpdateWeightsArgs
-    | BeginUpdateArgs
-    | UpdateChunkArgs
-    | CheckUpdateArgs
-    | CommitUpdateArgs
-    | AbortUpdateArgs
-    | SetVersionArgs
-    | ResetArgs
-    | ResetCacheArgs
-    | SleepArgs
-    | WakeArgs
-    | WeightInfoArgs
-    | ModelInfoArgs
-    | MetricsArgs
+PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
+WeightCall = (
+    UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
 )
+StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
+Args = PauseCall | WeightCall | StateCall | WeightInfoArgs | ModelInfoArgs | MetricsArgs
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):
@@ -246,8 +234,8 @@ class FenceAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class Malformed(NamedTuple):
-    """A message that does not fit its type, as the transport reports it; never on the wire. ``call_id`` or
-    ``request_id`` is set if the sender waits for an answer."""
+    """Report of the transport about a message that does not fit its type. Never on the wire. call_id, request_id: one
+    is set if the sender waits for an answer."""
 
     why: str
     call_id: int | None = None
@@ -268,14 +256,15 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """New tokens of one choice. ``finish_reason`` (stop|length|abort|error) is set exactly once per choice, last.
+    """New tokens of one choice. The last Output of a choice, and no other, has a ``finish_reason``.
 
-    logprobs is empty unless asked for, else aligned with token_ids. spans label token_ids, counted from the choice's
-    first output token. stop_reason: the stop token id that ended it, "deadline", "queue_timeout", or with an error that
-    is this choice's own "non_finite_logits"; else None.
-    prompt_logprobs: of the next prompt tokens, from the second on, where asked for (choice 0 only).
-    cached_tokens: prompt tokens served from the prefix cache, sent with the first output.
-    message: why, for abort and error. An abort before the first token starts with "Abort before prefill".
+    logprobs: empty unless asked for, else one per token. spans: labels of token_ids; positions count from the choice's
+    first output token. finish_reason: stop|length|abort|error.
+    stop_reason: the stop token id that ended the choice, "deadline", "queue_timeout", or "non_finite_logits" for an
+    error of this choice alone; else None.
+    prompt_logprobs: of the next prompt tokens, from the second on, if asked for (choice 0 only).
+    cached_tokens: tokens of the prompt's prefix hit, sent with the first output.
+    message: cause of an abort or error. For an abort before the first token it starts with "Abort before prefill".
     """
 
     request_id: str
@@ -313,7 +302,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a Call: ``failure`` None = success. A failed pause still carries its report in ``result``."""
+    """Answer to a Call. failure: None = success. A failed pause still has its report in ``result``."""
 
     call_id: int
     result: dict[str, Any]
@@ -321,17 +310,17 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fence(msgspec.Struct, frozen=True, tag=True):
-    """Acknowledge once everything received before has been handed to the waiting requests."""
+    """Request for a FenceAck, once every earlier message has been handed to the waiting requests."""
 
     fence_id: int
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop turned: the engine is not stuck, whatever else it does or waits for."""
+    """Sign that the engine's loop is not stuck."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
-    """The engine counts this client as gone (it missed a fence, or never said Hello): start over with Hello."""
+    """The engine has dropped this client, which missed a fence or sent no Hello. The client starts again with Hello."""
 
 
 ToClient = Welcome | Outputs | Rejected | Reply | Fence | Heartbeat | Goodbye

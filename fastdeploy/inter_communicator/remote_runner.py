@@ -1,4 +1,4 @@
-"""A runner in another process, for the engine as one in its own."""
+"""The engine's end of a runner in another process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastdeploy.core.plan import StepPlan, StepResult
 from fastdeploy.core.runner import ChunkReceipt, ModelInfo, nothing
 from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator import runner_messages as m
+from fastdeploy.inter_communicator.zmq_transport import new_socket
 
 Result = TypeVar("Result")
 
@@ -23,18 +24,13 @@ class Connection:
     """Calls over one socket. died_fd: readable once the runner's process has ended; every wait ends then."""
 
     def __init__(self, endpoint: str, died_fd: int):
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket = new_socket(zmq.Context.instance(), zmq.DEALER, linger_ms=0)
         self._socket.connect(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(died_fd, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
-        self._replies: msgspec.msgpack.Decoder[m.Tick | m.Done | m.Failed] = msgspec.msgpack.Decoder(
-            m.Tick | m.Done | m.Failed
-        )
+        self._replies: msgspec.msgpack.Decoder[m.StepReply] = msgspec.msgpack.Decoder(m.StepReply)
 
     def ask(
         self,
@@ -42,8 +38,8 @@ class Connection:
         result: msgspec.msgpack.Decoder[Result],
         on_tick: Callable[[], bool] | None = None,
     ) -> Result:
-        """Send ``call`` and return its result. Raises what the runner raised, and EngineError if its process ends.
-        on_tick: called while the call runs; True gives up a step."""
+        """Send ``call`` and return its result. Raises the runner's error, and EngineError if its process ends. on_tick:
+        called while the call runs; True gives up a step."""
         self._socket.send(self._encoder.encode(call))
         while True:
             match self._replies.decode(self._receive()):
@@ -72,18 +68,14 @@ class RemoteStaging:
         self._runner, self._number = runner, number
 
     def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
-        """See ``Staging.add``."""
-        return self._runner.ask_beside(
-            m.AddSource(self._number, source, dict(checksums), verify_checksum), _decoder(ChunkReceipt)
-        )
+        call = m.AddSource(self._number, source, dict(checksums), verify_checksum)
+        return self._runner.ask_beside(call, _decoder(ChunkReceipt))
 
     def finish(self) -> int:
-        """See ``Staging.finish``."""
         self._runner.ask_beside(m.Finish(self._number), _decoder(type(None)))
         return self._number
 
     def abandon(self) -> None:
-        """See ``Staging.abandon``."""
         self._runner.ask_beside(m.Abandon(self._number), _decoder(type(None)))
 
 
@@ -104,38 +96,30 @@ class RemoteRunner:
 
     @property
     def has_weights(self) -> bool:
-        """See ``Runner``. Asks the runner each time."""
         return self._steps.ask(m.HasWeights(), _decoder(bool))
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
-        """See ``Runner.execute``."""
         return self._steps.ask(m.Execute(plan), self._result, between_layers)
 
     def begin_update(self, partial: bool, in_place: bool) -> RemoteStaging:
-        """See ``Runner.begin_update``."""
         return RemoteStaging(self, self._steps.ask(m.BeginUpdate(partial, in_place), _decoder(int)))
 
     def commit(self, staged: Any) -> None:
-        """See ``Runner.commit``."""
         self._steps.ask(m.Commit(staged), _decoder(type(None)))
 
     def checksums(self) -> dict[str, str]:
-        """See ``Runner.checksums``."""
         return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """See ``Runner.sleep``."""
         freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), _on_tick(beat))
         self.asleep |= frozenset(tags)
         return freed
 
     def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        """See ``Runner.wake``."""
         self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), _on_tick(beat))
         self.asleep -= frozenset(tags)
 
     def check_alive(self) -> None:
-        """See ``Runner.check_alive``."""
         if select.select([self._died_fd], [], [], 0)[0]:
             raise EngineError("the runner's process has ended")
 

@@ -3,7 +3,8 @@
     steps    DEALER <-> DEALER. The calls of the engine's loop, one after the other: steps, commits, sleep.
     beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
 
-Every call is answered by one Done or Failed. On ``steps``, any number of Tick come before, while the call runs.
+The answer to a call is one Failed, or one Done with None or the result that the call's docstring names. On ``steps``,
+Tick messages may come before, while the call runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastdeploy.inter_communicator.messages import Failure
 
 
 def endpoints(folder: str) -> tuple[str, str]:
-    """ZMQ addresses of ``steps`` and ``beside`` in ``folder``."""
+    """Return the ZMQ addresses of ``steps`` and ``beside`` in ``folder``."""
     return f"ipc://{os.path.join(folder, 'steps.sock')}", f"ipc://{os.path.join(folder, 'beside.sock')}"
 
 
@@ -45,7 +46,7 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Swap in what the staging of this number has finished. Answered by None."""
+    """Commit the finished staging of this number."""
 
     staging: int
 
@@ -58,13 +59,11 @@ class Sleep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wake(msgspec.Struct, frozen=True, tag=True):
-    """Answered by None."""
-
     tags: tuple[str, ...]
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
-    """The last call. Answered by None; the runner's process ends."""
+    """The last call. The runner's process ends."""
 
 
 class AddSource(msgspec.Struct, frozen=True, tag=True):
@@ -77,14 +76,12 @@ class AddSource(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.finish``. What it returns stays with the runner until Commit or Abandon. Answered by None."""
+    """``Staging.finish``. Its result stays with the runner until Commit or Abandon."""
 
     staging: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.abandon``. Answered by None."""
-
     staging: int
 
 
@@ -97,20 +94,20 @@ class Tick(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The call has ended well. result: of the type that the call names, encoded."""
+    """The call has succeeded. result: encoded, of the type that the call's docstring names."""
 
     result: msgspec.Raw
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The call has raised. kind: the class of an error that is not of our tree, "" for one that is."""
+    """The call has raised an error. kind: its class, or "" for a FastDeployError."""
 
     failure: Failure
     kind: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """``error`` as a message."""
+        """Return ``error`` as a message."""
         if isinstance(error, FastDeployError):
             return cls(Failure(error.code, error.message, error.detail))
         if isinstance(error, MemoryError):
@@ -119,17 +116,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return cls(Failure(FastDeployError.code, text), type(error).__name__)
 
     def error(self) -> Exception:
-        """The error to raise at the caller. One that is not of our tree becomes a RuntimeError that names its class."""
+        """Return the error to raise at the caller: a FastDeployError, or a RuntimeError that names the class."""
         if self.kind:
             return RuntimeError(f"{self.kind}: {self.failure.message}")
         return from_wire(self.failure.code, self.failure.message, self.failure.detail)
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a Tick. give_up: the step in flight is to be given up."""
+    """The answer to a Tick. give_up: give up the step in flight."""
 
     give_up: bool
 
 
+StepReply = Tick | Done | Failed
 StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | Sleep | Wake | Close
 BesideCall = AddSource | Finish | Abandon | Checksums

@@ -16,6 +16,7 @@ import zmq
 
 from fastdeploy.core.runner import Runner, Staging
 from fastdeploy.inter_communicator import runner_messages as m
+from fastdeploy.inter_communicator.zmq_transport import new_socket
 
 TICK_S = 0.01  # a tick and its answer take some 0.1 ms
 LINGER_MS = 1000
@@ -24,15 +25,16 @@ LINGER_MS = 1000
 class RunnerServer:
     """Runs the calls of one engine on the runner. ``serve`` runs on the thread that made the server.
 
-    folder: of the sockets. tick_s: seconds between two ticks of a call that takes long; 0 = a tick each time that the
-    runner offers one.
+    folder: of the sockets. tick_s: seconds between two ticks of a long call; 0 = as often as the runner allows.
     """
 
     def __init__(self, folder: str, tick_s: float = TICK_S):
         steps, beside = m.endpoints(folder)
         self._context = zmq.Context()
-        self._steps = self._socket(zmq.DEALER, steps)
-        self._beside = self._socket(zmq.ROUTER, beside)
+        self._steps = new_socket(self._context, zmq.DEALER, LINGER_MS)
+        self._steps.bind(steps)
+        self._beside = new_socket(self._context, zmq.ROUTER, LINGER_MS)
+        self._beside.bind(beside)
         self._results: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()  # None: the end
         self._results_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable when there is a result
         self._encoder = msgspec.msgpack.Encoder()
@@ -45,8 +47,7 @@ class RunnerServer:
         self._staged: dict[int, Any] = {}
 
     def serve(self, load: Callable[[], Runner]) -> None:
-        """Load the runner, and serve it until the engine closes it. An error of ``load`` is the answer to the first
-        call."""
+        """Load the runner, and serve it until the engine closes it. An error of ``load`` answers the first call."""
         try:
             runner = load()
         except Exception as error:
@@ -101,7 +102,7 @@ class RunnerServer:
     # ------------------------------------------------------------------ beside steps
 
     def _serve_beside(self, runner: Runner) -> None:
-        """Give each call a thread, since a read may hang. One thread owns the socket: results go back through it."""
+        """Run each call on a thread of its own, since a read may hang. This thread alone uses the socket."""
         calls: msgspec.msgpack.Decoder[m.BesideCall] = msgspec.msgpack.Decoder(m.BesideCall)
         poller = zmq.Poller()
         poller.register(self._beside, zmq.POLLIN)
@@ -139,18 +140,8 @@ class RunnerServer:
         self._results.put(result)
         os.eventfd_write(self._results_fd, 1)
 
-    # ------------------------------------------------------------------ both
-
     def _answer(self, work: Callable[[], Any]) -> bytes:
         try:
             return self._encoder.encode(m.Done(msgspec.Raw(self._encoder.encode(work()))))
         except Exception as error:
             return self._encoder.encode(m.Failed.of(error))
-
-    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            socket.setsockopt(option, 0)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.bind(endpoint)
-        return socket

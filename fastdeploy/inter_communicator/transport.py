@@ -1,4 +1,4 @@
-"""The engine's door: what its single-threaded loop needs of a transport, and no more."""
+"""Interface of a transport between the engine's loop and its clients."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from fastdeploy.inter_communicator.messages import Malformed, ToClient, ToEngine
 
 
 class Transport(Protocol):
-    """Messages of one client arrive in the order they were sent, and so do those to it.
-
-    Only :meth:`wake` may be called from another thread than the loop's.
-    """
+    """The engine's end. Messages from and to one client arrive in the order in which they were sent. Only :meth:`wake`
+    may be called from another thread than the loop's."""
 
     def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine | Malformed]]:
-        """Wait at most ``timeout_s`` seconds (None: for ever, 0: not at all) and return all (client id, message) that
-        are there, in order; empty after a timeout or a wake."""
+        """Wait at most ``timeout_s`` seconds (None: for ever, 0: not at all), and return all (client id, message) that
+        are there, in order. Empty after a timeout or a wake."""
         ...
 
     def send(self, client: str, message: ToClient) -> bool:
-        """Queue ``message`` without blocking. False: that client is gone and will never read it."""
+        """Queue ``message`` without blocking. False: the client has disconnected."""
         ...
 
     def wake(self) -> None:
-        """Make a blocked or the next recv return; thread-safe."""
+        """Make a blocked recv, or else the next one, return."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,6 @@
 """ZMQ over a unix socket: ROUTER at the engine, one asyncio DEALER per API server.
 
-A client takes a new random identity for every connection, so that the engine can never take a reconnected client
-for the one it lost, and no message of the old connection reaches the new one.
+Every connection has a new random identity, so no message of an old connection reaches a new one.
 """
 
 from __future__ import annotations
@@ -28,15 +27,12 @@ MAX_BATCH = 4096
 
 
 class ZmqRouterTransport:
-    """The engine's end (see transport.Transport). Bytes that are no message are dropped with a log line."""
+    """The engine's end (see transport.Transport). Bytes that are no message are dropped, and logged."""
 
     def __init__(self, endpoint: str):
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = new_socket(self._context, zmq.ROUTER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.bind(endpoint)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
@@ -48,7 +44,7 @@ class ZmqRouterTransport:
         messages = self._drain()
         if messages or timeout_s == 0:
             return messages
-        # Rounded up: a timeout below a millisecond must not turn the engine's wait into a spin.
+        # Rounded up, since a timeout of 0 ms would not wait at all.
         timeout_ms = None if timeout_s is None else int(timeout_s * 1000) + 1
         for source, _ in self._poller.poll(timeout_ms):
             if source == self._wake_fd:
@@ -88,7 +84,7 @@ class ZmqRouterTransport:
 
 
 def _malformed(frame: bytes, why: str) -> Malformed | None:
-    """The report of a message that does not fit its type. None if its sender waits for no answer."""
+    """Return the report of a message that does not fit its type. None if its sender waits for no answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -103,7 +99,7 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
 
 
 class ZmqConnector:
-    """Makes the connections of one API server to ``endpoint``, as client.connection.Connector has it."""
+    """Makes the connections of one API server to ``endpoint`` (see client.connection.Connector)."""
 
     def __init__(self, endpoint: str):
         self._context = zmq.asyncio.Context()
@@ -120,18 +116,13 @@ class ZmqConnector:
 
 
 class ZmqConnection:
-    """One connection of a client, with an identity of its own. Closed once lost: make a new one to reconnect.
-
-    ZMQ itself retries until the engine's socket is there; what was sent before waits for that.
-    """
+    """One connection of a client (see client.connection.Connection). Messages that are sent before the engine's socket
+    is there wait for it."""
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
         self.identity = uuid.uuid4().hex
-        self._socket = context.socket(zmq.DEALER)
+        self._socket = new_socket(context, zmq.DEALER, LINGER_MS)
         self._socket.setsockopt(zmq.IDENTITY, self.identity.encode())
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(option, 0)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encoder = msgspec.msgpack.Encoder()
@@ -139,13 +130,13 @@ class ZmqConnection:
         self._socket.connect(endpoint)
 
     def send(self, message: ToEngine) -> None:
-        """Queue ``message``; with no high-water mark this never blocks, so the future it returns is done already."""
+        """Queue ``message``. Without a high-water mark the future of ZMQ is done at once."""
         self._socket.send(self._encoder.encode(message))
 
     async def messages(self) -> AsyncIterator[ToClient]:
-        """Yield what the peer sends, and end once it has gone and all that it sent before has been yielded. What is
-        there already is yielded without going back to the event loop: no message waits for those that an earlier one
-        woke."""
+        """Yield the messages of the engine, and end once it has closed its socket and all messages are yielded.
+        Messages that are there already are yielded without a return to the event loop. So no message waits for the
+        tasks that an earlier message woke."""
         lost = asyncio.ensure_future(self._lost())
         try:
             while True:
@@ -163,7 +154,7 @@ class ZmqConnection:
             lost.cancel()
 
     async def _lost(self) -> None:
-        """Return when the connection is gone: the peer's process died, or closed its socket."""
+        """Return when the engine's process has died or closed its socket."""
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_DISCONNECTED:
@@ -173,6 +164,16 @@ class ZmqConnection:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
+
+
+def new_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> Any:
+    """Make a socket without a high-water mark: a send never blocks and drops nothing. linger_ms: time for unsent
+    messages after a close."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    return socket
 
 
 def _can_receive(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's Prometheus metrics, under FastDeploy's names. Events move counters; a scrape reads gauges."""
+"""The engine's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = np.array([0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 
 class Durations:
-    """A histogram that takes in the values of a step at once. The library's own histogram locks for each value."""
+    """A histogram that takes in all values of a step at once. The library's histogram takes a lock for each value."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry):
         self._name, self._text = name, text
@@ -41,7 +41,7 @@ class Durations:
 
 
 class EngineMetrics:
-    """One registry per engine: nothing global, so that engines in one process do not meet."""
+    """The metrics of one engine, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,21 +51,15 @@ class EngineMetrics:
 
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
-        self.finished = make(
-            Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",)
-        )
-        self.non_finite_rows = make(
-            Counter, "non_finite_rows_total", "Sequences that ended with an error since their logits were not finite"
-        )
-        self.non_finite_commits = make(
-            Counter, "non_finite_commits_total", "Weights whose first step gave logits that were not finite"
-        )
+        ended = make(Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",))
+        self._by_reason = {reason: ended.labels(reason.value) for reason in FinishReason}
+        self.non_finite_rows = make(Counter, "non_finite_rows_total", "Sequences that ended by non-finite logits")
+        self.non_finite_commits = make(Counter, "non_finite_commits_total", "Weights whose first logits are not finite")
         self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
         self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")
         self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
-        self._by_reason = {reason: self.finished.labels(reason.value) for reason in FinishReason}
 
     def observe_tokens(self, tokens: list[NewToken]) -> None:
         self.tokens.inc(len(tokens))
@@ -79,15 +73,15 @@ class EngineMetrics:
         self.e2e.observe([now - request.arrival for request in requests])
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A figure that ``read`` gives at the moment of each scrape."""
+        """Add a figure that each scrape gets from ``read``."""
         Gauge(f"fastdeploy:{name}", text, registry=self.registry).set_function(read)
 
     def add_flags(self, name: str, text: str, label: str, values: Iterable[str], read: Callable[[str], bool]) -> None:
-        """Add a figure of 0 or 1 for each of ``values``, the values of ``label``."""
+        """Add a figure of 0 or 1 for each of ``values``, which are the values of ``label``."""
         gauge = Gauge(f"fastdeploy:{name}", text, registry=self.registry, labelnames=(label,))
         for value in values:
             gauge.labels(value).set_function(functools.partial(read, value))
 
     def render(self) -> str:
-        """The text exposition of everything."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()

@@ -1,13 +1,13 @@
-"""Number of prompt tokens in a step: so many that no step lasts longer than a pause may wait for it."""
+"""Number of prompt tokens in a step, chosen so that no step takes too long."""
 
 from __future__ import annotations
 
 
 class StepPacer:
-    """Learns the cost of a prompt token from the steps that had many, and sizes chunks so that a step with prefill
-    stays within ``max_step_s``. A pause waits for the step in flight, or for a layer of it.
+    """Learns the cost of a prompt token from steps with many of them, and sizes chunks so that a step with prefill
+    stays within ``max_step_s`` seconds: a pause waits for the step in flight.
 
-    Results do not depend on chunk sizes (the ops guarantee it), so pacing by the clock keeps outputs reproducible.
+    Results do not depend on chunk sizes (the ops guarantee it), so outputs stay reproducible.
     """
 
     ALIGN = 64  # rows; a multiple of the kernels' tile height. The smallest budget, and the smallest step to learn from
@@ -21,7 +21,7 @@ class StepPacer:
         self._token_s: float | None = None  # each prompt token on top of that
 
     def budget(self, num_decodes: int) -> int:
-        """Prompt tokens that the next step may compute beside ``num_decodes`` tokens of running requests."""
+        """Return how many prompt tokens the next step may compute beside ``num_decodes`` tokens of running requests."""
         fit = self.FIRST_GUESS
         if self._token_s is not None:
             fit = int(max(self.max_step_s - (self._decode_s or 0.0), 0.0) / self._token_s)

@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the batch, first come first served within a priority."""
+"""Requests that wait for a place in the batch, by priority and then by arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Entry = tuple[tuple[int, int], int, int, Request]
 
 
 class Gate(Enum):
-    """Which requests of a scope may be scheduled; set by the scope's pause state."""
+    """Requests of a scope that may be scheduled. The scope's pause state sets the gate."""
 
     OPEN = "open"
     STARTED_ONLY = "started_only"  # those whose group has produced a token
@@ -21,21 +21,20 @@ class Gate(Enum):
 
 
 class WaitingQueue:
-    """Two heaps ordered by ``request.order``: ``started`` (their group has produced a token: preempted ones, or
-    siblings of a running choice) and ``fresh``. A pause that drains lets only the started ones in.
+    """Two heaps ordered by ``request.order``: one of started requests, whose group has produced a token (preempted
+    requests, and siblings of a running choice), and one of the others. A pause that drains admits only started ones.
 
-    A request that the gate of its own scope does not let in is parked, in neither heap: a closed scope is never in the
-    way of the others. The gate of the whole engine parks nobody, since it concerns all alike.
+    A request that the gate of its own scope does not admit is parked, outside of both heaps, so a closed scope does not
+    block the others. The gate of the whole engine parks no request.
 
-    Removal is lazy: an entry counts only while its request is ready in that heap, so that ending 5,000 waiting requests
-    takes 5,000 cheap removals and no search.
+    Removal is lazy: a heap entry is valid while its request is ready in that heap. A removal needs no search.
     """
 
     def __init__(self) -> None:
-        self._heaps: dict[bool, list[Entry]] = {False: [], True: []}  # by ``started``
-        self._ready: dict[bool, dict[Request, None]] = {False: {}, True: {}}  # what counts in each heap
+        self._heaps: dict[bool, list[Entry]] = {False: [], True: []}  # by ``group.started``
+        self._ready: dict[bool, dict[Request, None]] = {False: {}, True: {}}  # requests with a valid entry in each heap
         self._parked: dict[Request, None] = {}
-        self._gates: dict[Scope, Gate] = {}  # of the scopes whose gate is not open, without the whole engine's
+        self._gates: dict[Scope, Gate] = {}  # gates that are not open, of scopes other than the whole engine
         self._tie = count()
 
     def __len__(self) -> int:
@@ -46,20 +45,20 @@ class WaitingQueue:
 
     @property
     def num_ready(self) -> int:
-        """Requests that the gates of their scopes let in."""
+        """Number of requests that the gates of their own scopes admit."""
         return len(self._ready[False]) + len(self._ready[True])
 
     @property
     def num_started(self) -> int:
-        """Those of them whose group has produced a token."""
+        """Number of ready requests whose group has produced a token."""
         return len(self._ready[True])
 
     def gate_of(self, scope: Scope) -> Gate:
-        """The gate of a scope other than the whole engine."""
+        """Return the gate of a scope other than the whole engine."""
         return self._gates.get(scope, Gate.OPEN)
 
     def set_gate(self, scope: Scope, gate: Gate) -> None:
-        """Park the requests of a scope, or make them ready. Takes time in proportion to all that wait."""
+        """Park the requests of a scope, or make them ready. The time is linear in the number of waiting requests."""
         self._gates[scope] = gate
         if gate is Gate.OPEN:
             del self._gates[scope]
@@ -70,13 +69,13 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         assert request.state is RequestState.WAITING and request not in self
         started = request.group.started
-        if self._gates and not self._lets_in(request.scope, started):
+        if self._gates and not self._admits(request.scope, started):
             self._parked[request] = None
             return
         self._ready[started][request] = None
         heapq.heappush(self._heaps[started], (request.order, request.choice, next(self._tie), request))
 
-    def _lets_in(self, scope: Scope, started: bool) -> bool:
+    def _admits(self, scope: Scope, started: bool) -> bool:
         gate = self.gate_of(scope)
         return gate is Gate.OPEN or (gate is Gate.STARTED_ONLY and started)
 
@@ -87,7 +86,7 @@ class WaitingQueue:
         started = request in self._ready[True]
         ready, heap = self._ready[started], self._heaps[started]
         del ready[request]
-        if len(heap) > 2 * self.num_ready + 64:  # mostly removed entries: keep memory bounded while nobody looks
+        if len(heap) > 2 * self.num_ready + 64:  # most entries are of removed requests: give their memory back
             heap[:] = [entry for entry in heap if entry[3] in ready]
             heapq.heapify(heap)
 
@@ -97,7 +96,7 @@ class WaitingQueue:
         self.push(request)
 
     def head(self, started_only: bool) -> Request | None:
-        """The request to admit next, left in place."""
+        """Return the request to admit next. It stays in the queue."""
         heads = [h for h in (self._head(True), None if started_only else self._head(False)) if h is not None]
         return min(heads, key=lambda r: (r.order, r.choice), default=None)
 
@@ -108,13 +107,13 @@ class WaitingQueue:
         return heap[0][3] if heap else None
 
     def started_of(self, scope: Scope) -> int:
-        """How many started requests that ``scope`` covers are ready."""
+        """Return the number of started requests that ``scope`` covers and that are ready."""
         if scope.above is None:
             return self.num_started
         return sum(request.scope is scope for request in self._ready[True])
 
     def count(self, scope: Scope) -> tuple[int, int]:
-        """How many that ``scope`` covers wait with a token produced, and how many wait in all; the parked ones too."""
+        """Return the number of started and of all requests that ``scope`` covers, with the parked ones."""
         parked = [request for request in self._parked if scope.covers(request.scope)]
         ready = self.num_ready
         if scope.above is not None:
@@ -126,7 +125,7 @@ class WaitingQueue:
             entries = {id(entry[3]) for entry in self._heaps[started]}
             for request in ready:
                 assert request.state is RequestState.WAITING and request.group.started is started, request
-                assert self._lets_in(request.scope, started) and id(request) in entries, request
+                assert self._admits(request.scope, started) and id(request) in entries, request
         for request in self._parked:
             assert request.state is RequestState.WAITING, request
-            assert not self._lets_in(request.scope, request.group.started), request
+            assert not self._admits(request.scope, request.group.started), request

@@ -1,4 +1,4 @@
-"""Continuous batching: ``plan()`` says what the next step computes, ``apply()`` takes in what it produced."""
+"""Continuous batching: ``plan`` makes the plan of the next step, ``apply`` takes in its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdeploy.scheduler.queue import Gate, WaitingQueue
 
 
 class NewToken(msgspec.Struct, frozen=True):
-    """One token of one request. gap_s: since the token before it, or since arrival for the first."""
+    """One token of one request. gap_s: seconds since the token before, or since arrival for the first token."""
 
     request: Request
     token_id: int
@@ -30,14 +30,12 @@ class NewToken(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """Moves requests through their states. No Paddle, no sockets, no clock but for timestamps.
+    """Moves requests through their states. The time per step depends on the number of running requests only, not on the
+    number of waiting or frozen requests or of scopes.
 
-    Time per step depends on the number of running requests, never on how many wait or are frozen, nor on the number of
-    scopes.
-
-    gate: of the whole engine, whose requests stay where they are while it is closed. running: sorted by order. frozen:
-    requests whose own scope was closed while they ran. A frozen request takes no place in the batch. It keeps its KV
-    until a running or a new request needs the room.
+    gate: of the whole engine. While it is closed, requests stay where they are. running: sorted by order. frozen:
+    requests whose own scope was closed while they ran. A frozen request takes no place in the batch, and keeps its KV
+    until another request needs the room.
     """
 
     def __init__(self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager):
@@ -49,14 +47,14 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.frozen: list[Request] = []
-        self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt right now
-        self.ended: list[Request] = []  # ENDING: final output not collected yet
+        self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt now
+        self.ended: list[Request] = []  # in state ENDING; the final output is not collected yet
         self._step_id = 0
-        self._in_flight: list[Request] = []  # aligned with the chunks of the plan that runs
-        self._free_sequences: list[int] = []  # numbers that the runner knows, and no request has
+        self._in_flight: list[Request] = []  # one per chunk of the plan that runs
+        self._free_sequences: list[int] = []  # numbers that the runner knows and that no request has
         self._num_sequences = 0
         self.num_preemptions = 0
-        self.num_non_finite = 0  # sequences that ended since the model gave no finite logits
+        self.num_non_finite = 0  # sequences that ended because their logits were not finite
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -66,7 +64,7 @@ class Scheduler:
     def end(
         self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | str | None = None
     ) -> None:
-        """Let the request compute nothing from now on. ``retire`` follows when its final output is handed over."""
+        """Compute nothing more for ``request``. ``retire`` follows once its final output is handed over."""
         if request.state is RequestState.RUNNING:
             self._leave_batch(request)
         else:
@@ -76,15 +74,15 @@ class Scheduler:
         self.ended.append(request)
 
     def retire(self, request: Request) -> None:
-        """Give the KV back of a request whose final output has been handed over."""
+        """Release the KV of a request whose final output has been handed over."""
         request.advance(RequestEvent.RETIRE)
         self.kv.release(request)
 
     def retract(self, request: Request) -> None:
-        """Put a request back to the queue. Its KV is given up, and recomputed when it is admitted again."""
+        """Put a request back into the queue and release its KV, which is recomputed at the next admission."""
         self._leave_batch(request)
         if request.num_output_tokens == 0:
-            request.prompt_logprobs = []  # its prompt is computed again
+            request.prompt_logprobs = []  # the prompt is computed again
         request.advance(RequestEvent.RETRACT)
         self.kv.release(request)
         self.waiting.push(request)
@@ -107,7 +105,7 @@ class Scheduler:
         return bool(self.running or self.waiting.num_started or (self.gate is Gate.OPEN and self.waiting.num_ready))
 
     def plan(self) -> StepPlan | None:
-        """Plan a step within the pacer's budget: first decodes, then prompts under way, then new requests."""
+        """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests."""
         if not self.has_work:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
@@ -165,7 +163,7 @@ class Scheduler:
             budget -= chunks[request].count
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
-        """Whether another request computes the same prompt now. This one then waits, and has a prefix hit."""
+        """Whether another request computes the same prompt now. ``request`` then waits, and gets a prefix hit."""
         first = self._prefilling.get(request.prompt_key)
         if first is None or request.num_output_tokens or request.wants_prompt_logprobs:
             return False
@@ -173,8 +171,8 @@ class Scheduler:
         return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
 
     def _chunk(self, request: Request, count: int) -> ScheduledChunk:
-        """The next ``count`` tokens of the request, and all that the runner has not been told of it. The plan must
-        reach the runner, even if the step is given up: nothing is told twice."""
+        """Return the chunk of the next ``count`` tokens, with all that the runner has not been told of the request. The
+        plan must reach the runner, even if the step is given up, since nothing is told twice."""
         start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
         number, new = request.sequence, None
         if number is None:
@@ -198,7 +196,7 @@ class Scheduler:
         )
 
     def _number(self, request: Request) -> int:
-        """Give the request a number at the runner, which knows nothing of it yet."""
+        """Give the request a number at the runner, which knows nothing of the request."""
         if not self._free_sequences:
             self._free_sequences.append(self._num_sequences)
             self._num_sequences += 1
@@ -216,13 +214,13 @@ class Scheduler:
         return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
 
     def _prompt_logprobs_of(self, request: Request, count: int) -> int:
-        """How many of the next ``count`` tokens have a prompt token behind them that it wants the logprob of."""
+        """Return how many of the next ``count`` tokens are followed by a prompt token whose logprob is wanted."""
         left = request.num_prompt_tokens - 1 - request.num_computed
         return min(count, max(left, 0)) if request.wants_prompt_logprobs else 0
 
     def _preempt(self, candidates: list[Request]) -> Request:
-        """Take the last in order out of the batch, to be recomputed later. A request whose KV spans weight epochs, and
-        cannot be rebuilt, is taken only if all candidates are such."""
+        """Retract the last candidate in order, and return it. A request with ``kv_mixed``, whose KV cannot be rebuilt,
+        is taken only if all candidates are such."""
         victim = max(candidates, key=lambda r: (not r.kv_mixed, r.order, r.choice))
         victim.num_preempted += 1
         self.num_preemptions += 1
@@ -230,14 +228,14 @@ class Scheduler:
         return victim
 
     def abandon(self) -> None:
-        """Take note that the step was given up, after its copies. No request has moved on by it, and no block that it
+        """Take note that the step was given up, after its copies. No request has changed, and no block that the step
         wrote to can be found by others. The next plan computes the same again."""
         self._in_flight = []
         self.kv.step_done()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
-        """Take in one step. Returns its tokens. The requests that ended are in ``ended``: by their token, or with an
-        error since their logits were not finite."""
+        """Take in the result of a step, and return its tokens. Requests that end by a token, or with an error because
+        their logits are not finite, are in ``ended``."""
         self.kv.step_done()
         now = time.time()
         tokens: list[NewToken] = []
@@ -250,10 +248,10 @@ class Scheduler:
             self.kv.publish(request)
             of_prompt = result.prompt_logprobs[i] if chunk.prompt_logprobs else []
             if isinstance(of_prompt, NonFinite):
-                self._end_non_finite(request, of_prompt.position, chunk.served.version)
+                self._end_non_finite(request, of_prompt, chunk)
                 continue
             if isinstance(sampled, NonFinite):
-                self._end_non_finite(request, sampled.position, chunk.served.version)
+                self._end_non_finite(request, sampled, chunk)
                 continue
             request.prompt_logprobs += of_prompt
             if sampled is None:
@@ -270,13 +268,11 @@ class Scheduler:
         self.pacer.observe(prefill_tokens, result.elapsed_s)
         return tokens
 
-    def _end_non_finite(self, request: Request, position: int, version: str) -> None:
-        """End this choice with an error. Its siblings go on."""
+    def _end_non_finite(self, request: Request, row: NonFinite, chunk: ScheduledChunk) -> None:
+        """End this choice with an error. The other choices of the request go on."""
         self.num_non_finite += 1
-        message = (
-            f"the logits for the token at position {position} are not finite (NaN, +inf, or -inf for every token) "
-            f"under weights {version!r}"
-        )
+        where = f"the token at position {row.position} under weights {chunk.served.version!r}"
+        message = f"the logits for {where} are not finite (NaN, +inf, or -inf for every token)"
         self.end(request, FinishReason.ERROR, message, NonFiniteLogits.code)
 
     def _group_started(self, request: Request) -> None:
@@ -297,7 +293,7 @@ class Scheduler:
     # ------------------------------------------------------------------ pause and weights
 
     def set_gate(self, scope: Scope, gate: Gate) -> None:
-        """Schedule only those requests of ``scope`` that ``gate`` lets in, from the next plan on."""
+        """Schedule only those requests of ``scope`` that ``gate`` admits, from the next plan on."""
         if scope.above is None:
             self.gate = gate
         elif gate is not self.waiting.gate_of(scope):
@@ -305,18 +301,19 @@ class Scheduler:
             if gate is Gate.CLOSED:
                 self._freeze(scope)
             else:
-                self._thaw(scope)
-        self._retract_unstarted()
+                self._unfreeze(scope)
+        for request in [r for r in self.running if not r.group.started]:
+            if Gate.STARTED_ONLY in (self.gate, self.waiting.gate_of(request.scope)):
+                self.retract(request)  # a drain waits for begun answers, and not for half-computed prompts
 
     def _freeze(self, scope: Scope) -> None:
         for request in [r for r in self.running if r.scope is scope]:
             self._leave_batch(request)
             self.frozen.append(request)
 
-    def _thaw(self, scope: Scope) -> None:
-        thawed = [r for r in self.frozen if r.scope is scope]
-        self.frozen = [r for r in self.frozen if r.scope is not scope]
-        for request in thawed:
+    def _unfreeze(self, scope: Scope) -> None:
+        for request in [r for r in self.frozen if r.scope is scope]:
+            self.frozen.remove(request)
             self._join_batch(request)
         while len(self.running) > self.max_num_seqs:
             self._preempt(self.running)
@@ -324,45 +321,38 @@ class Scheduler:
     def _join_batch(self, request: Request) -> None:
         insort(self.running, request, key=lambda r: (r.order, r.choice))
 
-    def _retract_unstarted(self) -> None:
-        """Put half-prefilled requests behind a draining gate back to the queue: a drain waits for answers under way,
-        and for no new ones."""
-        for request in [r for r in self.running if not r.group.started]:
-            if Gate.STARTED_ONLY in (self.gate, self.waiting.gate_of(request.scope)):
-                self.retract(request)
-
     def drained(self, scope: Scope) -> bool:
-        """Whether nothing of ``scope`` that its own gate lets in has produced a token and goes on."""
+        """Whether no started request of ``scope`` that its own gate admits is left to run."""
         running = any(r.group.started and scope.covers(r.scope) for r in self.running)
         return not running and not self.waiting.started_of(scope)
 
     def count(self, scope: Scope) -> tuple[int, int]:
-        """How many requests of ``scope`` have produced a token and are not at their end, and how many have not."""
+        """Return the number of unfinished requests of ``scope`` that have produced a token, and of the others."""
         batch = [r.group.started for r in (*self.running, *self.frozen) if scope.covers(r.scope)]
         started, waiting = self.waiting.count(scope)
         return started + sum(batch), waiting - started + len(batch) - sum(batch)
 
     def drop_kv(self, scope: Scope) -> None:
-        """Give all KV of ``scope`` back. What runs is recomputed when it is scheduled again, and no later request
-        matches what was computed."""
+        """Release all KV of ``scope``. Running requests are recomputed when they are scheduled again. No later request
+        gets a prefix hit in the released KV."""
         for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
             self.retract(request)
         self.kv.forget_prefixes(None if scope.above is None else scope.served.kv_namespace)
 
     def weights_changed(self, whole: Scope, recompute: bool) -> None:
-        """Take in that the weights of all scopes have just changed. No request matches KV of other weights. Those under
-        way keep their own KV, and share it with nobody from now on; with ``recompute`` they lose it."""
+        """Take note that the weights of all scopes have changed. No request gets a prefix hit in KV of other weights.
+        Begun requests keep their own KV and share it no more; with ``recompute`` they lose it."""
         if recompute:
             self.drop_kv(whole)
         for request in [r for r in (*self.running, *self.frozen) if r.wants_prompt_logprobs]:
-            self.retract(request)  # the logprobs of its prompt would be of two weights
+            self.retract(request)  # else its prompt logprobs would mix two weights
         for request in (*self.running, *self.frozen):
             request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self._prefilling.clear()
         self.kv.forget_prefixes()
 
     def check_integrity(self) -> None:
-        """Run by tests after every step, and by the engine when idle."""
+        """Assert that the state is consistent. Tests call this after every step, the engine when idle."""
         assert self.running == sorted(self.running, key=lambda r: (r.order, r.choice))
         assert len(self.running) <= self.max_num_seqs
         assert all(self.waiting.gate_of(r.scope) is not Gate.CLOSED for r in self.running)
@@ -371,7 +361,7 @@ class Scheduler:
             assert request.state is RequestState.RUNNING and request not in self.waiting, request
             assert 0 <= request.num_computed < request.num_tokens, request
         numbers = [r.sequence for r in (*self.running, *self.frozen) if r.sequence is not None] + self._free_sequences
-        assert sorted(numbers) == list(range(self._num_sequences)), "a number of the runner is lost, or given twice"
+        assert sorted(numbers) == list(range(self._num_sequences)), "a sequence number is lost, or given twice"
         for request in self._prefilling.values():
             assert request in self.running, request
         assert all(r.state is RequestState.ENDING for r in self.ended)

@@ -8,12 +8,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import make_q05
 
-SMALL = make_q05.CONFIG | {
-    "vocab_size": 300,
-    "hidden_size": 28,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-}
+SMALL = make_q05.CONFIG | {"vocab_size": 300, "hidden_size": 28, "intermediate_size": 12, "num_hidden_layers": 2}
 
 
 def test_the_shape_is_that_of_qwen2_5_0_5b():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import step
+from benchmarks import ops, step
 from benchmarks.lib.roofline import Machine, Shape
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.model_executor.ops import get_ops
@@ -21,7 +21,7 @@ needs_cpu_ops = pytest.mark.skipif(get_ops("bfloat16").name != "cpu", reason="th
 
 @needs_cpu_ops
 def test_the_step_benchmark_reports_every_step_and_its_share_of_the_roofline(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(step, "PROBE_ROWS", 1 << 10)
+    monkeypatch.setattr(ops, "PROBE_ROWS", 1 << 10)
     arguments = ["--running", "1,3", "--context", "20", "--chunk", "40", "--repeats", "1"]
     told = tmp_path / "report.json"
     monkeypatch.setattr(sys, "argv", ["step", "--model", str(MODEL_DIR), *arguments, "--json", str(told)])
@@ -52,4 +52,4 @@ def test_host_time_reports_the_parts_of_a_step_and_their_sum():
     for rows in tables.values():
         medians = {row["part"]: row["median"] for row in rows}
         assert {"plan", "make batch", "sampling", "outputs"} <= set(medians)
-        assert 0 < medians["make batch"] < medians["host time of a step"] < 1000
+        assert 0 < medians["make batch"] < medians["host time of a step"]

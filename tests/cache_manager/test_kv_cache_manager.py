@@ -1,10 +1,11 @@
-"""What a request holds, shares, copies, publishes and gives back."""
+"""KV blocks of requests: sharing, copying, publishing and releasing."""
 
 from __future__ import annotations
 
 import pytest
 
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
+from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ def compute(kv: KVCacheManager, request: Request, upto: int | None = None) -> No
 
 
 def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
-    """Admit a request and compute all that it knows."""
+    """Admit a request and compute all of its tokens."""
     request = make(token_ids, salt)
     assert kv.admit(request) is not None
     kv.step_done()
@@ -31,33 +32,23 @@ def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
     return request
 
 
-def test_an_equal_prompt_computes_only_its_last_token_in_a_copy_of_the_partial_block():
+@pytest.mark.parametrize(
+    ("first", "second", "hit_tokens", "copied"),
+    [(10, 10, 9, 2), (8, 8, 7, 1), (10, 12, 8, None)],
+    ids=["partial last block", "full last block", "longer prompt"],
+)
+def test_a_prompt_shares_full_blocks_and_copies_a_block_that_it_will_write_to(first, second, hit_tokens, copied):
     kv = KVCacheManager(16, 4)
-    first = serve(kv, list(range(10)))
-    second = make(list(range(10)))
-    grant = kv.admit(second)
-    assert grant.hit_tokens == 9 and second.num_computed == 9
-    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
-    assert (grant.copy.source, grant.copy.target) == (first.blocks[2], second.blocks[2])
-    kv.check_integrity([first, second])
+    one, two = serve(kv, list(range(first))), make(list(range(second)))
+    grant = kv.admit(two)
+    assert grant.hit_tokens == two.num_computed == hit_tokens
+    shared = hit_tokens // 4
+    assert two.blocks[:shared] == one.blocks[:shared] and set(two.blocks[shared:]).isdisjoint(one.blocks)
+    assert grant.copy == (None if copied is None else BlockCopy(one.blocks[copied], two.blocks[copied]))
+    kv.check_integrity([one, two])
 
 
-def test_a_full_block_whose_last_token_must_be_computed_anew_is_copied_too():
-    kv = KVCacheManager(16, 4)
-    first = serve(kv, list(range(8)))
-    second = make(list(range(8)))
-    grant = kv.admit(second)
-    assert grant.hit_tokens == 7 and grant.copy.source == first.blocks[1]
-
-
-def test_a_longer_prompt_shares_full_blocks_and_copies_nothing():
-    kv = KVCacheManager(16, 4)
-    serve(kv, list(range(10)))
-    grant = kv.admit(make(list(range(12))))
-    assert grant.hit_tokens == 8 and grant.copy is None
-
-
-def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
+def test_output_tokens_are_found_in_full_blocks_only():
     kv = KVCacheManager(16, 4)
     request = make(list(range(6)))
     kv.admit(request)
@@ -67,13 +58,13 @@ def test_tokens_that_follow_the_prompt_are_found_in_full_blocks_only():
         assert kv.grow(request)
         compute(kv, request)
     assert kv.admit(make(list(range(11)))).hit_tokens == 8
-    assert kv.admit(make([*range(6), 99, 98])).hit_tokens == 4, "the prompt's partial block is found only by its end"
+    assert kv.admit(make([*range(6), 99, 98])).hit_tokens == 4, "the prompt's partial block must match to its end"
     kv.step_done()
     assert kv.admit(make(list(range(6)))).hit_tokens == 5
 
 
 @pytest.mark.parametrize("change", ["salt", "weight_epoch", "scope", "forgotten", "off"])
-def test_what_must_not_be_shared_is_not_found(change):
+def test_blocks_that_must_not_be_shared_are_not_found(change):
     kv = KVCacheManager(16, 4, enable_prefix_caching=change != "off")
     serve(kv, list(range(10)))
     scope = Scope("other" if change == "scope" else WHOLE_ENGINE)
@@ -84,7 +75,7 @@ def test_what_must_not_be_shared_is_not_found(change):
     assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "", scope)).hit_tokens == 0
 
 
-def test_blocks_whose_context_spans_epochs_are_never_published():
+def test_blocks_of_several_weight_epochs_are_never_published():
     kv = KVCacheManager(16, 4)
     request = make(list(range(10)))
     kv.admit(request)
@@ -92,10 +83,10 @@ def test_blocks_whose_context_spans_epochs_are_never_published():
     compute(kv, request)
     assert kv.admit(make(list(range(10)))).hit_tokens == 0
     kv.release(request)
-    assert not request.kv_mixed, "what it computes from now on is of one epoch"
+    assert not request.kv_mixed, "later blocks are of one weight_epoch"
 
 
-def test_no_room_takes_nothing_and_the_source_of_a_copy_is_not_overwritten_before_it_ran():
+def test_an_admission_without_room_takes_nothing_and_the_source_of_a_copy_stays_until_the_step_is_done():
     kv = KVCacheManager(4, 4)
     first = serve(kv, list(range(10)))
     kv.release(first)
@@ -112,7 +103,7 @@ def test_no_room_takes_nothing_and_the_source_of_a_copy_is_not_overwritten_befor
     kv.check_integrity([])
 
 
-def test_if_the_source_is_the_block_that_is_missing_its_tokens_are_computed_anew():
+def test_if_the_source_of_a_copy_is_the_last_free_block_its_tokens_are_computed_again():
     kv = KVCacheManager(3, 4)
     kv.release(serve(kv, list(range(10))))
     request = make(list(range(10)))
@@ -121,7 +112,7 @@ def test_if_the_source_is_the_block_that_is_missing_its_tokens_are_computed_anew
     kv.check_integrity([request])
 
 
-def test_growing_is_all_or_nothing():
+def test_growing_takes_all_missing_blocks_or_none():
     kv = KVCacheManager(3, 4)
     request = serve(kv, list(range(8)))
     request.token_ids += [1, 2, 3, 4, 5]
@@ -130,27 +121,27 @@ def test_growing_is_all_or_nothing():
     assert kv.grow(request) and len(request.blocks) == 3
 
 
-def test_a_prefix_outlives_what_continues_it():
+def test_the_last_block_of_a_prompt_is_evicted_first():
     kv = KVCacheManager(4, 4)
     kv.release(serve(kv, list(range(16))))
-    kv.release(serve(kv, [99] * 4))  # takes one block
+    kv.release(serve(kv, [99] * 4))  # evicts one block
     assert kv.admit(make(list(range(16)))).hit_tokens == 12
 
 
-def test_a_request_goes_on_publishing_after_the_block_that_stood_for_its_own_was_evicted():
+def test_a_request_publishes_its_own_blocks_after_an_equal_published_block_was_evicted():
     kv = KVCacheManager(5, 4)
     first = serve(kv, list(range(4)))
     second = make(list(range(8)))
     kv.index.evict(first.blocks[0])
     kv.admit(second)
-    compute(kv, second, upto=4)  # its own first block is the one that is named now
+    compute(kv, second, upto=4)  # the index now has the request's own first block
     kv.index.evict(second.blocks[0])
     compute(kv, second)
     kv.index.check_integrity()
     assert kv.admit(make(list(range(8)))).hit_tokens == 7
 
 
-def test_integrity_notices_a_leak():
+def test_check_integrity_finds_a_leaked_reference():
     kv = KVCacheManager(8, 4)
     request = serve(kv, list(range(8)))
     kv.check_integrity([request])
@@ -159,7 +150,7 @@ def test_integrity_notices_a_leak():
         kv.check_integrity([request])
 
 
-def test_a_request_is_marked_as_recomputed_only_if_it_had_tokens_of_another_epoch():
+def test_a_request_is_marked_as_recomputed_only_if_it_has_tokens_of_another_weight_epoch():
     kv = KVCacheManager(8, 4)
     fresh, old = make([1, 2]), make([3, 4])
     old.append(5, ServedWeights(), now=0.0)

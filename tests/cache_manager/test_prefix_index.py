@@ -1,4 +1,4 @@
-"""The trie of prefixes."""
+"""The index of prefixes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def blocks(index: PrefixIndex, token_ids: list[int], namespace=SPACE) -> list[in
     [([1, 2, 3, 4, 5], [10, 11, 12]), ([1, 2, 3, 4, 6], [10, 11]), ([1, 2, 9], [10, 13]), ([1, 2, 9, 1], [10]),
      ([1, 2, 3], [10]), ([3, 4], []), ([2, 1, 3, 4], []), ([1], []), ([], [])],
 )  # fmt: skip
-def test_the_longest_chain_of_equal_tokens_and_a_partial_block_only_at_the_very_end(index, token_ids, hit):
+def test_a_lookup_finds_the_longest_chain_and_a_partial_block_only_at_the_end(index, token_ids, hit):
     assert blocks(index, token_ids) == hit
 
 
 @pytest.mark.parametrize("namespace", [(1, ""), (0, "salt")])
-def test_nothing_of_another_epoch_or_salt_is_found(index, namespace):
+def test_no_block_of_another_namespace_is_found(index, namespace):
     assert blocks(index, [1, 2, 3, 4], namespace) == []
 
 
-def test_the_first_of_two_equal_blocks_is_the_one_that_is_found(index):
+def test_the_first_of_two_equal_blocks_stays_in_the_index(index):
     node = index.insert(index.root(SPACE), (1, 2), 20)
     assert node.block == 10 and 20 not in index
 
 
-def test_what_continues_a_forgotten_block_is_forgotten_with_it(index):
+def test_an_eviction_removes_the_continuations_too(index):
     second = index.lookup(SPACE, [1, 2, 3, 4])[1]
     index.evict(11)
     index.check_integrity()
@@ -52,22 +52,22 @@ def test_what_continues_a_forgotten_block_is_forgotten_with_it(index):
     assert blocks(index, [1, 2, 9]) == [10, 13]
 
 
-def test_a_block_that_is_known_by_two_names_is_forgotten_under_both(index):
+def test_an_eviction_removes_both_nodes_of_a_block(index):
     first = index.lookup(SPACE, [1, 2])[0]
-    index.insert(first, (9, 9), 13)  # the partial block of (9,) was filled up
+    index.insert(first, (9, 9), 13)  # the partial block of (9,) has been filled
     index.evict(13)
     index.check_integrity()
     assert blocks(index, [1, 2, 9]) == blocks(index, [1, 2, 9, 9]) == [10]
 
 
-def test_clearing_forgets_everything(index):
+def test_clearing_removes_everything(index):
     index.clear(lambda namespace: True)
     index.check_integrity()
     assert blocks(index, [1, 2, 3, 4]) == [] and 10 not in index
 
 
-def test_a_namespace_whose_last_block_is_evicted_leaves_nothing_behind():
-    """A cache_salt of its own per request is the usual way to switch sharing off."""
+def test_the_root_of_a_namespace_is_removed_with_its_last_block():
+    """Clients give each request its own cache_salt to switch sharing off."""
     index = PrefixIndex(2)
     for salt in range(100):
         index.insert(index.root((0, salt)), (1, 2), block=salt % 4)

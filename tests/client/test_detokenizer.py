@@ -1,4 +1,4 @@
-"""Text of a growing id sequence, and stop strings in it."""
+"""Incremental decoding, and stop strings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_aligned(choice: Choice) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=40), cut=st.integers(0, 40))
-def test_pieces_join_to_the_decoding_of_all_ids(tokenizer, text, cut):
+def test_the_texts_of_all_pushes_join_to_the_decoding_of_all_ids(tokenizer, text, cut):
     ids = tokenizer.encode_now(text)
     prompt, output = ids[:cut], ids[cut:]
     decoder = IncrementalDecoder(tokenizer, prompt)
@@ -49,19 +49,19 @@ def test_pieces_join_to_the_decoding_of_all_ids(tokenizer, text, cut):
         assert before + "".join(pieces) == text
 
 
-def test_half_a_character_is_held_back_until_it_is_whole(tokenizer):
+def test_an_incomplete_character_is_held_back(tokenizer):
     decoder = IncrementalDecoder(tokenizer, [])
     assert [decoder.push(byte) for byte in "aé😀".encode()] == ["a", "", "é", "", "", "", "😀"]
 
 
-def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever(tokenizer):
+def test_bytes_that_are_not_utf_8_are_not_held_back_for_ever(tokenizer):
     decoder = IncrementalDecoder(tokenizer, [])
     shown = "".join(decoder.push(0xB9) for _ in range(20))
     assert len(shown) >= 15
     assert shown + decoder.push(ord("a")) == "\ufffd" * 20 + "a"
 
 
-def test_a_continued_answer_begins_with_the_rest_of_a_split_character(tokenizer):
+def test_a_prompt_that_ends_inside_a_character_is_continued(tokenizer):
     first, second = "é".encode()
     choice = Choice(tokenizer, [ord("a"), first], TextOptions())
     assert feed(choice, [second], "length").text == "é"
@@ -78,7 +78,7 @@ def test_a_stop_string_over_several_tokens_cuts_ids_logprobs_and_spans_at_the_to
     assert_aligned(choice)
 
 
-def test_text_held_back_for_a_stop_string_is_shown_once_it_cannot_be_one(tokenizer):
+def test_text_is_held_back_only_while_it_may_become_a_stop_string(tokenizer):
     choice = Choice(tokenizer, [], TextOptions(stops=("XYZ",)))
     assert [feed(choice, [byte]).text for byte in b"aXYb"] == ["a", "", "", "XYb"]
 
@@ -92,7 +92,7 @@ def test_held_back_text_is_flushed_at_the_end(tokenizer, reason):
     assert_aligned(choice)
 
 
-def test_half_a_character_at_the_end_is_shown_as_the_tokenizer_shows_it(tokenizer):
+def test_an_incomplete_character_at_the_end_is_decoded_as_the_tokenizer_does(tokenizer):
     choice = Choice(tokenizer, [], TextOptions())
     ids = list("aé".encode())[:-1]
     assert feed(choice, ids).text == "a"
@@ -100,45 +100,25 @@ def test_half_a_character_at_the_end_is_shown_as_the_tokenizer_shows_it(tokenize
     assert choice.text == tokenizer.decode(ids)
 
 
-def test_a_stop_string_wins_over_an_abort_in_the_same_output(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("b",)))
-    feed(choice, list(b"abc"), "abort")
-    assert (choice.text, choice.finish_reason, choice.token_ids) == ("a", "stop", list(b"ab"))
+@pytest.mark.parametrize(
+    ("options", "ids", "finish", "text", "num_tokens", "stop_reason"),
+    [
+        pytest.param({"stops": ("b",)}, b"abc", "abort", "a", 2, "b", id="a stop string overrides an abort"),
+        pytest.param({"stops": ("d", "bcd", "cd")}, b"abcd", None, "a", 4, "bcd", id="the earliest stop string ends"),
+        pytest.param({"stops": ("bc",), "include_stop": True}, b"abcd", None, "abc", 3, "bc", id="stop string kept"),
+        pytest.param({"stops": ("b", "x"), "min_tokens": 3}, b"bbab", None, "bba", 4, "b", id="after min_tokens"),
+        pytest.param({"skip_special_tokens": False}, [97, EOS], "stop", "a", 2, None, id="EOS adds no text"),
+        pytest.param({}, b"ab", "stop", "a", 2, ord("b"), id="a stop token adds no text"),
+        pytest.param({}, [97, EOS, 98], "length", "ab", 3, None, id="special tokens skipped"),
+        pytest.param({"skip_special_tokens": False}, [97, EOS, 98], "length", "a<eos>b", 3, None, id="special tokens"),
+    ],
+)
+def test_text_ids_and_stop_reason_at_the_end(tokenizer, options, ids, finish, text, num_tokens, stop_reason):
+    choice = Choice(tokenizer, [], TextOptions(**options))
+    delta = feed(choice, list(ids), finish, stop_reason=stop_reason if type(stop_reason) is int else None)
+    assert choice.text == delta.text == text and choice.token_ids == list(ids)[:num_tokens]
+    assert (choice.finish_reason, choice.stop_reason) == ("length" if finish == "length" else "stop", stop_reason)
     assert_aligned(choice)
-
-
-def test_the_earliest_of_several_stop_strings_wins(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("d", "bcd", "cd")))
-    feed(choice, list(b"abcd"))
-    assert (choice.text, choice.stop_reason) == ("a", "bcd")
-
-
-def test_a_stop_string_can_be_kept_in_the_text(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("bc",), include_stop=True))
-    assert feed(choice, list(b"ab")).text == "a"
-    assert feed(choice, list(b"cd")).text == "bc"
-
-
-def test_stop_strings_do_not_count_before_min_tokens(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(stops=("b", "xyz"), min_tokens=3))
-    feed(choice, list(b"bbab"))
-    assert choice.token_ids == list(b"bbab") and choice.text == "bba"
-
-
-def test_an_end_token_is_a_token_but_no_text(tokenizer):
-    choice = Choice(tokenizer, [], TextOptions(skip_special_tokens=False))
-    feed(choice, [ord("a"), EOS], "stop")
-    assert (choice.text, choice.token_ids) == ("a", [ord("a"), EOS])
-    other = Choice(tokenizer, [], TextOptions())
-    feed(other, list(b"ab"), "stop", stop_reason=ord("b"))
-    assert (other.text, other.stop_reason) == ("a", ord("b"))
-
-
-def test_special_tokens_are_text_only_on_request(tokenizer):
-    for skip, text in ((True, "ab"), (False, "a<eos>b")):
-        choice = Choice(tokenizer, [], TextOptions(skip_special_tokens=skip))
-        feed(choice, [ord("a"), EOS, ord("b")], "length")
-        assert choice.text == text
 
 
 def test_spans_of_the_same_weights_are_joined_and_others_are_not(tokenizer):
@@ -163,13 +143,13 @@ def test_without_a_tokenizer_ids_pass_and_text_is_empty():
     include=st.booleans(),
     least=st.integers(0, 6),
 )
-def test_an_answer_resumed_at_any_token_has_the_text_and_the_end_of_one_that_was_not(
+def test_a_resumed_answer_has_the_text_and_the_end_of_an_undisturbed_one(
     tokenizer, prompt, output, cut, stops, include, least
 ):
-    """known failure 31: a character or a stop string may lie over the seam."""
+    """Known failure 31: a character or a stop string may lie over the point where the answer resumes."""
     before, ids = tokenizer.encode_now(prompt), tokenizer.encode_now(output)
 
-    def told(resumed: int) -> tuple:
+    def answer(resumed: int) -> tuple:
         options = TextOptions(tuple(stops), include, min_tokens=max(least - resumed, 0))
         choice = Choice(tokenizer, before + ids[:resumed], options, resumed)
         shown = ""
@@ -181,14 +161,15 @@ def test_an_answer_resumed_at_any_token_has_the_text_and_the_end_of_one_that_was
         assert shown == choice.text
         return choice.text, choice.finish_reason, choice.stop_reason, ids[:resumed] + choice.token_ids
 
-    whole = told(0)
+    undisturbed = answer(0)
     resumed = min(cut, len(ids))
-    if resumed < len(whole[3]) or whole[1] == "length":  # not beyond its end
-        assert told(resumed) == whole
+    if resumed < len(undisturbed[3]) or undisturbed[1] == "length":  # not beyond its end
+        assert answer(resumed) == undisturbed
 
 
 def naive_hit(stops: list[str], text: str, old: int) -> tuple[str, int] | None:
-    """Of the stop strings that end behind ``old``, the one that begins first; of equals the one that is named first."""
+    """Return the first stop string of those that end after index ``old``; of two that begin together, the first of
+    ``stops``."""
     hits = [
         (end - len(stop), order)
         for end in range(old + 1, len(text) + 1)
@@ -208,7 +189,7 @@ def naive_held_back(stops: list[str], text: str) -> int:
     stops=st.lists(st.text(alphabet="ab😀", min_size=1, max_size=6), max_size=6),
     pieces=st.lists(st.text(alphabet="ab😀", max_size=5), max_size=8),
 )
-def test_the_search_finds_and_holds_back_what_the_plain_definition_does(stops, pieces):
+def test_the_search_agrees_with_a_naive_search(stops, pieces):
     search, text = StopSearch(stops), ""
     for piece in pieces:
         text += piece
@@ -216,8 +197,8 @@ def test_the_search_finds_and_holds_back_what_the_plain_definition_does(stops, p
         assert search.held_back == naive_held_back(stops, text)
 
 
-def test_the_work_of_a_search_does_not_grow_with_the_number_and_length_of_stop_strings():
-    """Counts the calls of functions while 1,000 characters are pushed, which is the same on every machine."""
+def test_the_work_of_a_search_does_not_depend_on_the_stop_strings():
+    """Count function calls while 1,000 characters are pushed: the count is the same on every machine."""
 
     def calls(stops: list[str]) -> int:
         search, counted = StopSearch(stops), 0

@@ -1,4 +1,4 @@
-"""The engine client: nothing hangs, whatever the engine does."""
+"""The engine client: every request and call is answered, whatever the engine does."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine, reply_with
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def endpoint():
@@ -29,12 +31,16 @@ def endpoint():
     ipc_dir.remove(path)
 
 
-def request(request_id: str = "r", n: int = 1) -> AddRequest:
-    return AddRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), n=n)
+@pytest.fixture
+def engine(endpoint):
+    engine = FakeEngine(endpoint)
+    yield engine
+    engine.die()
 
 
 @asynccontextmanager
 async def connected(endpoint: str, engine: FakeEngine | None, **settings):
+    """Run a client of ``endpoint``, which is connected if there is an ``engine``."""
     client = EngineClient(ZmqConnector(endpoint), **settings)
     client.start()
     try:
@@ -46,16 +52,22 @@ async def connected(endpoint: str, engine: FakeEngine | None, **settings):
         await client.close()
 
 
-def run(coroutine) -> None:
-    async def bounded():
-        async with asyncio.timeout(30):
-            await coroutine
+@pytest.fixture
+async def client(endpoint, engine):
+    async with connected(endpoint, engine) as client:
+        yield client
 
-    asyncio.run(bounded())
+
+def request(request_id: str = "r", **fields) -> AddRequest:
+    return AddRequest(request_id, [1, 2], SamplingParams(), **fields)
+
+
+def retained(fingerprint: str = "f") -> AddRequest:
+    return request(retain_s=9.0, fingerprint=fingerprint)
 
 
 async def next_outputs(stream) -> list[m.Output]:
-    """Wait for outputs or the failure, and take them, as a handler does."""
+    """Wait for outputs or the failure, and take them."""
     while True:
         if outputs := stream.take():
             return outputs
@@ -73,490 +85,350 @@ async def expect(engine: FakeEngine, kind: type):
     return await asyncio.to_thread(engine.expect, kind)
 
 
-def test_outputs_of_all_choices_arrive_in_order(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint, reply_with([5, 6, 7]))
-        async with connected(endpoint, engine) as client:
-            with await client.submit(request(n=2)) as stream:
-                outputs = await collect(stream)
-        for choice in (0, 1):  # a reader that comes late finds several as one
-            assert [token for o in outputs if o.choice == choice for token in o.token_ids] == [5, 6, 7]
+async def test_outputs_of_all_choices_arrive_in_order(engine, client):
+    with await client.submit(request(n=2)) as stream:
+        await expect(engine, AddRequest)
+        for token, reason in ((5, None), (6, None), (7, "length")):
+            for choice in (0, 1):
+                engine.emit("r", [token], choice, finish_reason=reason)
+        outputs = await collect(stream)
+    for choice in (0, 1):  # a late reader finds several outputs joined to one
+        assert [token for o in outputs if o.choice == choice for token in o.token_ids] == [5, 6, 7]
+
+
+async def test_a_message_that_cannot_be_encoded_raises_and_its_id_stays_free(engine, client):
+    with pytest.raises(OverflowError):
+        await client.submit(request(priority=2**70))
+    with pytest.raises(OverflowError):
+        await client.call(m.PauseArgs(timeout_s=2**70))
+    assert not client._calls
+    with await client.submit(request()) as stream:
+        await expect(engine, AddRequest)
+        engine.emit("r", [5], finish_reason="length")
+        assert [o.token_ids for o in await collect(stream)] == [[5]]
+
+
+async def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoint):
+    engine = FakeEngine(endpoint)
+    engine.replies[m.PauseArgs] = lambda call: None
+    async with connected(endpoint, engine) as client:
+        stream = await client.submit(request())
+        call = asyncio.create_task(client.call(m.PauseArgs()))
+        await expect(engine, m.PauseArgs)
+        engine.emit("r", [9])
         engine.die()
-
-    run(go())
-
-
-def test_what_the_wire_cannot_carry_is_raised_and_leaves_nothing_alive(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint, reply_with([5]))
-        async with connected(endpoint, engine) as client:
-            too_big = AddRequest(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(), priority=2**70)
-            with pytest.raises(OverflowError):
-                await client.submit(too_big)
-            with pytest.raises(OverflowError):
-                await client.call(m.PauseArgs(timeout_s=2**70))
-            assert not client._calls
-            with await client.submit(request()) as stream:
-                assert [o.token_ids for o in await collect(stream)] == [[5]]
-        engine.die()
-
-    run(go())
-
-
-def test_death_of_the_engine_answers_every_open_call_and_request_at_once(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        engine.replies[m.PauseArgs] = lambda call: None
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            call = asyncio.create_task(client.call(m.PauseArgs()))
-            await expect(engine, m.PauseArgs)
-            engine.emit("r", [9])
-            engine.die()
-            assert [o.token_ids for o in await next_outputs(stream)] == [[9]], "what came before the death is not lost"
+        assert [o.token_ids for o in await next_outputs(stream)] == [[9]], "outputs sent before the death arrive"
+        for pending in (next_outputs(stream), call, client.submit(request("s")), client.call(m.ResumeArgs())):
             with pytest.raises(errors.EngineDead):
-                await next_outputs(stream)
-            with pytest.raises(errors.EngineDead):
-                await call
-            with pytest.raises(errors.EngineDead):
-                await client.submit(request("s"))
-            with pytest.raises(errors.EngineDead):
-                await client.call(m.ResumeArgs())
-
-    run(go())
+                await pending
 
 
-def test_a_restarted_engine_is_found_under_a_new_identity(endpoint):
-    async def go():
-        first = FakeEngine(endpoint)
-        async with connected(endpoint, first) as client:
-            assert client.welcome.boot_id == "boot-1"
-            first.die()
-            while client.connected.is_set():
-                await asyncio.sleep(0)
-            second = FakeEngine(endpoint, reply_with([1]), boot_id="boot-2")
-            await client.connected.wait()
-            assert client.welcome.boot_id == "boot-2"
-            assert set(first.clients).isdisjoint(second.clients)
-            with await client.submit(request()) as stream:
-                assert (await collect(stream))[0].token_ids == [1]
-            second.die()
-
-    run(go())
+async def test_a_restarted_engine_is_found_under_a_new_identity(endpoint):
+    first = FakeEngine(endpoint)
+    async with connected(endpoint, first) as client:
+        assert client.welcome.boot_id == "boot-1"
+        first.die()
+        while client.connected.is_set():
+            await asyncio.sleep(0)
+        second = FakeEngine(endpoint, reply_with([1]), boot_id="boot-2")
+        await client.connected.wait()
+        assert client.welcome.boot_id == "boot-2"
+        assert set(first.clients).isdisjoint(second.clients)
+        with await client.submit(request()) as stream:
+            assert (await collect(stream))[0].token_ids == [1]
+        second.die()
 
 
-def test_before_the_engine_is_there_requests_fail_fast_and_then_work(endpoint):
-    async def go():
-        async with connected(endpoint, None) as client:
-            with pytest.raises(errors.EngineDead):
-                await client.submit(request())
-            engine = FakeEngine(endpoint, reply_with([1]))
-            await client.connected.wait()
-            (await client.submit(request())).close()
-            engine.die()
-
-    run(go())
-
-
-def test_a_fence_is_acknowledged_only_after_earlier_outputs_are_in_their_queues(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.emit("r", [1])
-            engine.send(m.Fence(fence_id=4))
-            # The test has not read the stream: the output is in its queue by the time of the acknowledgement.
-            ack = asyncio.create_task(expect(engine, m.FenceAck))
-            assert (await ack).fence_id == 4
-            assert [o.token_ids for o in stream.take()] == [[1]]
-            stream.close()
-        engine.die()
-
-    run(go())
-
-
-def test_goodbye_answers_what_is_open_and_says_hello_again(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.send(m.Goodbye())
-            with pytest.raises(errors.EngineDead):
-                await next_outputs(stream)
-            await client.connected.wait()
-            assert len(set(engine.clients)) == 2
-        engine.die()
-
-    run(go())
-
-
-def test_a_rejected_request_raises_the_engines_error(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.send(m.Rejected("r", m.Failure("queue_full", "full", {"retry_after": 1})))
-            with pytest.raises(errors.QueueFull) as info:
-                await next_outputs(stream)
-            assert info.value.detail == {"retry_after": 1}
-            await client.submit(request())  # its id is free again
-        engine.die()
-
-    run(go())
-
-
-def test_an_id_that_is_alive_is_refused(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
+async def test_before_the_engine_is_there_requests_fail_fast_and_then_work(endpoint):
+    async with connected(endpoint, None) as client:
+        with pytest.raises(errors.EngineDead):
             await client.submit(request())
-            with pytest.raises(errors.DuplicateRequest):
-                await client.submit(request())
+        engine = FakeEngine(endpoint, reply_with([1]))
+        await client.connected.wait()
+        (await client.submit(request())).close()
         engine.die()
 
-    run(go())
+
+async def test_a_fence_is_acknowledged_only_after_earlier_outputs_are_in_their_queues(engine, client):
+    stream = await client.submit(request())
+    await expect(engine, AddRequest)
+    engine.emit("r", [1])
+    engine.send(m.Fence(fence_id=4))
+    assert (await expect(engine, m.FenceAck)).fence_id == 4  # nothing has read the stream so far
+    assert [o.token_ids for o in stream.take()] == [[1]]
+    stream.close()
 
 
-def retained(request_id: str = "r", fingerprint: str = "f") -> AddRequest:
-    return AddRequest(request_id, [1, 2], SamplingParams(), retain_s=9.0, fingerprint=fingerprint)
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [(m.Goodbye(), "dropped this API server"), (m.Outputs([m.Output("r", 0)]), "could not be handled")],
+    ids=["goodbye", "unexpected"],
+)
+async def test_a_message_that_ends_the_connection_fails_requests_and_the_client_connects_again(
+    engine, client, message, why
+):
+    stream = await client.submit(request())
+    await expect(engine, AddRequest)
+    stream.put = None  # an output cannot be handled
+    engine.send(message)
+    with pytest.raises(errors.EngineDead, match=why):
+        await next_outputs(stream)
+    await client.connected.wait()
+    assert len(set(engine.clients)) == 2
 
 
-def test_a_retained_request_sent_again_takes_over_and_one_with_another_body_does_not(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            first = await client.submit(retained())
-            with pytest.raises(errors.DuplicateRequest):
-                await client.submit(retained(fingerprint="g"))
-            with pytest.raises(errors.DuplicateRequest):
-                await client.submit(request())
-            assert not first.ended
-            second = await client.submit(retained())
+async def test_a_rejected_request_raises_the_engines_error(engine, client):
+    stream = await client.submit(request())
+    await expect(engine, AddRequest)
+    engine.send(m.Rejected("r", m.Failure("queue_full", "full", {"retry_after": 1})))
+    with pytest.raises(errors.QueueFull) as info:
+        await next_outputs(stream)
+    assert info.value.detail == {"retry_after": 1}
+    await client.submit(request())  # its id is free again
+
+
+async def test_the_id_of_an_open_request_is_refused(client):
+    await client.submit(request())
+    with pytest.raises(errors.DuplicateRequest):
+        await client.submit(request())
+
+
+async def test_a_retained_request_sent_again_takes_over_and_one_with_another_body_does_not(engine, client):
+    first = await client.submit(retained())
+    with pytest.raises(errors.DuplicateRequest):
+        await client.submit(retained("g"))
+    with pytest.raises(errors.DuplicateRequest):
+        await client.submit(request())
+    assert not first.ended
+    second = await client.submit(retained())
+    with pytest.raises(errors.AttachedElsewhere):
+        await next_outputs(first)
+    assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", None, "abort")
+    engine.emit("r", [1], finish_reason="stop")
+    assert [o.token_ids for o in await collect(second)] == [[1]]
+
+
+async def test_of_many_equal_retained_requests_at_once_the_last_takes_over_and_the_others_fail(engine, client):
+    (await client.submit(retained())).close()
+    streams = await asyncio.gather(*(client.submit(retained()) for _ in range(4)))
+    live = [stream for stream in streams if not stream.ended]
+    assert len(live) == 1
+    for stream in streams:
+        if stream is not live[0]:
             with pytest.raises(errors.AttachedElsewhere):
-                await next_outputs(first)
-            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", None, "abort")
-            engine.emit("r", [1], finish_reason="stop")
-            assert [o.token_ids for o in await collect(second)] == [[1]]
-        engine.die()
-
-    run(go())
-
-
-def test_of_many_sent_again_at_once_the_last_gets_everything_and_the_others_are_told(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            (await client.submit(retained())).close()
-            streams = await asyncio.gather(*(client.submit(retained()) for _ in range(4)))
-            live = [stream for stream in streams if not stream.ended]
-            assert len(live) == 1
-            for stream in streams:
-                if stream is not live[0]:
-                    with pytest.raises(errors.AttachedElsewhere):
-                        await next_outputs(stream)
-            # What the engine has sent before it read the last cancel never reaches the stream that is live.
-            assert "r" not in client._cancelled and client._streams["r"] is live[0]
-        engine.die()
-
-    run(go())
-
-
-def test_shutdown_leaves_a_retained_request_to_run_on(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        aborted = []
-        engine.replies[m.AbortArgs] = lambda call: aborted.extend(call.args.request_ids) or m.Reply(call.call_id, {})
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(retained())
-            await client.submit(request("s"))
-            await client.abort_open(0.2)
-            with pytest.raises(errors.EngineDead):
                 await next_outputs(stream)
-        assert aborted == ["s"]
-        engine.die()
-
-    run(go())
+    assert "r" not in client._cancelled and client._streams["r"] is live[0]
 
 
-def test_late_outputs_of_a_cancelled_request_never_reach_a_new_one_of_the_same_id(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        late = m.Output("r", 0, token_ids=[666], finish_reason="length")
-        begun, gate = threading.Event(), threading.Event()
-
-        def step() -> None:
-            begun.set()
-            gate.wait()
-            engine._transport.send(engine.clients[-1], m.Outputs([late]))
-
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.do(step)  # the engine is in a step: it has not seen the cancel when it sends the output
-            await asyncio.to_thread(begun.wait)
-            stream.close()
-            submitting = asyncio.create_task(client.submit(request()))
-            await asyncio.sleep(0.05)
-            gate.set()
-            stream = await submitting
-            await expect(engine, AddRequest)
-            engine.emit("r", [1], finish_reason="stop")
-            assert [o.token_ids for o in await collect(stream)] == [[1]]
-        engine.die()
-
-    run(go())
+async def test_shutdown_leaves_a_retained_request_to_run_on(engine, client):
+    aborted = []
+    engine.replies[m.AbortArgs] = lambda call: aborted.extend(call.args.request_ids) or m.Reply(call.call_id, {})
+    stream = await client.submit(retained())
+    await client.submit(request("s"))
+    await client.abort_open(0.2)
+    with pytest.raises(errors.EngineDead):
+        await next_outputs(stream)
+    assert aborted == ["s"]
 
 
-def test_closing_a_stream_cancels_only_the_choices_that_run(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request(n=3))
-            await expect(engine, AddRequest)
-            stream.stop(1)
-            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 1, "stop")
-            engine.emit("r", [1], choice=1)
-            engine.emit("r", [2], choice=0, finish_reason="length")
-            assert [o.choice for o in await next_outputs(stream)] == [0], "a stopped choice is silent"
-            stream.close()
-            assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 2, "abort")
-        engine.die()
+async def test_late_outputs_of_a_cancelled_request_never_reach_a_new_one_of_the_same_id(engine, client):
+    late = m.Output("r", 0, token_ids=[666], finish_reason="length")
+    begun, gate = threading.Event(), threading.Event()
 
-    run(go())
+    def step() -> None:
+        begun.set()
+        gate.wait()
+        engine._transport.send(engine.clients[-1], m.Outputs([late]))
+
+    stream = await client.submit(request())
+    await expect(engine, AddRequest)
+    engine.do(step)  # the engine is in a step: it has not seen the cancel when it sends the output
+    await asyncio.to_thread(begun.wait)
+    stream.close()
+    submitting = asyncio.create_task(client.submit(request()))
+    await asyncio.sleep(0.05)
+    gate.set()
+    stream = await submitting
+    await expect(engine, AddRequest)
+    engine.emit("r", [1], finish_reason="stop")
+    assert [o.token_ids for o in await collect(stream)] == [[1]]
 
 
-def test_a_failed_call_raises_its_typed_error_with_the_report(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        failure = m.Failure("pause_interrupted", "resumed", {"x": 1})
-        engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"state": "running"}, failure)
-        async with connected(endpoint, engine) as client:
-            with pytest.raises(errors.PauseInterrupted) as info:
-                await client.call(m.PauseArgs())
-            assert info.value.detail == {"x": 1, "report": {"state": "running"}}
-        engine.die()
+async def test_closing_a_stream_cancels_only_the_choices_that_run(engine, client):
+    stream = await client.submit(request(n=3))
+    await expect(engine, AddRequest)
+    stream.stop(1)
+    assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 1, "stop")
+    engine.emit("r", [1], choice=1)
+    engine.emit("r", [2], choice=0, finish_reason="length")
+    assert [o.choice for o in await next_outputs(stream)] == [0], "a stopped choice is silent"
+    stream.close()
+    assert await expect(engine, m.CancelRequest) == m.CancelRequest("r", 2, "abort")
 
-    run(go())
+
+async def test_a_failed_call_raises_its_typed_error_with_the_report(engine, client):
+    failure = m.Failure("pause_interrupted", "resumed", {"x": 1})
+    engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"state": "running"}, failure)
+    with pytest.raises(errors.PauseInterrupted) as info:
+        await client.call(m.PauseArgs())
+    assert info.value.detail == {"x": 1, "report": {"state": "running"}}
 
 
 @pytest.fixture
 def process():
-    """Stands for the engine's process."""
+    """Stands for the process of ``killable``."""
     process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
     process.wait()
 
 
-def test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open(endpoint, process):
-    async def go():
-        engine = FakeEngine(endpoint, pid=process.pid)
-        async with connected(endpoint, engine, stall_s=0.2) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.beating = False
-            with pytest.raises(errors.EngineStalled, match="silent for 0.2 s"):
-                await next_outputs(stream)
-            assert await asyncio.to_thread(process.wait, 10) == -signal.SIGKILL
-        engine.die()
-
-    run(go())
+@pytest.fixture
+def killable(endpoint, process):
+    engine = FakeEngine(endpoint, pid=process.pid)
+    yield engine
+    engine.die()
 
 
-@pytest.mark.parametrize("args", [m.PauseArgs(), m.MetricsArgs()])
-def test_a_call_that_a_silent_engine_does_not_answer_is_stalled(endpoint, process, args):
-    async def go():
-        engine = FakeEngine(endpoint, pid=process.pid)
-        engine.replies[type(args)] = lambda call: None
-        async with connected(endpoint, engine, stall_s=0.2) as client:
-            engine.beating = False
-            with pytest.raises(errors.EngineStalled):
-                await client.call(args)
-        engine.die()
-
-    run(go())
+async def test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open(
+    endpoint, killable, process
+):
+    async with connected(endpoint, killable, stall_s=0.2) as client:
+        stream = await client.submit(request())
+        await expect(killable, AddRequest)
+        killable.beating = False
+        with pytest.raises(errors.EngineStalled, match="silent for 0.2 s"):
+            await next_outputs(stream)
+        assert await asyncio.to_thread(process.wait, 10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("args", [m.PauseArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs()])
-def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, process, args):
-    async def go():
-        engine = FakeEngine(endpoint, pid=process.pid)
-        engine.replies[type(args)] = lambda call: None
-        async with connected(endpoint, engine, stall_s=0.3) as client:
-            call = asyncio.create_task(client.call(args))
-            sent = await expect(engine, type(args))
-            await asyncio.sleep(0.9)
-            assert process.poll() is None and not call.done()
-            engine.send(m.Reply(sent.call_id, {"ok": 1}))
-            assert await call == {"ok": 1}
-        engine.die()
-
-    run(go())
+CALLS = (m.PauseArgs(), m.MetricsArgs(), m.WeightInfoArgs(), m.SetVersionArgs("v"), m.SleepArgs())
 
 
-def test_an_api_server_whose_event_loop_was_blocked_does_not_accuse_the_engine(endpoint, process):
-    async def go():
-        engine = FakeEngine(endpoint, pid=process.pid)
-        async with connected(endpoint, engine, stall_s=0.2) as client:
-            for _ in range(12):
-                time.sleep(0.1)  # four slices each, and no heartbeat is read in them
-                await asyncio.sleep(0)
-            await client.call(m.PauseStatusArgs())
-            assert process.poll() is None
-        engine.die()
-
-    run(go())
+async def test_all_calls_to_a_silent_engine_end_as_stalled(endpoint, killable):
+    killable.replies = {type(args): lambda call: None for args in CALLS}
+    async with connected(endpoint, killable, stall_s=0.2) as client:
+        killable.beating = False
+        results = await asyncio.gather(*map(client.call, CALLS), return_exceptions=True)
+        assert {type(result) for result in results} == {errors.EngineStalled}
 
 
-def test_a_message_that_cannot_be_handled_costs_the_connection_and_not_the_process(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            stream.put = None
-            engine.emit("r", [1])
-            with pytest.raises(errors.EngineDead, match="could not be handled"):
-                await next_outputs(stream)
-            await client.connected.wait()
-            assert len(set(engine.clients)) == 2
-        engine.die()
-
-    run(go())
+async def test_an_engine_that_beats_is_never_killed_however_long_a_call_takes(endpoint, killable, process):
+    killable.replies = {type(args): lambda call: None for args in CALLS}
+    async with connected(endpoint, killable, stall_s=0.3) as client:
+        calls = asyncio.gather(*map(client.call, CALLS))
+        sent = [await expect(killable, type(args)) for args in CALLS]
+        await asyncio.sleep(0.9)
+        assert process.poll() is None and not calls.done()
+        for call in sent:
+            killable.send(m.Reply(call.call_id, {"ok": 1}))
+        assert await calls == [{"ok": 1}] * len(CALLS)
 
 
-def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-
-        def abort(call: m.Call) -> m.Reply:
-            output = m.Output("r", 0, token_ids=[3], finish_reason="abort")
-            engine._transport.send(engine.clients[-1], m.Outputs([output]))
-            return m.Reply(call.call_id, {})
-
-        async with connected(endpoint, engine) as client:
-            stream = await client.submit(request())
-            await expect(engine, AddRequest)
-            engine.replies[m.AbortArgs] = abort
-            await client.abort_open(5.0)
-            assert [(o.token_ids, o.finish_reason) for o in await next_outputs(stream)] == [([3], "abort")]
-            stuck = await client.submit(request("s"))
-            engine.replies[m.AbortArgs] = lambda call: None
-            await client.abort_open(0.1)
-            with pytest.raises(errors.EngineDead):
-                await next_outputs(stuck)
-        engine.die()
-
-    run(go())
+async def test_an_engine_is_not_killed_because_the_event_loop_of_the_client_was_blocked(endpoint, killable, process):
+    async with connected(endpoint, killable, stall_s=0.2) as client:
+        for _ in range(12):
+            time.sleep(0.1)  # four slices each, and no heartbeat is read in them
+            await asyncio.sleep(0)
+        await client.call(m.PauseStatusArgs())
+        assert process.poll() is None
 
 
-def test_the_reply_to_a_call_is_not_kept_behind_the_readers_of_all_requests_that_it_ended(endpoint):
+async def test_shutdown_ends_open_requests_through_the_engine_or_after_the_bound(engine, client):
+    def abort(call: m.Call) -> m.Reply:
+        output = m.Output("r", 0, token_ids=[3], finish_reason="abort")
+        engine._transport.send(engine.clients[-1], m.Outputs([output]))
+        return m.Reply(call.call_id, {})
+
+    stream = await client.submit(request())
+    await expect(engine, AddRequest)
+    engine.replies[m.AbortArgs] = abort
+    await client.abort_open(5.0)
+    assert [(o.token_ids, o.finish_reason) for o in await next_outputs(stream)] == [([3], "abort")]
+    stuck = await client.submit(request("s"))
+    engine.replies[m.AbortArgs] = lambda call: None
+    await client.abort_open(0.1)
+    with pytest.raises(errors.EngineDead):
+        await next_outputs(stuck)
+
+
+async def test_the_reply_to_a_call_does_not_wait_for_the_readers_of_all_requests_that_the_call_ended(engine, client):
     names = [f"r{i}" for i in range(1000)]
 
-    async def go():
-        engine = FakeEngine(endpoint)
+    def end_all(call: m.Call) -> None:
+        outputs = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
+        engine._transport.send(engine.clients[-1], m.Outputs(outputs))
+        engine._transport.send(engine.clients[-1], m.Fence(1))
 
-        def end_all(call: m.Call) -> None:
-            outputs = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
-            engine._transport.send(engine.clients[-1], m.Outputs(outputs))
-            engine._transport.send(engine.clients[-1], m.Fence(1))
+    def reply_once_delivered() -> None:
+        call = engine.expect(m.AbortArgs)
+        assert engine.expect(m.FenceAck) == m.FenceAck(1)
+        engine.send(m.Reply(call.call_id, {}))
 
-        def reply_once_delivered() -> None:
-            call = engine.expect(m.AbortArgs)
-            assert engine.expect(m.FenceAck) == m.FenceAck(1)
-            engine.send(m.Reply(call.call_id, {}))
+    engine.replies[m.AbortArgs] = end_all
+    served: list[list[m.Output]] = []
 
-        engine.replies[m.AbortArgs] = end_all
-        served: list[list[m.Output]] = []
-        async with connected(endpoint, engine) as client:
+    async def abort_all() -> int:
+        """Return the number of readers that had been served when the call returned."""
+        await client.call(m.AbortArgs(abort_all=True))
+        return len(served)
 
-            async def abort_all() -> int:
-                """How many readers had been served when the call returned."""
-                await client.call(m.AbortArgs(abort_all=True))
-                return len(served)
+    async def read(stream) -> None:
+        outputs = await collect(stream)
+        if not abort.done():
+            time.sleep(0.001)  # the loop is busy with an answer; the engine's threads may run
+        served.append(outputs)
 
-            async def read(stream) -> None:
-                outputs = await collect(stream)
-                if not abort.done():
-                    time.sleep(0.001)  # the loop is busy with an answer; the engine's threads may run
-                served.append(outputs)
-
-            streams = [await client.submit(request(name)) for name in names]
-            replying = asyncio.create_task(asyncio.to_thread(reply_once_delivered))
-            abort = asyncio.create_task(abort_all())
-            await asyncio.gather(*map(read, streams))
-            await replying
-            assert await abort < len(names), "the call returned only after every reader was served"
-            ends = [(output.request_id, output.finish_reason) for outputs in served for output in outputs]
-            assert sorted(ends) == sorted((name, "abort") for name in names), "one final output each"
-            assert not any(stream.take() for stream in streams)
-        engine.die()
-
-    run(go())
+    streams = [await client.submit(request(name)) for name in names]
+    replying = asyncio.create_task(asyncio.to_thread(reply_once_delivered))
+    abort = asyncio.create_task(abort_all())
+    await asyncio.gather(*map(read, streams))
+    await replying
+    assert await abort < len(names), "the call returned after the last reader"
+    ends = [(output.request_id, output.finish_reason) for outputs in served for output in outputs]
+    assert sorted(ends) == sorted((name, "abort") for name in names), "one final output each"
+    assert not any(stream.take() for stream in streams)
 
 
-def test_a_token_is_not_kept_behind_the_ends_of_other_requests(endpoint):
+async def test_the_reader_of_a_token_is_woken_before_the_readers_of_ended_requests(engine, client):
     names = [f"r{i}" for i in range(1000)]
+    order: list[str] = []
 
-    async def go():
-        engine = FakeEngine(endpoint)
-        order: list[str] = []
-        async with connected(endpoint, engine) as client:
+    async def read(stream) -> None:
+        await next_outputs(stream)
+        order.append(stream.request_id)
 
-            async def read(stream) -> None:
-                await next_outputs(stream)
-                order.append(stream.request_id)
-
-            streams = [await client.submit(request(name)) for name in [*names, "live"]]
-            readers = [asyncio.create_task(read(stream)) for stream in streams]
-            ends = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
-            engine.send(m.Outputs([*ends, m.Output("live", 0, token_ids=[4])]))
-            await asyncio.gather(*readers)
-            assert order[0] == "live"
-            streams[-1].close()
-        engine.die()
-
-    run(go())
+    streams = [await client.submit(request(name)) for name in [*names, "live"]]
+    readers = [asyncio.create_task(read(stream)) for stream in streams]
+    ends = [m.Output(name, 0, token_ids=[3], finish_reason="abort") for name in names]
+    engine.send(m.Outputs([*ends, m.Output("live", 0, token_ids=[4])]))
+    await asyncio.gather(*readers)
+    assert order[0] == "live"
+    streams[-1].close()
 
 
-def test_a_stream_with_many_outputs_is_one_reader_to_wake(endpoint):
-    """It does not take the turns of others, be it n choices or tokens that have piled up."""
+async def test_a_stream_with_outputs_of_many_choices_wakes_its_reader_once(engine, client):
     n = 100
+    wakes: list[int] = []
 
-    async def go():
-        engine = FakeEngine(endpoint)
-        wakes: list[int] = []
-        async with connected(endpoint, engine) as client:
+    async def read(stream) -> None:
+        while sum(wakes) < n:
+            wakes.append(len(await next_outputs(stream)))
 
-            async def read(stream) -> None:
-                while len(wakes) == 0 or sum(wakes) < n:
-                    wakes.append(len(await next_outputs(stream)))
-
-            stream = await client.submit(request("r", n=n))
-            reader = asyncio.create_task(read(stream))
-            engine.send(m.Outputs([m.Output("r", choice, token_ids=[4]) for choice in range(n)]))
-            await reader
-            assert wakes == [n] and not client._with_tokens
-            stream.close()
-        engine.die()
-
-    run(go())
+    stream = await client.submit(request("r", n=n))
+    reader = asyncio.create_task(read(stream))
+    engine.send(m.Outputs([m.Output("r", choice, token_ids=[4]) for choice in range(n)]))
+    await reader
+    assert wakes == [n] and not client._with_tokens
+    stream.close()
 
 
-def test_closing_the_client_leaves_no_open_files(endpoint):
-    async def go():
-        engine = FakeEngine(endpoint)
-        for _ in range(3):
-            async with connected(endpoint, engine):
-                pass
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
-            async with connected(endpoint, engine):
-                pass
-        assert len(os.listdir("/proc/self/fd")) <= before + 2
-        engine.die()
-
-    run(go())
+async def test_closing_the_client_leaves_no_open_files(endpoint, engine):
+    for _ in range(3):
+        async with connected(endpoint, engine):
+            pass
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        async with connected(endpoint, engine):
+            pass
+    assert len(os.listdir("/proc/self/fd")) <= before + 2

@@ -1,4 +1,4 @@
-"""What a reader finds that comes late."""
+"""Outputs that a late reader takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_two_outputs_of_a_choice_are_joined_field_by_field():
     assert FIRST.token_ids == [5] and LAST.token_ids == [6, 7]
 
 
-def test_a_late_reader_finds_one_output_of_each_choice_and_takes_it_once():
+def test_a_late_reader_takes_one_joined_output_of_each_choice_once():
     stream = RequestStream("r", 2, lambda *_: None, lambda _: None)
     other = Output("r", 0, [9])
     for output in (FIRST, other, LAST):
@@ -33,10 +33,10 @@ def test_a_late_reader_finds_one_output_of_each_choice_and_takes_it_once():
     stream.put(Output("r", 0, [8], finish_reason="length"))
     assert stream.ended and [o.token_ids for o in stream.take()] == [[8]]
     stream.put(Output("r", 0, [1]))
-    assert stream.take() == [], "after its end there is nothing"
+    assert stream.take() == [], "outputs after the end are ignored"
 
 
-def test_a_stream_that_nobody_reads_joins_its_outputs_once_and_not_with_each_token(monkeypatch):
+def test_outputs_are_joined_once_when_they_are_taken(monkeypatch):
     count = 2000
     stream = RequestStream("r", 1, lambda *_: None, lambda _: None)
     copied: list[int] = []

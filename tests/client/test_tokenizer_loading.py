@@ -1,4 +1,4 @@
-"""A tokenizer that cannot be loaded is refused by the name of its file."""
+"""Loading a tokenizer, and errors that name the broken file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_folder_as_it_is_loads(folder):
+def test_a_complete_folder_loads(folder):
     assert load_tokenizer(str(folder)).encode_now("a")
 
 
@@ -45,7 +45,7 @@ def test_a_folder_without_a_tokenizer_is_no_error(tmp_path):
         ("special_tokens_map.json", "{", "is not JSON"),
     ],
 )
-def test_a_broken_file_is_named(folder, file, text, why):
+def test_the_error_names_the_broken_file(folder, file, text, why):
     (folder / file).write_text(text)
     with pytest.raises(InvalidField) as info:
         load_tokenizer(str(folder))
@@ -53,7 +53,7 @@ def test_a_broken_file_is_named(folder, file, text, why):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_unopened(folder, file):
+def test_a_pipe_instead_of_a_file_is_refused_and_not_opened(folder, file):
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
     with pytest.raises(InvalidField, match="not a regular file"):
@@ -79,8 +79,7 @@ assert not transformers.utils.is_torch_available()
 
 
 @pytest.mark.processes
-def test_the_libraries_say_nothing_on_the_terminal(folder):
-    """Neither without torch, which we never use, nor of a long prompt: the context is ours to check."""
+def test_loading_and_a_long_prompt_print_nothing(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 100}))
     done = subprocess.run([sys.executable, "-c", QUIET, str(folder)], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Error messages are short and can be encoded, whatever text of a client they repeat."""
+"""Error messages that repeat long or broken text of a client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastdeploy.core.errors import MAX_MESSAGE_CHARS, MAX_NAME_CHARS, InvalidFie
 
 
 @pytest.mark.parametrize("text", ["n" * 10**6, "\ud800", "a" * 900 + "\udfff"], ids=["long", "half a pair", "both"])
-def test_a_message_keeps_its_beginning_and_its_end_and_can_be_sent(text):
+def test_a_long_or_broken_message_is_shortened_and_can_be_encoded(text):
     error = WeightUpdateRefused(f"tensor {text}: is not a tensor of this model", tensor=text, nbytes=3)
     assert len(error.message) <= MAX_MESSAGE_CHARS and len(error.detail["tensor"]) <= MAX_NAME_CHARS
     assert error.message.startswith("tensor ") and error.message.endswith(": is not a tensor of this model")

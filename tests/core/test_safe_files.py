@@ -1,4 +1,4 @@
-"""Files of other programs: only regular files beneath the roots are opened, and only a limited size is read."""
+"""Opening and reading files of other programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdeploy.core.safe_files import Folder, make_beneath, open_regular, path_
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "/" + "a/" * 2500, "/" + "x" * 256, "/\ud800", "\udc80"], ids=repr)
-def test_an_impossible_path_is_found_without_the_file_system(path):
+def test_an_impossible_path_is_refused(path):
     assert path_problem(path).startswith("expected a path")
     with pytest.raises(OSError, match="expected a path"):
         Folder(path)
@@ -56,7 +56,7 @@ def test_only_a_regular_file_is_opened_and_nothing_stays_open(odd):
 
 
 def test_a_kernel_file_of_size_0_is_read_as_empty():
-    """A read of some of these files would block for ever."""
+    """A read of some kernel files would block for ever."""
     fd = open_regular("/proc/self/status")
     try:
         assert read_whole(fd, 100) == b""
@@ -83,7 +83,7 @@ def test_a_link_put_in_place_after_the_check_is_not_followed(tmp_path, monkeypat
         Folder(root / "a" / "b", [str(root)])
 
 
-def test_a_folder_that_is_replaced_stays_the_one_that_was_opened(tmp_path):
+def test_an_open_folder_stays_the_same_after_its_path_is_replaced(tmp_path):
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "x").write_text("old")
     with Folder(tmp_path / "f") as folder:
@@ -93,7 +93,7 @@ def test_a_folder_that_is_replaced_stays_the_one_that_was_opened(tmp_path):
         assert folder.read("x", 10) == b"old"
 
 
-def test_folders_are_made_below_a_root_and_no_link_leads_out_of_it(tmp_path):
+def test_folders_are_made_only_below_the_root(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     os.close(make_beneath(str(root), str(root / "a" / "b")))

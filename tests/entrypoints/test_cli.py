@@ -1,4 +1,4 @@
-"""Flags become frozen configs. Bad flags are refused by name."""
+"""The command line: flags become configs, and bad flags are refused by name."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fastdeploy.entrypoints.cli import configs, main, make_parser
 
 @pytest.fixture
 def folder(tmp_path) -> str:
+    """A folder that passes as a model."""
     (tmp_path / "config.json").write_text("{}")
     return str(tmp_path)
 
@@ -48,7 +49,8 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
     assert parse("--model", folder, "--host", "0.0.0.0")[0].model_roots == ()
     assert parse("--model", folder, "--host", "0.0.0.0", "--model-root", "/a")[0].model_roots == ("/a",)
     engine, http = parse("--model", folder, "--host", "0.0.0.0", "--pull-root", "/tmp")
-    assert engine.model_roots == http.model_roots == ("/tmp",) and http.pull_root == "/tmp", "what is pulled is loaded"
+    assert engine.model_roots == http.model_roots == ("/tmp",), "pulled weights cannot be loaded"
+    assert http.pull_root == "/tmp"
     assert parse("--model", folder)[1].pull_root == ""
 
 
@@ -73,7 +75,7 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
         (["--max-reply-logprobs", "0"], "--max-reply-logprobs"),
     ],
 )
-def test_a_bad_flag_is_named(folder, capsys, flags, named):
+def test_a_bad_flag_is_refused_by_name(folder, capsys, flags, named):
     with pytest.raises(SystemExit) as info:
         main(["serve", "--model", folder, *flags] if "--model" not in flags else ["serve", *flags])
     assert info.value.code == 2
@@ -105,12 +107,12 @@ def serve(*args: str) -> subprocess.CompletedProcess:
 def only_line(done: subprocess.CompletedProcess) -> str:
     """Return the only line on the terminal, after checking that the exit status is REFUSED."""
     assert (done.returncode, done.stdout) == (2, "")
-    # Without the C++ ops there is their warning as well.
+    # Without the C++ ops a warning is printed too.
     [line] = [line for line in done.stderr.splitlines() if "Paddle reference ops" not in line]
     return line
 
 
-def test_a_setting_that_the_engine_refuses_is_one_line_that_names_the_flag():
+def test_a_setting_that_the_engine_refuses_is_reported_in_one_line_with_its_flag():
     line = only_line(serve("--kv-cache-gb", "100000"))
     assert "cannot serve" in line and "--kv-cache-gb: a KV cache of 100000.0 GiB is more than" in line
 
@@ -118,7 +120,7 @@ def test_a_setting_that_the_engine_refuses_is_one_line_that_names_the_flag():
 @pytest.mark.parametrize(
     "file", ["tokenizer.json", pytest.param("config.json", marks=pytest.mark.slow), "model.safetensors"]
 )
-def test_a_file_that_is_cut_short_is_one_line_that_names_it(tmp_path, file):
+def test_a_truncated_file_is_reported_in_one_line_with_its_name(tmp_path, file):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     os.truncate(model / file, 200)
     assert only_line(serve(str(model), "--workers", "2")).startswith(f"fastdeploy: cannot serve {model}: {file}: ")

@@ -1,4 +1,4 @@
-"""The engine process, until its loop begins."""
+"""The engine process, until the engine's loop begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdeploy.entrypoints import engine_main as main
 from support.fake_runner import FakeRunner
 
 
-def test_the_engine_reports_ready_after_its_warm_up_and_the_settings_of_the_collector(monkeypatch, tmp_path):
+def test_the_engine_reports_ready_after_warm_up_and_collector_settings(monkeypatch, tmp_path):
     runner, order = FakeRunner(), []
     monkeypatch.setattr(main, "collect_rarely", lambda: order.append(f"collector, after {len(runner.plans)} steps"))
     monkeypatch.setattr(CommonEngine, "run", lambda engine: order.append("run"))
@@ -32,7 +32,7 @@ with stop_signals_deferred():
 """
 
 
-def test_a_stop_signal_is_deferred_and_reaches_no_thread_of_the_block():
-    """The engine imports Paddle in such a block, since the handlers of Paddle would kill the process."""
+def test_a_stop_signal_is_deferred_and_reaches_no_thread_that_the_block_started():
+    """The engine imports Paddle in such a block, because a signal handler of Paddle would kill the process."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["end of the block", "handled"], done.stderr

@@ -1,4 +1,4 @@
-"""The offline class: same engine, no sockets."""
+"""The offline class ``LLM``: the same engine without sockets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def llm(model_dir):
         yield llm
 
 
-def test_prompts_are_answered_in_their_order(llm):
+def test_outputs_are_in_the_order_of_the_prompts(llm):
     prompts = [[k, 7] for k in range(20)]
     outputs = llm.generate(prompts, GREEDY)
     assert [o.choices[0].token_ids for o in outputs] == [expected_tokens(p, 12, vocab=264) for p in prompts]
     assert {o.choices[0].finish_reason for o in outputs} == {"length"}
 
 
-def test_text_prompts_are_tokenised_and_answers_have_text(llm):
+def test_text_prompts_are_tokenised_and_choices_have_text(llm):
     [output] = llm.generate("hello", GREEDY, n=2)
     assert output.prompt_token_ids == llm.tokenizer.encode_now("hello")
     assert len(output.choices) == 2
@@ -34,7 +34,7 @@ def test_text_prompts_are_tokenised_and_answers_have_text(llm):
         assert choice.text == llm.tokenizer.decode(output.prompt_token_ids + choice.token_ids)[len("hello") :]
 
 
-def test_a_stop_string_ends_an_answer(llm):
+def test_a_stop_string_ends_a_choice(llm):
     [whole] = llm.generate("hello", GREEDY)
     stop = next(c for c in whole.choices[0].text if c.isalnum())
     [output] = llm.generate("hello", GREEDY, stop=[stop])
@@ -42,7 +42,7 @@ def test_a_stop_string_ends_an_answer(llm):
     assert output.choices[0].text == whole.choices[0].text.split(stop)[0]
     pair = whole.choices[0].text[1:3]
     [output] = llm.generate("hello", GREEDY, stop=pair)
-    assert output.choices[0].text == whole.choices[0].text.split(pair)[0], "one string, not a list of characters"
+    assert output.choices[0].text == whole.choices[0].text.split(pair)[0], "a string was taken for a list"
 
 
 def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):
@@ -52,16 +52,16 @@ def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):
 
 
 @pytest.mark.parametrize("prompts", [None, 5, [None], [5], [[]], [""], [[1], [True]], [["a"]], [[-1]], [[2**40]]])
-def test_what_is_no_prompt_is_named(llm, prompts):
+def test_a_value_that_is_no_prompt_is_refused(llm, prompts):
     with pytest.raises(errors.InvalidField) as info:
         llm.generate(prompts, GREEDY)
     assert info.value.field == "prompts"
 
 
-def test_bad_sampling_parameters_are_named(llm):
+def test_bad_sampling_parameters_are_refused_by_name(llm):
     with pytest.raises(errors.InvalidField, match="top_k"):
         llm.generate([[1]], SamplingParams(top_k=2**31))
-    with pytest.raises(errors.InvalidField, match="sampling: 1 of them for 2 prompts"):
+    with pytest.raises(errors.InvalidField, match="sampling: got 1 values for 2 prompts"):
         llm.generate([[1], [2]], [GREEDY])
     for n in (0, "2", 5000):
         with pytest.raises(errors.InvalidField, match="^n: "):
@@ -94,17 +94,14 @@ def test_a_refused_update_raises_and_a_failing_engine_ends_every_wait(llm, tmp_p
         llm.is_paused()
 
 
-def test_an_engine_that_dies_without_a_word_ends_every_wait(llm, monkeypatch):
-    def silent(error: Exception) -> None:
-        raise error
-
-    monkeypatch.setattr(llm._engine, "_fail", silent)
+def test_every_wait_ends_when_the_engine_dies_without_answering(llm, monkeypatch):
+    monkeypatch.delattr(type(llm._engine), "_end_everything")
     llm._runner.fail_next = True
     with pytest.raises(errors.EngineError):
         llm.generate([[1, 2]], GREEDY)
 
 
-def test_labels_sleep_reset_and_checksums_are_there_offline_too(llm, tmp_path):
+def test_labels_sleep_reset_and_checksums_work_offline(llm, tmp_path):
     (tmp_path / "w5").mkdir()
     assert llm.update_weights(version="seven")["version"] == llm.weights()["version"] == "seven"
     with pytest.raises(errors.InvalidField, match="model_path"):
@@ -122,10 +119,10 @@ def test_labels_sleep_reset_and_checksums_are_there_offline_too(llm, tmp_path):
     assert output.choices[0].token_ids == expected_tokens([3, 4], 12, weights=5, vocab=264)
 
 
-def test_a_choice_whose_logits_are_not_finite_leaves_the_other_prompts_whole(llm):
+def test_a_choice_with_logits_that_are_not_finite_does_not_affect_other_prompts(llm):
     path = expected_tokens([5, 6], 12, vocab=264)
     llm._runner.poison = {path[4]} - set(expected_tokens([3, 4], 12, vocab=264)) - {3, 4, 5, 6}
-    assert llm._runner.poison, "choose another prompt"
+    assert llm._runner.poison, "the prompts share all their tokens: choose another one"
     bad, good = llm.generate([[5, 6], [3, 4]], GREEDY)
     choice = bad.choices[0]
     assert (choice.finish_reason, choice.stop_reason) == ("error", errors.NonFiniteLogits.code)
@@ -133,18 +130,19 @@ def test_a_choice_whose_logits_are_not_finite_leaves_the_other_prompts_whole(llm
     assert good.choices[0].token_ids == expected_tokens([3, 4], 12, vocab=264)
 
 
-def test_fields_are_one_for_all_prompts_or_one_for_each(llm):
+def test_a_field_has_one_value_for_all_prompts_or_one_per_prompt(llm):
     prompts = [[1, 2], [3, 4]]
-    drawn = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
-    both = [o.choices[0].token_ids for o in llm.generate(prompts, drawn, first_choice=7, cache_salt="ab")]
-    assert both == [o.choices[0].token_ids for o in llm.generate(prompts, drawn, first_choice=[7, 8], priority=[1, 0])]
-    for wrong in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
+    sampled = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    single = llm.generate(prompts, sampled, first_choice=7, cache_salt="ab")
+    lists = llm.generate(prompts, sampled, first_choice=[7, 8], priority=[1, 0])
+    assert [o.choices[0].token_ids for o in single] == [o.choices[0].token_ids for o in lists]
+    for bad in ({"priority": [1]}, {"deadline_s": -1.0}, {"max_queue_s": "soon"}):
         with pytest.raises(errors.InvalidField) as info:
-            llm.generate(prompts, drawn, **wrong)
-        assert info.value.field == next(iter(wrong))
+            llm.generate(prompts, sampled, **bad)
+        assert info.value.field == next(iter(bad))
 
 
-def test_close_ends_a_generate_that_waits_and_later_calls_are_told(model_dir):
+def test_close_ends_a_waiting_generate_and_later_calls_raise(model_dir):
     llm, results = LLM(model_dir, runner=FakeRunner(vocab=264)), []
     llm.pause("keep")
     thread = threading.Thread(target=lambda: results.append(llm.generate([[3, 4]], GREEDY)))

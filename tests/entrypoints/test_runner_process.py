@@ -1,10 +1,9 @@
-"""The embedded model in a process of its own: the same bits, and an end that everybody is told of."""
+"""The model in a separate process: the same bits, and clear errors when the process dies."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +38,7 @@ def remote() -> Iterator[RemoteRunner]:
 
 
 def child_of(pid: int) -> int:
-    """The one process that ``pid`` has started and that computes a model."""
+    """Return the process id of the only runner process that ``pid`` has started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields, command = stat.read_text().rsplit(")", 1)[1].split(), (stat.parent / "cmdline").read_bytes()
@@ -47,27 +46,27 @@ def child_of(pid: int) -> int:
             continue
         if int(fields[1]) == pid and b"fastdeploy.entrypoints.runner_main" in command:
             return int(stat.parent.name)
-    raise AssertionError("there is no runner's process")
+    raise AssertionError("no runner process found")
 
 
-def test_tokens_and_logprobs_are_the_same_bits_in_a_process_of_its_own():
-    """Few blocks and small steps: prompts are cut, sequences are preempted, and told to the runner again."""
-    told = []
+def test_tokens_and_logprobs_are_bitwise_equal_in_a_separate_process():
+    """Few blocks and small steps: prompts take several chunks, and preempted sequences are sent to the runner again."""
+    results = []
     for runner_process in (False, True):
         with LLM(**{**SETTINGS, "num_gpu_blocks_override": 12}, runner_process=runner_process) as llm:
             outputs = [output for sampling in SAMPLING for output in llm.generate(PROMPTS, sampling, n=2)]
-            told.append(
+            results.append(
                 [(c.token_ids, c.logprobs, c.prompt_logprobs, c.finish_reason) for o in outputs for c in o.choices]
             )
-            assert llm._engine.scheduler.num_preemptions, "nothing was told twice"
-    assert told[0] == told[1]
+            assert llm._engine.scheduler.num_preemptions, "no preemption happened"
+    assert results[0] == results[1]
 
 
-def test_a_killed_runner_ends_every_request_with_one_answer():
+def test_every_request_fails_when_the_runner_is_killed():
     with LLM(**SETTINGS, runner_process=True) as llm, ThreadPoolExecutor(4) as pool:
         sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
         llm.generate(PROMPTS[:1], SAMPLING[0])
-        llm.pause(mode="keep")  # nothing computes: the heartbeat notices
+        llm.pause(mode="keep")  # no step runs, so only the heartbeat can notice the death
         futures = [pool.submit(llm.generate, [prompt], sampling) for prompt in PROMPTS]
         os.kill(child_of(os.getpid()), signal.SIGKILL)
         for future in futures:
@@ -75,29 +74,20 @@ def test_a_killed_runner_ends_every_request_with_one_answer():
                 future.result(timeout=30)
 
 
-def test_the_death_of_the_process_ends_a_call_that_waits_for_it(remote, tmp_path):
+def test_a_waiting_call_fails_when_the_process_dies(remote, tmp_path):
     os.mkfifo(tmp_path / "config.json")
     staging = remote.begin_update(False, False)
-    failed: list[Exception] = []
-
-    def hang() -> None:
-        try:
-            staging.add(FolderSource(str(tmp_path)), {})
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=hang)
-    thread.start()
-    os.kill(child_of(os.getpid()), signal.SIGKILL)
-    thread.join(30)
-    assert [type(error) for error in failed] in ([EngineError], [WeightUpdateRefused])
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(staging.add, FolderSource(str(tmp_path)), {})
+        os.kill(child_of(os.getpid()), signal.SIGKILL)
+        assert type(adding.exception(timeout=30)) in (EngineError, WeightUpdateRefused)
     with pytest.raises(EngineError, match="has ended"):
         remote.checksums()
     with pytest.raises(EngineError, match="has ended"):
         remote.check_alive()
 
 
-def test_errors_cross_with_their_class_and_weights_are_updated_slept_and_woken(remote, tmp_path):
+def test_errors_keep_their_class_and_weights_are_updated_put_to_sleep_and_woken(remote, tmp_path):
     refused = remote.begin_update(False, False)
     with pytest.raises(WeightUpdateRefused):
         refused.add(FolderSource(str(tmp_path)), {})
@@ -114,7 +104,7 @@ def test_errors_cross_with_their_class_and_weights_are_updated_slept_and_woken(r
     assert remote.asleep == frozenset() and remote.checksums() == before
 
 
-def test_a_model_that_cannot_be_served_is_refused_as_in_process(tmp_path):
+def test_a_bad_model_gives_the_same_error_as_in_one_process(tmp_path):
     for model, settings in ((str(tmp_path), {}), (str(MODEL_DIR), {"block_size": 24})):
         errors = []
         for runner_process in (False, True):

@@ -1,4 +1,4 @@
-"""Real processes: a supervisor, API servers and a scripted engine, each killed in several ways."""
+"""The supervisor with real API servers and a scripted engine. Each process is killed in several ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TESTS = Path(__file__).parents[1]
 
 
 class Tree:
-    """A supervisor with its children. ``root``: the folder in which its socket folder is made."""
+    """A supervisor with its children. name: selects the behaviour of the engine, see support/fake_engine_main.py. root:
+    parent of the socket folder."""
 
     def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
         self.root = tempfile.mkdtemp(prefix="fdt-")
@@ -33,10 +34,7 @@ class Tree:
         command = [
             sys.executable,
             str(TESTS / "support" / "supervisor_main.py"),
-            self.root,
-            name,
-            str(workers),
-            str(shutdown_s),
+            *(self.root, name, str(workers), str(shutdown_s)),
         ]
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in clean_up)
         self.process = subprocess.Popen(
@@ -51,14 +49,14 @@ class Tree:
         return self
 
     def get(self, path: str) -> httpx.Response:
-        """Send a request on a new connection, which never leads to a killed worker."""
+        """Send a request on a new connection, since an open one may belong to a killed API server."""
         return httpx.get(self.url + path, timeout=20, headers={"Connection": "close"})
 
     def engine_pid(self) -> int:
         return self.until(lambda: self.get("/v1/is_paused"))["result"]["pid"]
 
     def until(self, call, timeout_s: float = 30.0) -> dict:
-        """Repeat the call until the answer is 200."""
+        """Repeat the call until its status is 200, and return the body."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -67,10 +65,10 @@ class Tree:
                     return reply.json()
             except httpx.TransportError:
                 pass
-            assert time.monotonic() < deadline, "never answered 200"
+            assert time.monotonic() < deadline, "no call returned status 200"
 
     def children(self) -> dict[int, str]:
-        """Return the command line of every process below this supervisor, by process id."""
+        """Return the command lines of all processes below this supervisor, by process id."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -83,13 +81,12 @@ class Tree:
                     found[int(entry.name)] = command
         return found
 
-    def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 15
-        while (left := self.children()) or self.sockets():
-            assert time.monotonic() < deadline, (left, self.sockets())
-
     def sockets(self) -> list[str]:
         return os.listdir(self.root)
+
+    def left(self) -> list[object]:
+        """Return all child processes and socket folders."""
+        return [*self.children().values(), *self.sockets()]
 
     def stop(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
@@ -109,15 +106,15 @@ class Tree:
 
 @pytest.fixture
 def tree():
-    made = []
+    """Starts trees, and cleans them up at the end."""
+    with contextlib.ExitStack() as stack:
 
-    def make(*args, **kwargs) -> Tree:
-        made.append(Tree(*args, **kwargs))
-        return made[-1]
+        def start(*args, **kwargs) -> Tree:
+            tree = Tree(*args, **kwargs)
+            stack.callback(tree.clean_up)
+            return tree
 
-    yield make
-    for t in made:
-        t.clean_up()
+        yield start
 
 
 def wait_gone(pid: int) -> None:
@@ -130,31 +127,31 @@ def wait_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_ends_with_status_0_and_leaves_nothing(tree, number):
+def test_a_stop_signal_ends_all_processes_with_status_0(tree, number):
     t = tree(workers=2).wait_serving()
     assert t.http.post("/v1/completions", json={"prompt": [1]}).status_code == 200
     assert len(t.children()) == 3 and len(t.sockets()) == 1
     assert t.stop(number) == 0
-    assert t.children() == {} and t.sockets() == []
+    assert not t.left()
 
 
-def test_a_killed_engine_answers_what_is_open_and_comes_back_with_a_new_boot_id(tree):
+def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tree):
     t = tree("silent").wait_serving()
     pid, boot = t.engine_pid(), t.get("/health").json()["boot_id"]
     assert t.http.post("/v1/update_weights", json={"model_path": "/x"}).status_code == 200
     results: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: results.append(t.http.post("/v1/completions", json={"prompt": [1]})))
     thread.start()
-    time.sleep(0.3)  # the request is in the engine, or is answered "no engine": both are 503
+    time.sleep(0.3)  # the request may reach the engine or not: both give status 503
     os.kill(pid, signal.SIGKILL)
     thread.join(10)
     assert results[0].status_code == 503 and results[0].json()["error"]["code"] == "engine_dead"
     status = t.until(lambda: t.get("/v1/is_paused"))["result"]
     assert status["pid"] != pid and t.get("/health").json()["boot_id"] != boot
-    assert status["lost_commit"] is True, "the new engine must know that it has old weights"
+    assert status["lost_commit"] is True, "the new engine does not know that it has old weights"
 
 
-def test_an_engine_that_never_committed_restarts_without_a_lost_commit(tree):
+def test_an_engine_without_a_commit_restarts_without_a_lost_commit(tree):
     t = tree().wait_serving()
     os.kill(t.engine_pid(), signal.SIGKILL)
     t.until(lambda: t.get("/v1/is_paused"))
@@ -167,22 +164,24 @@ def test_a_killed_api_server_is_replaced_on_the_same_port(tree):
     [server] = [pid for pid, command in t.children().items() if "api_server" in command]
     os.kill(server, signal.SIGKILL)
     wait_gone(server)
-    # The listening socket lives on in the supervisor: this waits in its queue for the new server.
+    # The supervisor keeps the listening socket, so this connection waits for the new server.
     assert t.until(lambda: t.get("/v1/is_paused"))["result"]["pid"] == engine
     assert server not in t.children()
     assert t.stop() == 0
 
 
-def test_when_the_supervisor_is_killed_nothing_outlives_it(tree):
+def test_all_processes_end_when_the_supervisor_is_killed(tree):
     t = tree(workers=2).wait_serving()
     assert len(t.children()) == 3
     t.process.kill()
     t.process.wait()
-    t.assert_nothing_left()
+    deadline = time.monotonic() + 15
+    while left := t.left():
+        assert time.monotonic() < deadline, left
 
 
-def test_an_engine_that_dies_again_and_again_after_it_was_ready_is_always_replaced(tree):
-    """A client that can kill the engine must not be able to end the server."""
+def test_an_engine_that_was_ready_is_always_replaced_however_often_it_dies(tree):
+    """So a client that can kill the engine cannot end the server."""
     t = tree().wait_serving()
     killed = set()
     for _ in range(MAX_FAILED_STARTS + 2):
@@ -195,14 +194,14 @@ def test_an_engine_that_dies_again_and_again_after_it_was_ready_is_always_replac
     assert t.stop() == 0
 
 
-def test_an_engine_that_never_becomes_ready_again_ends_the_server_with_an_error(tree):
+def test_the_server_ends_with_an_error_if_no_new_engine_becomes_ready(tree):
     t = tree("once").wait_serving()
     os.kill(t.engine_pid(), signal.SIGKILL)
     assert t.process.wait(30) != 0
-    assert t.children() == {} and t.sockets() == []
+    assert not t.left()
 
 
-def test_under_nohup_a_hangup_stops_nothing(tree):
+def test_a_hangup_under_nohup_is_ignored(tree):
     t = tree(nohup=True).wait_serving()
     for pid in [t.process.pid, *t.children()]:
         os.kill(pid, signal.SIGHUP)
@@ -210,23 +209,23 @@ def test_under_nohup_a_hangup_stops_nothing(tree):
     assert t.stop() == 0
 
 
-def test_without_nohup_a_hangup_is_a_stop(tree):
+def test_a_hangup_without_nohup_stops_the_server(tree):
     t = tree().wait_serving()
     assert t.stop(signal.SIGHUP) == 0
 
 
-def test_a_model_that_is_refused_ends_the_server_at_once(tree):
+def test_a_refused_model_ends_the_server_at_once(tree):
     t = tree("broken")
     assert t.process.wait(30) == REFUSED
     t.log.seek(0)
     assert t.log.read() == f"fastdeploy: cannot serve {t.root}: config.json: is broken\n"
-    assert t.children() == {} and t.sockets() == []
+    assert not t.left()
 
 
-def test_an_engine_that_ignores_the_stop_is_killed_in_time(tree):
+def test_an_engine_that_ignores_the_stop_signal_is_killed_after_shutdown_s(tree):
     t = tree("stubborn", shutdown_s=1.0).wait_serving()
     assert t.stop() == 1
-    assert t.children() == {} and t.sockets() == []
+    assert not t.left()
 
 
 def test_a_second_ctrl_c_kills_at_once(tree):
@@ -237,13 +236,13 @@ def test_a_second_ctrl_c_kills_at_once(tree):
         wait_gone(pid)
     assert t.process.poll() is None
     assert t.stop() == 1
-    assert t.children() == {} and t.sockets() == []
+    assert not t.left()
 
 
-def test_each_restart_waits_longer_until_a_child_was_healthy():
+def test_each_restart_waits_longer_until_a_child_was_ready_for_long():
     back_off = BackOff(first_delay_s=1.0)
     assert [back_off.delay(5.0) for _ in range(8)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert [back_off.delay(5.0) for _ in range(1000)] == [30.0] * 1000, "it never gives up on one that was ready"
+    assert [back_off.delay(5.0) for _ in range(1000)] == [30.0] * 1000, "it gave up on a child that was ready"
     assert [back_off.delay(60.0), back_off.delay(5.0)] == [0.0, 1.0]
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuzz.victim import Victim
+from fuzz.fuzzed_server import FuzzedServer
 
 
 @pytest.fixture(scope="session")
-def shared_victim(tmp_path_factory) -> Iterator[Victim]:
-    victim = Victim(tmp_path_factory.mktemp("weights"))
-    yield victim
-    victim.close()
+def shared_server(tmp_path_factory) -> Iterator[FuzzedServer]:
+    server = FuzzedServer(tmp_path_factory.mktemp("weights"))
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def victim(shared_victim: Victim) -> Iterator[Victim]:
+def server(shared_server: FuzzedServer) -> Iterator[FuzzedServer]:
     """The fuzzed server. After each test its state is restored, or the test fails."""
-    yield shared_victim
-    shared_victim.restore()
+    yield shared_server
+    shared_server.restore()

@@ -1,4 +1,4 @@
-"""Number of fuzz examples. The suite runs the same few in every run; ``make fuzz`` runs many random ones."""
+"""The number of fuzz examples: the same few in every run of the suite, and many random ones in ``make fuzz``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 
 def effort(few: int, share: float = 1.0) -> settings:
-    """Return settings with ``few`` examples; with ``share`` of FUZZ_EXAMPLES if that variable is set."""
+    """Return settings with ``few`` examples, or with ``share`` times FUZZ_EXAMPLES if that is more."""
     return settings(
         max_examples=max(int(EXAMPLES * share), few),
         derandomize=not EXAMPLES,

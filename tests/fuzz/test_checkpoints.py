@@ -1,4 +1,4 @@
-"""Damaged checkpoints from every source: refused by name, or loaded completely; the old weights stay bit for bit."""
+"""Damaged checkpoints from every source are refused, and the old weights stay bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from fastdeploy.embedded import MODEL_DIR
 from fuzz.effort import effort
-from fuzz.victim import Victim
+from fuzz.fuzzed_server import FuzzedServer
+from support.http_calls import OCTETS
 
 WHOLE = (Path(MODEL_DIR) / "model.safetensors").read_bytes()
 HEADER_BYTES = int.from_bytes(WHOLE[:8], "little")
@@ -26,7 +27,6 @@ NAMES = sorted(name for name in HEADER if name != "__metadata__")
 SHAPES = st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**63 - 1, 2**70, 0.5, "1", None, True]), max_size=12)
 ODD = st.sampled_from([None, "", "\ud800", "x" * 300, 2**70, -1, [], {}, [1], [2**63] * 3000, 1.5])
 NEW_NAMES = st.sampled_from(["", "\ud800", "\0", "../x", "__metadata__", "x" * 5000]) | st.text(max_size=10)
-
 CONTENTS = [b"{}", b"[]", b"null", b"[" * 100_000, b'{"weight_map": {"a": "/etc/passwd"}}']
 
 
@@ -38,7 +38,7 @@ def header_of(edit: Callable[[dict[str, Any]], None]) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
-    """Draw the embedded model's file with one kind of damage, each of which makes the file unloadable."""
+    """Draw the file of the embedded model with damage that makes it unloadable."""
     name = draw(st.sampled_from(NAMES))
     match draw(st.integers(0, 6)):
         case 0:
@@ -62,32 +62,32 @@ def damaged(draw: st.DrawFn) -> bytes:
     return len(header).to_bytes(8, "little") + header + DATA
 
 
-def by_upload(victim: Victim, content: bytes) -> Any:
-    return victim.send(
-        "POST", "/v1/update_weights", content=content, headers={"content-type": "application/octet-stream"}
-    )
+def by_upload(server: FuzzedServer, content: bytes) -> Any:
+    return server.send("POST", "/v1/update_weights", content=content, headers=OCTETS)
 
 
-def by_folder(victim: Victim, content: bytes) -> Any:
-    folder = victim.folder / "damaged"
+def by_folder(server: FuzzedServer, content: bytes) -> Any:
+    folder = server.folder / "damaged"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     shutil.copyfile(Path(MODEL_DIR) / "config.json", folder / "config.json")
     (folder / "model.safetensors").write_bytes(content)
-    return victim.send("POST", "/v1/update_weights", json={"model_path": str(folder)})
+    return server.send("POST", "/v1/update_weights", json={"model_path": str(folder)})
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", [by_upload, by_folder], ids=["upload", "folder"])
-def test_a_damaged_checkpoint_is_refused_and_changes_nothing(victim: Victim, way: Callable[[Victim, bytes], Any]):
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(
+    server: FuzzedServer, way: Callable[[FuzzedServer, bytes], Any]
+):
     @effort(few=25, share=2)
     @given(damaged())
     def update(content: bytes) -> None:
-        reply = way(victim, content)
+        reply = way(server, content)
         assert reply is None or 400 <= reply.status_code < 500, reply.text
 
     update()
-    victim.check_weights_unchanged()
+    server.check_weights_unchanged()
 
 
 @pytest.mark.timeout(600)
@@ -97,8 +97,8 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(victim: Victim, way
     content=st.binary(max_size=100) | st.sampled_from(CONTENTS),
     kind=st.sampled_from(["file", "fifo", "folder", "link"]),
 )  # fmt: skip
-def test_other_files_of_a_folder_may_be_anything(victim: Victim, name: str, content: bytes, kind: str):
-    folder = victim.folder / "odd"
+def test_odd_files_in_a_folder_cause_no_internal_error(server: FuzzedServer, name: str, content: bytes, kind: str):
+    folder = server.folder / "odd"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(MODEL_DIR, folder)
     path = folder / name
@@ -112,20 +112,19 @@ def test_other_files_of_a_folder_may_be_anything(victim: Victim, name: str, cont
             path.mkdir()
         case "link":
             path.symlink_to("/proc/self/mem")
-    victim.send(
-        "POST", "/v1/update_weights", json={"model_path": str(folder), "verify_checksum": name == "checksums.json"}
-    )
+    body = {"model_path": str(folder), "verify_checksum": name == "checksums.json"}
+    server.send("POST", "/v1/update_weights", json=body)
 
 
 @pytest.mark.timeout(600)
 @effort(few=12)
 @given(damaged())
-def test_damaged_shared_memory_is_refused(victim: Victim, content: bytes):
+def test_damaged_shared_memory_is_refused(server: FuzzedServer, content: bytes):
     segment = Path("/dev/shm") / f"fastdeploy-fuzz-{uuid.uuid4().hex}"
     segment.write_bytes(content)
     try:
         body = {"shared_memory": segment.name, "nbytes": len(content)}
-        reply = victim.send("POST", "/v1/update_weights", json=body)
+        reply = server.send("POST", "/v1/update_weights", json=body)
         assert reply is None or 400 <= reply.status_code < 500, reply.text
     finally:
         segment.unlink()

@@ -1,4 +1,4 @@
-"""Valid and invalid requests by schemathesis from /openapi.json: none causes an internal error."""
+"""Valid and invalid requests that schemathesis makes from /openapi.json cause no internal error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.app import create_app
 from fuzz.effort import effort
-from fuzz.victim import PATIENCE_S, Victim
+from fuzz.fuzzed_server import CLIENT_TIMEOUT_S, FuzzedServer
 
 DOCUMENT = create_app(type("Client", (), {})(), None, ServeConfig(model="m")).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
@@ -20,7 +20,7 @@ WRONG = schemathesis.GenerationMode.NEGATIVE
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_no_request_causes_an_internal_error(label: str, victim: Victim):
+def test_no_request_causes_an_internal_error(label: str, server: FuzzedServer):
     operation = OPERATIONS[label]
     cases = operation.as_strategy()
     if operation.query or operation.body:
@@ -30,12 +30,12 @@ def test_no_request_causes_an_internal_error(label: str, victim: Victim):
     @given(cases)
     def send(case: schemathesis.Case) -> None:
         try:
-            reply = case.call(base_url=victim.url, timeout=PATIENCE_S)
+            reply = case.call(base_url=server.url, timeout=CLIENT_TIMEOUT_S)
         except requests.exceptions.ReadTimeout:
-            victim.check_alive()
+            server.check_alive()
             return
         content_type = reply.headers.get("content-type", [""])[0]
-        victim.check_answer(reply.status_code, {"content-type": content_type}, reply.content)
+        server.check_answer(reply.status_code, {"content-type": content_type}, reply.content)
         documented = operation.definition.raw["responses"]
         assert str(reply.status_code) in documented, f"{reply.status_code} is not among the documented answers"
 

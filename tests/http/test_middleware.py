@@ -1,31 +1,23 @@
-"""What the server does with requests before a route sees them, and with bugs behind one."""
+"""Limits and rewriting of requests before their routes, and the answers to unexpected exceptions."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
 
 import pytest
 
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.http.errors import error_response
 from support.fake_engine_server import reply_with
-
-
-def raw(stack, request: bytes) -> tuple[bytes, dict]:
-    """Send bytes on a connection of its own; return the head and the JSON of what comes until the server closes it."""
-    with socket.create_connection(("127.0.0.1", stack.http.base_url.port), timeout=10) as connection:
-        connection.sendall(request)
-        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
-    return head, json.loads(body)
+from support.http_calls import exchange
 
 
 def test_a_body_beyond_the_limit_is_a_413(make_stack):
     stack = make_stack(max_body_mb=1)
     stack.script(reply_with([97]))
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 1048577\r\n\r\n"
-    status, body = raw(stack, head)
+    status, body = exchange(stack, head)
     assert b" 413 " in status and body["error"]["code"] == "request_too_large", "without waiting for the body"
     content = b'{"prompt": [97]' + b" " * (1 << 20)
     for reply in (
@@ -36,7 +28,7 @@ def test_a_body_beyond_the_limit_is_a_413(make_stack):
     assert stack.http.post("/v1/completions", content=content[: (1 << 20) - 1] + b"}").status_code == 200
 
 
-def test_a_bug_is_a_json_500_and_the_connection_goes_on(stack, monkeypatch):
+def test_an_unexpected_exception_is_a_json_500_and_the_connection_stays_open(stack, monkeypatch):
     async def fail(*args):
         raise ZeroDivisionError
 
@@ -51,20 +43,20 @@ def test_a_bug_is_a_json_500_and_the_connection_goes_on(stack, monkeypatch):
     connection.close()
 
 
-def test_bytes_that_are_no_http_are_a_json_400(module_stack):
-    head, body = raw(module_stack, b"GARBAGE\r\n\r\n")
+def test_bytes_that_are_not_http_get_a_json_400(module_stack):
+    head, body = exchange(module_stack, b"GARBAGE\r\n\r\n")
     assert b" 400 " in head and b"application/json" in head
     assert body["error"]["code"] == "invalid_field"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/is_paused/"])
-def test_head_is_get_without_a_body(module_stack, path):
+def test_head_is_answered_like_get_without_a_body(module_stack, path):
     reply = module_stack.http.head(path)
     assert reply.status_code == 200 and reply.content == b"" and int(reply.headers["content-length"]) > 0
     assert module_stack.http.head("/v1/pause").status_code == 405
 
 
-def test_an_error_that_is_known_is_logged_in_one_line_and_a_bug_with_its_traceback(caplog):
+def test_our_own_errors_are_logged_in_one_line_and_unexpected_exceptions_with_a_traceback(caplog):
     for error, is_bug in ((NonFiniteLogits("not finite"), False), (ZeroDivisionError("a bug"), True)):
         caplog.clear()
         assert error_response(error).status_code == 500

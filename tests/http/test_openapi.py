@@ -1,4 +1,4 @@
-"""/openapi.json says what the routes take and answer; /docs shows it without the internet."""
+"""/openapi.json describes the bodies and answers of the routes, and /docs shows it without other hosts."""
 
 from __future__ import annotations
 
@@ -15,32 +15,21 @@ from fastdeploy.http.dialects.sglang import routes as sglang
 from fastdeploy.http.docs_page import type_name
 from fastdeploy.http.openapi import schema_of
 
-# POST routes that look at no field: there is nothing to describe.
+# POST routes that read no field.
 WITHOUT_FIELDS = {
-    "/resume",
-    "/areal_pause_generation",
-    "/areal_continue_generation",
-    "/continue_generation",
-    "/flush_cache",
+    "/resume", "/areal_pause_generation", "/areal_continue_generation", "/continue_generation", "/flush_cache",
     "/post_process_weights",
-}
-# Routes for features that are off here: whatever the body says, it is refused.
-NOT_HERE = {
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/skyrl/v1/load_lora_adapter",
-    "/skyrl/v1/generate",
+}  # fmt: skip
+# Routes of features that this server does not have: any body is refused.
+REFUSED = {
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter", "/skyrl/v1/generate",
     "/fetch_weights",
-}
+}  # fmt: skip
 JSON = "application/json"
 EXAMPLES = {
-    "prompt": "a",
-    "messages": [{"role": "user", "content": "a"}],
-    "token_ids": [1],
-    "session_id": "s",
-    "hold_id": "h",
+    "prompt": "a", "messages": [{"role": "user", "content": "a"}], "token_ids": [1], "session_id": "s", "hold_id": "h",
     "request_ids": [],
-}
+}  # fmt: skip
 
 
 def describe() -> dict:
@@ -78,18 +67,17 @@ def test_every_operation_has_the_error_answers():
 
 def test_every_route_that_reads_a_body_describes_it():
     bare = {path for method, path, op in OPERATIONS if method != "get" and "requestBody" not in op}
-    assert bare == WITHOUT_FIELDS | NOT_HERE | sglang.ABSENT.keys() | areal.ABSENT.keys()
+    assert bare == WITHOUT_FIELDS | REFUSED | sglang.ABSENT.keys() | areal.ABSENT.keys()
 
 
 @pytest.mark.parametrize(("method", "path", "schema"), STRICT, ids=name)
-def test_the_fields_of_a_strict_route_are_those_it_knows(module_stack, method, path, schema):
-    """The first field that is not known is the one that no description has. Null is "absent"."""
+def test_a_strict_route_knows_all_described_fields_and_no_other(module_stack, method, path, schema):
     described = dict.fromkeys(schema["properties"]) | {name: EXAMPLES[name] for name in schema.get("required", ())}
     reply = module_stack.http.request(method, path, json={**described, "no_such_field": 1})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "no_such_field")
 
 
-def test_strict_routes_of_every_kind_were_looked_at():
+def test_the_strict_routes_include_every_kind():
     assert {"/v1/completions", "/v1/pause", "/v1/weights/begin", "/inference/v1/generate"} <= {p for _, p, _ in STRICT}
 
 
@@ -118,11 +106,11 @@ def test_an_upload_is_described_beside_json():
         assert "verify_checksum" in {parameter["name"] for parameter in operation["parameters"]}
 
 
-def test_no_reference_is_left_inside_a_body():
+def test_descriptions_of_bodies_contain_no_reference():
     assert "$ref" not in str([schema for _, _, schema in STRICT])
 
 
-def test_a_schema_that_is_changed_by_its_user_stays_as_it_was():
+def test_a_caller_may_change_the_schema_that_it_got():
     schema_of(int | str)["anyOf"].clear()
     assert len(schema_of(int | str)["anyOf"]) == 2
 

@@ -1,4 +1,4 @@
-"""Messages of the engine can always be sent, whatever text a client put into them."""
+"""Encoding of messages with text or numbers that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_text_that_utf_8_cannot_hold_is_replaced_and_the_rest_is_whole(message, 
 
 
 @pytest.mark.parametrize("value", [2**70, object(), "\ud800" + str(2**70)])
-def test_an_answer_that_cannot_be_encoded_becomes_an_error_to_the_same_caller(value):
+def test_a_reply_that_cannot_be_encoded_becomes_an_error_to_the_same_caller(value):
     result = {"nbytes": value, "big": 2**70}
     reply = sent(m.Reply(7, result))
     assert (reply.call_id, reply.result, reply.failure.code) == (7, {}, "internal_error")
@@ -41,6 +41,6 @@ def test_an_answer_that_cannot_be_encoded_becomes_an_error_to_the_same_caller(va
     assert (rejected.request_id, rejected.failure.code) == ("r", "internal_error")
 
 
-def test_an_output_that_cannot_be_encoded_is_the_engines_own_mistake_and_raises():
+def test_an_output_that_cannot_be_encoded_raises():
     with pytest.raises(OverflowError):
         encode(m.Outputs([m.Output("r", 0, [2**70])]))

@@ -1,4 +1,4 @@
-"""The engine's socket: order, gone peers, wake-ups, malformed messages."""
+"""The engine's socket: order, disconnected clients, wake-ups, malformed messages."""
 
 from __future__ import annotations
 
@@ -60,20 +60,18 @@ def test_socket_folder_is_private():
     ipc_dir.remove(path)
 
 
-def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
-    async def talk():
-        connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
-        for pid in range(100):
-            connection.send(m.Hello(pid=pid))
-        messages = await asyncio.to_thread(recv_all, router, 100)
-        assert [message.pid for _, message in messages] == list(range(100))
-        assert {client for client, _ in messages} == {connection.identity}
-        connection.close()
-
-    asyncio.run(talk())
+@pytest.mark.anyio
+async def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
+    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    for pid in range(100):
+        connection.send(m.Hello(pid=pid))
+    messages = await asyncio.to_thread(recv_all, router, 100)
+    assert [message.pid for _, message in messages] == list(range(100))
+    assert {client for client, _ in messages} == {connection.identity}
+    connection.close()
 
 
-def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, router, caplog):
+def test_a_malformed_message_is_dropped_and_logged_with_its_client(endpoint, router, caplog):
     socket = dealer(endpoint, b"stranger")
     with caplog.at_level(logging.ERROR):
         socket.send(b"\xc1 not msgpack")
@@ -85,7 +83,7 @@ def test_a_malformed_message_is_dropped_with_the_name_of_its_client(endpoint, ro
     socket.close()
 
 
-def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_its_answer(endpoint, router):
+def test_the_report_of_a_message_of_the_wrong_type_names_the_waiting_call_or_request(endpoint, router):
     socket = dealer(endpoint, b"a")
     encode = msgspec.msgpack.encode
     socket.send(encode(m.Call(4, m.PauseArgs(timeout_s="soon"))))
@@ -98,7 +96,7 @@ def test_a_message_of_the_wrong_type_names_the_call_or_request_that_waits_for_it
     socket.close()
 
 
-def test_sending_to_a_client_that_has_gone_tells_so(endpoint, router):
+def test_a_send_to_a_disconnected_client_returns_false(endpoint, router):
     socket = dealer(endpoint, b"short-lived")
     socket.send(b"\x82\xa4type\xa5Hello\xa3pid\x07")
     recv_all(router, 1)
@@ -122,21 +120,19 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
     assert router.recv(None) == []
 
 
-def test_messages_sent_just_before_the_engine_died_are_delivered(endpoint):
-    async def talk():
-        router = ZmqRouterTransport(endpoint)
-        connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
-        connection.send(m.Hello(pid=1))
-        [(client, _)] = await asyncio.to_thread(recv_all, router, 1)
-        for i in range(500):
-            router.send(client, m.Fence(fence_id=i))
-        router.close()
-        async with asyncio.timeout(10):
-            got = [message.fence_id async for message in connection.messages()]
-        assert got == list(range(500))
-        connection.close()
-
-    asyncio.run(talk())
+@pytest.mark.anyio
+async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
+    router = ZmqRouterTransport(endpoint)
+    connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
+    connection.send(m.Hello(pid=1))
+    [(client, _)] = await asyncio.to_thread(recv_all, router, 1)
+    for i in range(500):
+        router.send(client, m.Fence(fence_id=i))
+    router.close()
+    async with asyncio.timeout(10):
+        got = [message.fence_id async for message in connection.messages()]
+    assert got == list(range(500))
+    connection.close()
 
 
 def test_every_connection_has_an_identity_of_its_own(endpoint):

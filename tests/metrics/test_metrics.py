@@ -1,4 +1,4 @@
-"""The engine's histograms say what the library's own would."""
+"""The engine's histograms give the figures of the library's histogram."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from fastdeploy.metrics.metrics import _SECONDS, Durations
 
 
-def test_a_histogram_fed_by_the_step_reads_like_one_fed_by_the_value():
+def test_a_histogram_filled_per_step_equals_the_librarys_histogram():
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     durations = Durations("seconds", "Some", ours)
     reference = Histogram("seconds", "Some", buckets=tuple(_SECONDS), registry=theirs)
@@ -19,7 +19,7 @@ def test_a_histogram_fed_by_the_step_reads_like_one_fed_by_the_value():
     assert generate_latest(ours).decode().splitlines() == lines
 
 
-def test_a_clock_that_was_set_back_counts_as_no_time():
+def test_a_negative_duration_counts_as_zero():
     registry = CollectorRegistry()
     Durations("seconds", "Some", registry).observe([-5.0])
     assert registry.get_sample_value("seconds_sum") == 0.0

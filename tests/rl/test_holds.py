@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy.engine.pause import SilentClients
+from fastdeploy.engine.delivery import DeliveryFence
+from fastdeploy.engine.lifecycle import SilentClients
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost
 from fastdeploy.rl.frameworks.trl import FastDeployWeightTransfer
@@ -175,8 +176,8 @@ def test_a_drain_that_takes_longer_than_the_ttl_is_renewed_meanwhile(server, mon
     """The pause is answered only at the end of the drain."""
     renewals, drained = Renewals(server, monkeypatch), threading.Event()
     effects = server.engine.lifecycle
-    monkeypatch.setattr(effects, "fence_passed", drained.is_set)
-    monkeypatch.setattr(effects, "give_up_on_silent_clients", lambda spare_running: SilentClients([], []))
+    monkeypatch.setattr(DeliveryFence, "passed", property(lambda fence: drained.is_set()))
+    monkeypatch.setattr(effects, "give_up_on_silent_clients", lambda fence, spare_running: SilentClients([], []))
 
     async def go():
         async with RolloutClient(server.url) as client:

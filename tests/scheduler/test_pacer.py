@@ -1,44 +1,45 @@
-"""How many tokens a step may have."""
+"""Number of prompt tokens in a step."""
 
 from __future__ import annotations
 
 from fastdeploy.scheduler.pacer import StepPacer
 
 
-def test_before_anything_is_known_a_step_is_small():
+def observe(pacer: StepPacer, prompt_s: float, decode_s: float = 0.0) -> None:
+    """Let ``pacer`` learn from steps with and without 256 prompt tokens, which take ``prompt_s`` seconds."""
+    for _ in range(50):
+        pacer.observe(0, decode_s)
+        pacer.observe(256, decode_s + prompt_s)
+
+
+def test_the_first_step_is_small():
     assert StepPacer(2048, 0.25).budget(0) == StepPacer.FIRST_GUESS
     assert StepPacer(20, 0.25).budget(0) == 20
 
 
 def test_the_budget_follows_what_prompt_tokens_cost():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(256, 0.256)  # 1 ms each
+    observe(pacer, 0.256)  # 1 ms each
     assert 128 <= pacer.budget(0) <= 256 and pacer.budget(0) % StepPacer.ALIGN == 0
-    for _ in range(50):
-        pacer.observe(256, 0.0256)
+    observe(pacer, 0.0256)
     assert pacer.budget(0) == 2048
 
 
-def test_a_step_always_makes_progress_however_slow_the_device():
+def test_the_budget_on_a_slow_device_is_at_least_one_tile():
     pacer = StepPacer(2048, 0.01)
     pacer.observe(256, 100.0)
     assert pacer.budget(0) == StepPacer.ALIGN
 
 
-def test_decodes_beside_the_prompt_leave_less_room_for_it():
+def test_slow_decodes_lower_the_budget():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(0, 0.2)
-        pacer.observe(256, 0.2 + 0.128)  # 0.5 ms each
+    observe(pacer, 0.128, decode_s=0.2)  # 0.5 ms each
     assert pacer.budget(0) == 64
 
 
-def test_a_few_prompt_tokens_say_little_about_the_cost_of_one():
+def test_steps_with_few_prompt_tokens_do_not_change_the_budget():
     pacer = StepPacer(2048, 0.25)
-    for _ in range(50):
-        pacer.observe(0, 0.04)
-        pacer.observe(256, 0.04 + 0.1)
+    observe(pacer, 0.1, decode_s=0.04)
     budget = pacer.budget(0)
     for _ in range(400):
         pacer.observe(2, 0.045)
@@ -46,13 +47,13 @@ def test_a_few_prompt_tokens_say_little_about_the_cost_of_one():
     assert pacer.budget(0) == budget
 
 
-def test_what_runs_takes_nothing_from_prompts_but_within_max_num_batched_tokens():
+def test_decodes_lower_the_budget_only_to_keep_max_num_batched_tokens():
     pacer = StepPacer(300, 0.01)
     pacer.observe(64, 100.0)
     assert [pacer.budget(running) for running in (0, 100, 256, 300, 400)] == [64, 64, 44, 0, 0]
 
 
-def test_a_slow_first_step_is_made_up_for_beside_many_decodes():
+def test_the_budget_recovers_from_a_slow_first_step_beside_many_decodes():
     pacer = StepPacer(2048, 0.25)
     pacer.observe(64, 0.3)
     assert pacer.budget(0) == 64

@@ -1,4 +1,4 @@
-"""Who runs when, who gives way, and what it costs."""
+"""Order of requests, preemption, chunks of prompts, and the cost of scheduling."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ def test_first_come_first_served_within_a_priority_and_smaller_priorities_first(
     h.run_rounds()
     for name, priority in (("late", 5), ("second", 0), ("third", 0), ("urgent", -1)):
         h.add(name, [2], priority=priority, max_tokens=2)
-    finished = []
+    names, finished = ["now", "urgent", "second", "third", "late"], []
     for _ in range(20):
         h.run_rounds()
-        finished += [
-            n for n in ("now", "late", "second", "third", "urgent") if h.stream(n).finals and n not in finished
-        ]
-    assert finished == ["now", "urgent", "second", "third", "late"]
+        finished += [n for n in reversed(names) if h.stream(n).finals and n not in finished]
+    assert finished == names
 
 
-def test_the_last_in_order_gives_way_and_comes_back_first():
+def test_the_last_request_in_order_is_preempted_and_computes_the_same_tokens():
     h = Harness(FakeRunner(num_blocks=20, max_model_len=64))
     for name, priority in (("a", 0), ("b", 0), ("low", 3), ("c", 0)):
         h.add(name, [priority + 1] * 8, priority=priority, max_tokens=30)
@@ -53,7 +51,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_the_decodes():
     assert h.stream("long").tokens == expected_tokens([3] * 40, 3)
 
 
-def test_a_preempted_request_finds_its_own_blocks_again():
+def test_a_preempted_request_gets_a_prefix_hit_in_its_own_blocks():
     h = Harness(FakeRunner(num_blocks=7, block_size=4, max_model_len=28))
     h.add("short", [1] * 8, max_tokens=8)
     h.add("long", [2] * 8, max_tokens=16)
@@ -62,7 +60,7 @@ def test_a_preempted_request_finds_its_own_blocks_again():
     assert h.stream("long").tokens == expected_tokens([2] * 8, 16)
 
 
-def test_without_prefix_caching_nothing_is_shared_and_a_group_does_not_wait_for_itself():
+def test_without_prefix_caching_all_choices_compute_the_prompt_at_once():
     h = Harness(enable_prefix_caching=False)
     h.add("g", list(range(1, 10)), n=3, max_tokens=3)
     h.run_rounds()
@@ -71,7 +69,7 @@ def test_without_prefix_caching_nothing_is_shared_and_a_group_does_not_wait_for_
     assert h.engine.kv.hit_tokens == 0 and h.stream("g", 2).tokens == expected_tokens(list(range(1, 10)), 3)
 
 
-def test_the_others_of_a_prompt_go_on_when_the_one_that_computes_it_is_cancelled():
+def test_a_request_that_waits_for_an_equal_prompt_goes_on_when_that_one_is_cancelled():
     h = Harness(max_num_batched_tokens=8)
     h.add("first", [7] * 20, max_tokens=3)
     h.add("second", [7] * 20, max_tokens=3)
@@ -82,8 +80,7 @@ def test_the_others_of_a_prompt_go_on_when_the_one_that_computes_it_is_cancelled
 
 
 @pytest.mark.parametrize(("step_s", "second"), [(1.0, 64), (0.001, 1024)])
-def test_the_step_in_flight_is_kept_short_when_prompt_tokens_are_slow(step_s, second):
-    """The pacer is told how long steps take; it bounds what a pause has to wait for."""
+def test_the_second_step_is_as_long_as_the_cost_of_prompt_tokens_allows(step_s, second):
     h = Harness(FakeRunner(num_blocks=1024, max_model_len=2000), max_num_batched_tokens=1024, max_step_ms=100.0)
     h.runner.step_s = step_s
     h.add("long", [1] * 1500, max_tokens=1)
@@ -93,7 +90,7 @@ def test_the_step_in_flight_is_kept_short_when_prompt_tokens_are_slow(step_s, se
 
 
 class CountingRequest(request.Request):
-    """Counts every look at a request, by anybody."""
+    """Counts every read of an attribute of a request."""
 
     looks: Counter = Counter()
 
@@ -103,7 +100,7 @@ class CountingRequest(request.Request):
 
 
 def looks_of_six_steps(waiting: int, lacking: str) -> int:
-    """Four run; the others lack a place in the batch, or room for their prompts in the pool."""
+    """Return the number of attribute reads. Four requests run; the others lack a place in the batch, or KV blocks."""
     h = Harness(FakeRunner(num_blocks=36, max_model_len=128), max_num_seqs=4 if lacking == "places" else 8)
     for i in range(4):
         h.add(f"r{i}", [i + 1] * 20, max_tokens=14)
@@ -121,13 +118,13 @@ def looks_of_six_steps(waiting: int, lacking: str) -> int:
 
 
 @pytest.mark.parametrize("lacking", ["places", "room"])
-def test_what_a_step_costs_the_host_does_not_grow_with_the_number_that_waits(monkeypatch, lacking):
+def test_the_host_cost_of_a_step_does_not_depend_on_the_number_of_waiting_requests(monkeypatch, lacking):
     monkeypatch.setattr(admission, "Request", CountingRequest)
     few, many = looks_of_six_steps(10, lacking), looks_of_six_steps(5000, lacking)
     assert few == many > 0
 
 
-def test_ending_thousands_that_wait_costs_each_the_same(monkeypatch):
+def test_the_cost_of_aborting_a_waiting_request_does_not_depend_on_their_number(monkeypatch):
     monkeypatch.setattr(admission, "Request", CountingRequest)
     costs = []
     for waiting in (100, 2000):

@@ -11,7 +11,7 @@ LONGEST = (
     "tests/worker/test_model_runner.py",
     "tests/model_executor/ops/test_cpu_ops_attention.py",
     "tests/benchmarks/lib/test_acceptance.py",
-    "tests/http/guards/test_connection.py",
+    "tests/http/guards/test_connection_limits.py",
     "tests/http/dialects/",
     "tests/benchmarks/test_compare.py",
     "tests/entrypoints/test_supervisor.py",

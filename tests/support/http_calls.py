@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from fastdeploy.inter_communicator import messages as m
+
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+def in_thread(call: Callable, *args: Any, **kwargs: Any) -> Future:
+    """Run a blocking call in a thread."""
+    return ThreadPoolExecutor(1).submit(call, *args, **kwargs)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def answer(stack: Any, kind: type, result: dict | None = None, failure: m.Failure | None = None) -> None:
@@ -19,6 +37,14 @@ def events(response: httpx.Response) -> list:
     """Return the events of a stream, decoded."""
     lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def exchange(stack: Any, request: bytes) -> tuple[bytes, dict]:
+    """Send bytes on a new connection, and return the head and the JSON of the reply when the server has closed it."""
+    with socket.create_connection(("127.0.0.1", stack.http.base_url.port), timeout=20) as connection:
+        connection.sendall(request)
+        head, body = b"".join(iter(lambda: connection.recv(4096), b"")).split(b"\r\n\r\n", 1)
+    return head, json.loads(body)
 
 
 def refused(response: httpx.Response, field: str, *words: str) -> None:

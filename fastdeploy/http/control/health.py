@@ -21,16 +21,15 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine process lives, paused or not; 503 with a reason while it loads, or died or was stuck and
-        is being replaced."""
+        """Answer 200 while the engine process lives, paused or not. Answer 503 with a reason while the engine loads, or
+        is being replaced because it died or was stuck."""
         if client.welcome is not None and client.connected.is_set():
             return json_response({"status": "ok", "boot_id": client.welcome.boot_id})
         return json_response({"status": "no engine", "reason": client.missing_because}, 503, {"Retry-After": "2"})
 
     @router.get("/ready")
     async def ready() -> Response:
-        """503 with a reason only while a request would be refused. A pause that keeps or holds requests does not
-        count."""
+        """Answer 503 with a reason while new requests are refused. A pause that holds new requests refuses none."""
         try:
             status = await client.call(m.PauseStatusArgs())
         except EngineError as error:

@@ -1,16 +1,18 @@
 """Native control routes: /v1/pause, /v1/resume, /v1/renew, /v1/is_paused, /v1/abort_requests.
 
-Each takes a JSON body, query parameters, both, or nothing, and answers when it is done, in FastDeploy's envelope.
+Each route takes its fields from a JSON body, from the query, or from both. The answer comes when the work is done.
 """
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import Body, BodyType, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
@@ -28,20 +30,9 @@ def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
     client = context.client
 
-    @router.post("/v1/pause", openapi_extra=takes(PauseBody, query=True))
-    async def pause(request: Request) -> Response:
-        body = await read(request, PauseBody)
-        return envelope(await client.call(m.PauseArgs(**body.model_dump())))
-
-    @router.post("/v1/resume", openapi_extra=takes(ResumeBody, query=True))
-    async def resume(request: Request) -> Response:
-        body = await read(request, ResumeBody)
-        return envelope(await client.call(m.ResumeArgs(hold_id=body.hold_id)))
-
-    @router.post("/v1/renew", openapi_extra=takes(RenewBody, query=True))
-    async def renew(request: Request) -> Response:
-        body = await read(request, RenewBody)
-        return envelope(await client.call(m.RenewArgs(**body.model_dump())))
+    add_call(router, client, "/v1/pause", PauseBody, m.PauseArgs)
+    add_call(router, client, "/v1/resume", ResumeBody, m.ResumeArgs)
+    add_call(router, client, "/v1/renew", RenewBody, m.RenewArgs)
 
     @router.get("/v1/is_paused")
     async def is_paused(request: Request) -> Response:
@@ -59,8 +50,17 @@ def control_router(context: ServingContext) -> APIRouter:
     return router
 
 
+def add_call(router: APIRouter, client: EngineClient, path: str, kind: type[Body], args: Callable[..., m.Args]) -> None:
+    """Add a POST route that passes all fields of its body to the engine as ``args``, and answers with the result."""
+
+    @router.post(path, name=path.rpartition("/")[2], openapi_extra=takes(kind, query=True))
+    async def call(request: Request) -> Response:
+        body = await read(request, kind)
+        return envelope(await client.call(args(**body.model_dump())))
+
+
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
-    """The fields of the query, with those of the JSON body over them. A call that names an adapter is refused."""
+    """Return the fields of the query and of the JSON body; the body wins. A call that names an adapter is refused."""
     body = {} if is_upload(request) else parse_json(await request.body())
     query: dict[str, Any] = dict(request.query_params)
     query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}

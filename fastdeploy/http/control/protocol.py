@@ -11,7 +11,7 @@ from fastdeploy.core.weight_source import MAX_VERSION_CHARS, version_label
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
-# A call that names an adapter is refused: it must not act on the whole engine instead.
+# A call for one adapter is refused: otherwise it would act on the whole engine.
 CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 PauseMode = Literal["abort", "wait", "keep"]
 HoldId = Annotated[str, Field(min_length=1)]
@@ -47,7 +47,7 @@ Label = int | Annotated[str, Field(min_length=1, max_length=MAX_VERSION_CHARS)]
 
 
 def _from_query(value: Any) -> Any:
-    """A checksum table in a query is JSON."""
+    """Parse a table of checksums that came in the query as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -57,7 +57,7 @@ def _from_query(value: Any) -> Any:
 
 
 def _tag_list(value: Any) -> Any:
-    """Tags come as a list, repeated in the query, or separated by commas."""
+    """Return the tags of a list, of a repeated query parameter, or of a text with commas."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         return parts
@@ -71,7 +71,7 @@ Kv = Literal["keep", "recompute"]
 
 
 class SourceBody(Body):
-    """Where tensors are: exactly one of the two, or the HTTP body itself."""
+    """Names the source of tensors: model_path or shared_memory. With neither, the HTTP body itself is the source."""
 
     model_path: str | None = Field(None, min_length=1)
     shared_memory: str | None = Field(None, min_length=1)
@@ -88,7 +88,7 @@ class SourceBody(Body):
         return self.model_dump(exclude={"model_path", "shared_memory", "nbytes"})
 
 
-class UpdateWeightsBody(SourceBody):
+class UpdateOptions(Body):
     version: Version | None = None
     expected_version: Version | None = None
     kv: Kv = "keep"
@@ -97,14 +97,11 @@ class UpdateWeightsBody(SourceBody):
     timeout_s: Seconds | None = None
 
 
-class BeginBody(Body):
-    version: Version | None = None
-    expected_version: Version | None = None
-    kv: Kv = "keep"
-    partial: bool = False
-    in_place: bool = False
+class UpdateWeightsBody(UpdateOptions, SourceBody): ...
+
+
+class BeginBody(UpdateOptions):
     lease_s: Seconds = 300.0
-    timeout_s: Seconds | None = None
 
 
 class ChunkBody(SourceBody):

@@ -1,8 +1,8 @@
 """Native weight routes: /v1/update_weights, /v1/weights (info) and /v1/weights/{begin,chunk,commit,abort}, /v1/sleep,
 /v1/wakeup, /v1/reset.
 
-Tensors come from a folder (model_path), from shared memory, or as the body itself: application/octet-stream, one
-safetensors file, with all other fields in the query.
+Tensors come from a folder (model_path), from shared memory, or as the body itself. Such a body is one safetensors file,
+its type is application/octet-stream, and all other fields are in the query.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.pause import envelope, read
+from fastdeploy.http.control.pause import add_call, envelope, read
 from fastdeploy.http.control.protocol import (
     AbortUpdateBody,
     BeginBody,
@@ -43,7 +43,7 @@ def weights_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/update_weights", openapi_extra=takes(UpdateWeightsBody, upload=UpdateWeightsBody))
     async def update_weights(request: Request) -> Response:
-        """With a version and no tensors, only the label changes."""
+        """Change the weights. A call with a version and no tensors changes only the label."""
         body = await read(request, UpdateWeightsBody)
         if body.names_no_source and not is_upload(request):
             return await call(_relabel(body))
@@ -56,9 +56,7 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, WeightInfoBody)
         return await call(m.WeightInfoArgs(checksums=body.checksums))
 
-    @router.post("/v1/weights/begin", openapi_extra=takes(BeginBody, query=True))
-    async def begin(request: Request) -> Response:
-        return await call(m.BeginUpdateArgs(**(await read(request, BeginBody)).model_dump()))
+    add_call(router, client, "/v1/weights/begin", BeginBody, m.BeginUpdateArgs)
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
@@ -66,28 +64,11 @@ def weights_router(context: ServingContext) -> APIRouter:
         async with _source(request, context, body, m.CheckUpdateArgs(body.session_id)) as source:
             return await call(m.UpdateChunkArgs(source=source, **body.rest()))
 
-    @router.post("/v1/weights/commit", openapi_extra=takes(CommitBody, query=True))
-    async def commit(request: Request) -> Response:
-        return await call(m.CommitUpdateArgs(**(await read(request, CommitBody)).model_dump()))
-
-    @router.post("/v1/weights/abort", openapi_extra=takes(AbortUpdateBody, query=True))
-    async def abort(request: Request) -> Response:
-        return await call(m.AbortUpdateArgs(**(await read(request, AbortUpdateBody)).model_dump()))
-
-    @router.post("/v1/sleep", openapi_extra=takes(SleepBody, query=True))
-    async def sleep(request: Request) -> Response:
-        body = await read(request, SleepBody)
-        args = m.SleepArgs(tuple(body.tags), mode=body.mode, discard=body.discard, timeout_s=body.timeout_s)
-        return await call(args)
-
-    @router.post("/v1/wakeup", openapi_extra=takes(WakeBody, query=True))
-    async def wakeup(request: Request) -> Response:
-        return await call(m.WakeArgs(tuple((await read(request, WakeBody)).tags)))
-
-    @router.post("/v1/reset", openapi_extra=takes(ResetBody, query=True))
-    async def reset(request: Request) -> Response:
-        return await call(m.ResetArgs(version=(await read(request, ResetBody)).version))
-
+    add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
+    add_call(router, client, "/v1/weights/abort", AbortUpdateBody, m.AbortUpdateArgs)
+    add_call(router, client, "/v1/sleep", SleepBody, m.SleepArgs)
+    add_call(router, client, "/v1/wakeup", WakeBody, m.WakeArgs)
+    add_call(router, client, "/v1/reset", ResetBody, m.ResetArgs)
     return router
 
 
@@ -95,11 +76,11 @@ def weights_router(context: ServingContext) -> APIRouter:
 async def _source(
     request: Request, context: ServingContext, body: SourceBody, check: m.CheckUpdateArgs
 ) -> AsyncIterator[Source]:
-    """The source that the call names, or its own body in a file for as long as the block lasts. check: asked before
-    such a body is received."""
+    """Yield the source that the call names. If the body of the call is the source, the body is kept in a file while the
+    block runs, and ``check`` is asked before the body is received."""
     if is_upload(request):
         if not body.names_no_source:
-            raise InvalidField("model_path", "the body of this call is an upload: name no other source")
+            raise InvalidField("model_path", "expected no other source beside the uploaded body")
         async with spooled_upload(request, context, check) as source:
             yield source
     elif body.model_path is not None and body.shared_memory is None:
@@ -113,7 +94,7 @@ async def _source(
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
     for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum", "timeout_s"):
         if getattr(body, field):
-            raise InvalidField(field, "is about new weights: expected model_path, shared_memory or an upload with it")
+            raise InvalidField(field, "expected with new weights only: model_path, shared_memory or an upload")
     if body.version is None:
         raise InvalidField("model_path", "expected model_path, shared_memory, an octet-stream body, or a version")
     return m.SetVersionArgs(body.version)

@@ -13,27 +13,27 @@ from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection_limits import has_large_body
 
-# Routes that take weights: as the body itself, or (SGLang) as base64 in JSON.
+# Routes that take weights: as the body itself, or as base64 in JSON (SGLang).
 UPLOAD_PATHS = frozenset({"/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
 JSON_UPLOAD_PATHS = frozenset({"/update_weights_from_tensor"})
-LARGE_JSON = 1 << 20  # bytes. At most one body of this size is parsed in each round of the event loop.
+LARGE_JSON = 1 << 20  # bytes; the event loop parses at most one larger body in each of its rounds
 
 
 class BodyLimit:
-    """Middleware that refuses a body of more than --max-body-mb, or of more than --max-upload-mb for weights. A body
-    that declares its length is refused before it is read, any other body where it passes the limit.
+    """Middleware that refuses a body beyond --max-body-mb, or beyond --max-upload-mb for weights. A body that declares
+    its length is refused before it is read, and any other body as soon as it exceeds the limit.
 
-    A body of more than 64 KiB that is no weights is received when --max-bodies-mb has room for all of it. Weights have
-    further limits (see upload.py). If a response begins before the whole body was received, the connection is closed
-    and the rest of the body is not read. slice_lock: see Pace.
+    A body of more than 64 KiB is received only when --max-bodies-mb has room for all of it. For weights upload.py has
+    other limits. If a response begins before the whole body was received, the connection is closed and the rest of the
+    body is not read. slice_lock: see Pace.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, slice_lock: asyncio.Lock):
         self._app = app
         self._config = config
         self._slice_lock = slice_lock
-        what = "the request bodies that are being received (--max-bodies-mb)"
-        self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, what)
+        limit = "the memory for bodies of requests (--max-bodies-mb)"
+        self._memory = Budget(config.max_bodies_mb << 20, config.body_idle_s, limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,7 +44,7 @@ class BodyLimit:
         limit, error = self._limit(upload)
         declared = int(headers.get(b"content-length", b"0"))
         complete = not has_large_body(scope["headers"])
-        to_take = 0 if complete or upload else declared or limit
+        to_take = 0 if complete or upload else declared or limit  # bytes to take from the budget
         size = taken = 0
 
         async def limited_receive() -> Message:

@@ -1,21 +1,21 @@
 """Rules that keep web pages from using this server with the rights of the person who views the page.
 
 A page in a browser on this machine can send requests to loopback, where a server often has no keys. Three rules hold on
-every route. The second rule concerns browsers alone:
+every route:
 
 1. Host. A server bound to loopback answers loopback names and --allowed-hosts only. A page whose domain resolves to
-   127.0.0.1 (DNS rebinding) sends the name of its domain. A server bound to another address answers any Host, unless
-   --allowed-hosts is given: its names are not known here, and its control routes need a key. A request without Host
-   (HTTP/1.0) is answered, since every browser sends a Host.
-2. Origin. A request of a page of another origin is refused, whatever its method and type. The Origin header of such a
+   127.0.0.1 (DNS rebinding) sends the name of its domain. A server bound to another address does not know its names: it
+   answers any Host, unless --allowed-hosts is given. A request without Host (HTTP/1.0) is answered, since every browser
+   sends a Host.
+2. Origin. A request of a page of another origin is refused, with any method and type. The Origin header of such a
    request is neither this server's host and port nor one of --allowed-origins. Browsers send Origin with every POST to
    another origin. A plain GET (an image, a link) has no Origin, but has cross-site or same-site in Sec-Fetch-Site.
-3. Content-Type. The body of a POST or PUT is JSON, octets, of curl's default type (curl -d), or has no type. This is a
-   second line behind rule 2: without asking first, a page can send text/plain, multipart and forms to another origin.
-   A form has curl's default type, so that rule 2 alone stops it.
+3. Content-Type. The body of a POST or PUT is JSON, octets, or of curl's default type (curl -d), or has no type. This
+   rule is a second defence behind rule 2: a page can send text/plain, multipart and forms to another origin without a
+   preflight request. Forms have curl's default type, so only rule 2 stops them.
 
-Preflight requests (OPTIONS) of other origins are refused by rule 2. Starlette's CORSMiddleware answers those of
---allowed-origins; without that flag no reply has a CORS header.
+Rule 2 refuses preflight requests (OPTIONS) of other origins. Starlette's CORSMiddleware answers those of
+--allowed-origins. Without that flag no reply has a CORS header.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig, is_loopback
 from fastdeploy.core.errors import FastDeployError, Forbidden, UnsupportedBody
-from fastdeploy.http.errors import error_response
 
 BODY_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
 OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the user, or sent by a page of this server
@@ -35,8 +34,8 @@ OWN_SITE = ("none", "same-origin")  # values of Sec-Fetch-Site: typed by the use
 
 @dataclasses.dataclass(frozen=True)
 class PagePolicy:
-    """hosts: names that Host may have besides those of loopback, None = any. origins: origins of other pages that may
-    use this server, "*" = any."""
+    """The settings of the rules. hosts: names that Host may have besides those of loopback; None = any. origins:
+    origins of other pages that may use this server; "*" = any."""
 
     hosts: frozenset[str] | None
     origins: frozenset[str]
@@ -48,9 +47,13 @@ class PagePolicy:
         anything = "*" in named or (not named and not is_loopback(config.host))
         return cls(None if anything else named | {host_name(config.host)}, frozenset(config.allowed_origins))
 
+    def check(self, scope: Scope) -> FastDeployError | None:
+        """Return the :func:`refusal` of the request of ``scope``."""
+        return refusal(scope["method"], scope["headers"], self)
+
 
 def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], policy: PagePolicy) -> FastDeployError | None:
-    """Return the error that the rules of this module answer with, or None if they allow the request."""
+    """Return the error for a request that breaks a rule of this module, or None."""
     given: dict[str, list[str]] = {}
     for name, value in headers:
         given.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1").strip())
@@ -74,7 +77,7 @@ def _is_allowed_host(host: str, allowed: frozenset[str] | None) -> bool:
 def _is_foreign(origins: list[str], sites: list[str], own_host: str, allowed: frozenset[str]) -> bool:
     if "*" in allowed:
         return False
-    if origins:  # the origin of a file or a sandbox is "null", which is never allowed
+    if origins:  # a page in a file or a sandbox has the origin "null", which is never allowed
         return not all(o in allowed or (own_host and o.partition("://")[2] == own_host) for o in origins)
     return not all(site in OWN_SITE for site in sites)
 
@@ -84,21 +87,9 @@ def _media_type(value: str) -> str:
 
 
 def host_name(host: str) -> str:
-    """Return the name or address in ``host`` without port and brackets, in lower case: "[::1]:80" is "::1"."""
+    """Return ``host`` without port and brackets, in lower case: "[::1]:80" becomes "::1"."""
     if host.startswith("["):
         host = host[1:].partition("]")[0]
     elif host.count(":") == 1:
         host = host.partition(":")[0]
     return host.lower().removesuffix(".")
-
-
-class BrowserGuard:
-    """Middleware that answers 403 or 415 if :func:`refusal` says so, without reading the body of the request."""
-
-    def __init__(self, app: ASGIApp, policy: PagePolicy):
-        self._app = app
-        self._policy = policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = refusal(scope["method"], scope["headers"], self._policy) if scope["type"] == "http" else None
-        await (error_response(error) if error else self._app)(scope, receive, send)

@@ -1,4 +1,4 @@
-"""A bounded amount that requests share, such as memory for bodies. Requests get their part in the order of asking."""
+"""A bounded amount that requests share, such as memory for bodies. Requests get their units in the order of asking."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from fastdeploy.core.errors import ServerBusy
 
 class Budget:
     """``total`` units for all requests of one event loop. A caller waits up to ``wait_s`` seconds while too few units
-    are free. what: name of the units in the error."""
+    are free. limit: words for the limit in the error."""
 
-    def __init__(self, total: int, wait_s: float, what: str):
+    def __init__(self, total: int, wait_s: float, limit: str):
         self._total = self._free = total
         self._wait_s = wait_s
-        self._what = what
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._limit = limit
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, units: int) -> int:
         """Wait for ``units``, or for ``total`` if that is less. Return how many units to :meth:`give` back. Raises
         ServerBusy after ``wait_s`` seconds."""
         units = min(units, self._total)
-        if not self._line and units <= self._free:
+        if not self._waiting and units <= self._free:
             self._free -= units
             return units
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((units, granted))
+        self._waiting.append((units, granted))
         try:
             async with asyncio.timeout(self._wait_s):
                 await granted
         except BaseException as error:
-            if granted.done() and not granted.cancelled():  # in the same round of the event loop
+            if granted.done() and not granted.cancelled():  # granted in the same round of the event loop
                 self._free += units
             else:
-                self._line.remove((units, granted))
+                self._waiting.remove((units, granted))
             self._grant()
             if isinstance(error, TimeoutError):
-                raise ServerBusy(f"no room among {self._what}") from error
+                raise ServerBusy(f"waited too long for room within {self._limit}") from error
             raise
         return units
 
@@ -48,8 +48,8 @@ class Budget:
         self._grant()
 
     def _grant(self) -> None:
-        while self._line and self._line[0][0] <= self._free:
-            units, granted = self._line.popleft()
+        while self._waiting and self._waiting[0][0] <= self._free:
+            units, granted = self._waiting.popleft()
             self._free -= units
             granted.set_result(None)
 

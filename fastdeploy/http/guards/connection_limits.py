@@ -16,20 +16,20 @@ from fastdeploy.http.errors import error_response
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
 MIN_PROGRESS = 1 << 20  # bytes that must arrive of an incomplete body in each body_idle_s
-# After an early answer, a connection is read for so many seconds and bytes before it is closed: see LingeringTransport.
+# After an early answer, the connection is read for this time and this many bytes before it is closed.
 LINGER_S = 2.0
 LINGER_BYTES = 4 << 20
 
 
 class ReadPhase(Enum):
-    IDLE = "idle"  # between two requests, or the request is complete
+    IDLE = "idle"  # no request is being received
     HEAD = "head"
     BODY = "body"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the limits of ``settings``. A connection that passes a limit, or whose bytes are no HTTP,
-    is answered with a JSON error and closed. A body of more than 64 KiB is not read before the route asks for it."""
+    """uvicorn's protocol with the limits of ``settings``. A connection that exceeds a limit, or sends no valid HTTP, is
+    answered with a JSON error and closed. A body of more than 64 KiB is not read before the route asks for it."""
 
     transport: LingeringTransport  # set by connection_made
 
@@ -39,9 +39,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase = ReadPhase.IDLE
         self._timer: asyncio.TimerHandle | None = None
         self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
-        self._refusal: FastDeployError | None = None  # found in a callback of the parser, sent when the parser returns
-
-    # ------------------------------------------------------------------ connection
+        self._refusal: FastDeployError | None = None  # set in a callback of the parser, sent after the parser returns
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(LingeringTransport(cast(asyncio.Transport, transport), self.loop))
@@ -86,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._phase is not ReadPhase.HEAD:  # a request sent before the one in front of it was answered
+        if self._phase is not ReadPhase.HEAD:  # a pipelined request: the request before it is not yet answered
             self._expect_head()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = InvalidField("request", f"more than {MAX_PIPELINED} requests wait on one connection")
@@ -98,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is not ReadPhase.HEAD:
-            return  # a trailer behind the body, which nothing reads
+            return  # a trailer after the body: dropped
         self._num_headers += 1
         self._head_bytes += len(name) + len(value)
         self._check_head(self._head_bytes)
@@ -127,8 +125,6 @@ class HttpProtocol(HttpToolsProtocol):
         if self._refusal is None:
             super().on_message_complete()
 
-    # ------------------------------------------------------------------ time
-
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, self._overdue)
@@ -139,7 +135,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _overdue(self) -> None:
-        """Close the connection: its headers are not complete in time, or its body has made too little progress."""
+        """End a connection that is too slow: its headers are incomplete, or its body made too little progress."""
         if self.transport.is_closing():
             return
         settings = self._settings
@@ -147,24 +143,22 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
         elif self._phase is ReadPhase.HEAD:
             self._refuse(RequestTimeout(f"the headers were not complete after {settings.header_s:g} s (--header-s)"))
-        elif self._progress >= MIN_PROGRESS or self.flow.read_paused:  # paused: this server is the slow side
+        elif self._progress >= MIN_PROGRESS or self.flow.read_paused:  # read_paused: this server is the slow side
             self._progress = 0
             self._start_timer(settings.body_idle_s)
         else:
             why = f"fewer than {MIN_PROGRESS} bytes of the body in {settings.body_idle_s:g} s (--body-idle-s)"
             self._refuse(RequestTimeout(why))
 
-    # ------------------------------------------------------------------ refusal
-
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidField("request", msg))
 
     def _refuse(self, error: FastDeployError) -> None:
-        """Answer with ``error`` and close the connection. No answer is sent if the client would take it for the answer
-        to another request."""
+        """Answer with ``error`` and close the connection. Send no answer if the client would take it for the answer to
+        an earlier request."""
         unanswered = self.cycle is not None and not self.cycle.response_complete
         if unanswered and self._phase is ReadPhase.BODY and not self.pipeline and not self.cycle.response_started:
-            self.cycle.disconnected = True  # the route gets no more of the body, and cannot answer
+            self.cycle.disconnected = True  # the route gets no more bytes, and cannot answer
             self.cycle.message_event.set()
             unanswered = False
         if not unanswered:
@@ -176,9 +170,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class LingeringTransport(asyncio.Transport):
-    """``transport`` with another :meth:`close`: while the client still sends (``unread``), the connection stays open
-    for LINGER_S seconds or LINGER_BYTES bytes, and the bytes are dropped. If it were closed at once, the kernel would
-    answer further bytes with a reset, and the client might lose our answer."""
+    """``transport`` with another :meth:`close`. While the client still sends (``unread``), a closed connection stays
+    open for LINGER_S seconds or LINGER_BYTES bytes, and these bytes are dropped. Without that, the kernel would answer
+    the bytes with a reset, and the client might lose our answer."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         super().__init__()
@@ -225,6 +219,6 @@ class LingeringTransport(asyncio.Transport):
 
 
 def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Return whether the body is longer than uvicorn reads ahead, or of unknown length."""
+    """Return whether the body is longer than uvicorn's read-ahead, or of unknown length."""
     given = dict(headers)
     return b"transfer-encoding" in given or int(given.get(b"content-length", b"0")) > HIGH_WATER_LIMIT

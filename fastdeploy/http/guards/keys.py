@@ -1,7 +1,7 @@
 """The keys of a server. The supervisor reads them once, and API servers inherit them in their environment.
 
-Keys are never part of a config, since configs are on command lines of processes and in replies of /server_info. No
-error message of this module repeats its input, which may be a key in the wrong place.
+Keys are never part of a config, since configs are on command lines and in replies of /server_info. No error message of
+this module repeats its input, because a user may give a key in place of a path.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MAX_BYTES = 64 << 10  # the kernel takes 128 KiB in one variable
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys of which any opens data routes, and those of which any opens control routes. () = no key is needed."""
+    """The keys for data routes and the keys for control routes. Any one of them is enough. () = no key is needed."""
 
     data: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
     control: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return ``base`` with these keys in place of any that it has."""
+        """Return a copy of ``base`` with these keys instead of its own."""
         named = {API_KEY: self.data, CONTROL_KEY: self.control}
         rest = {name: value for name, value in base.items() if name not in named}
         return rest | {name: b"\n".join(keys).decode() for name, keys in named.items() if keys}
@@ -36,16 +36,15 @@ NO_KEYS = Keys()
 
 
 def read_keys(api_key: str | None, control_key: str | None, environment: Mapping[str, str]) -> Keys:
-    """Read each kind of key from its file, or from its environment variable if there is no file.
+    """Read each kind of key from its file, or from its environment variable if no file is given.
 
     Raises InvalidField if a file cannot be read, or if a file or variable holds no valid key."""
-    return Keys(
-        _read("api_key", api_key, environment, API_KEY), _read("control_key", control_key, environment, CONTROL_KEY)
-    )
+    data = _read("api_key", api_key, environment, API_KEY)
+    return Keys(data, _read("control_key", control_key, environment, CONTROL_KEY))
 
 
 def take_keys(environment: MutableMapping[str, str]) -> Keys:
-    """Read the keys from ``environment`` and remove them there, so that no child process inherits them."""
+    """Move the keys out of ``environment``, so that no child process inherits them."""
     keys = read_keys(None, None, environment)
     for name in (API_KEY, CONTROL_KEY):
         environment.pop(name, None)
@@ -53,7 +52,7 @@ def take_keys(environment: MutableMapping[str, str]) -> Keys:
 
 
 def is_exposed(config: ServeConfig, keys: Keys) -> bool:
-    """Return whether other machines can reach control routes that no control key guards."""
+    """Return whether other machines can reach this server and its control routes need no control key."""
     return not is_loopback(config.host) and not keys.control
 
 

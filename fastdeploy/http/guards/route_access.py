@@ -1,11 +1,11 @@
 """Access to routes: which key opens which route, and on which port.
 
-Every route has a class in ROUTES. A path that is not there counts as control. The rules, in this order:
+Every route has a class in ROUTES. Any other path counts as CONTROL. The rules, in this order:
 
 1. OPEN routes answer every client.
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
 3. A server that other machines can reach and that has no control key refuses CONTROL routes. With --insecure-control it
-   answers them, but takes new weights from folders under --model-root only: an upload needs the control key.
+   answers them, but refuses uploads of weights: it takes new weights from folders under --model-root only.
 4. DATA routes need an API key or a control key, if the server has API keys.
 5. CONTROL routes need a control key, or an API key if the server has API keys only.
 """
@@ -17,122 +17,49 @@ import enum
 import hmac
 from collections.abc import Collection, Iterable, Sequence
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, Forbidden, InvalidKey, RouteNotFound
-from fastdeploy.http.errors import error_response
 from fastdeploy.http.guards.body_limit import JSON_UPLOAD_PATHS
 from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
 
 class Access(enum.Enum):
-    """Class of a route. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. CONTROL: changes
-    something for other clients, reads or writes files, or computes over all weights."""
+    """The classes of routes. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. CONTROL: affects
+    other clients, reads or writes files, or computes over all weights."""
 
     OPEN = enum.auto()
     DATA = enum.auto()
     CONTROL = enum.auto()
 
 
-_OPEN = (
-    "/docs",
-    "/health",
-    "/health_generate",
-    "/metrics",
-    "/openapi.json",
-    "/ready",
-    "/version",
-)
+_OPEN = ("/docs", "/health", "/health_generate", "/metrics", "/openapi.json", "/ready", "/version")
 _DATA = (
-    "/detokenize",
-    "/finish_session",
-    "/generate",
-    "/get_load",
-    "/get_model_info",
-    "/get_server_info",
-    "/get_weight_version",
-    "/get_world_size",
-    "/inference/v1/generate",
-    "/is_paused",
-    "/is_sleeping",
-    "/model_info",
-    "/server_info",
-    "/skyrl/v1/generate",
-    "/tokenize",
-    "/v1/chat/completions",
-    "/v1/chat/completions/render",
-    "/v1/completions",
-    "/v1/is_paused",
-    "/v1/loads",
-    "/v1/models",
+    "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
+    "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
+    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/chat/completions",
+    "/v1/chat/completions/render", "/v1/completions", "/v1/is_paused", "/v1/loads", "/v1/models",
     "/weight_info",
-)
+)  # fmt: skip
 _CONTROL = (
-    "/abort_request",
-    "/abort_requests",
-    "/areal_continue_generation",
-    "/areal_init_weights_update_group",
-    "/areal_pause_generation",
-    "/areal_set_update_weight_meta",
-    "/areal_set_update_weight_meta_lora",
-    "/areal_update_weights",
-    "/areal_update_weights_lora",
-    "/areal_update_weights_lora_xccl",
-    "/areal_update_weights_xccl",
-    "/begin_weight_update",
-    "/collective_rpc",
-    "/continue_generation",
-    "/destroy_weights_update_group",
-    "/end_weight_update",
-    "/fetch_weights",
-    "/finish_weight_update",
-    "/flush_cache",
-    "/inference/v1/abort_requests",
-    "/init_weight_transfer_engine",
-    "/init_weights_update_group",
-    "/load_lora_adapter",
-    "/load_lora_adapter_from_tensors",
-    "/pause",
-    "/pause_generation",
-    "/post_process_weights",
-    "/pull_weights",
-    "/release_memory_occupation",
-    "/reset_prefix_cache",
-    "/resume",
-    "/resume_memory_occupation",
-    "/skyrl/v1/abort_lora_requests",
-    "/skyrl/v1/load_lora_adapter",
-    "/sleep",
-    "/start_profile",
-    "/start_weight_update",
-    "/stop_profile",
-    "/unload_lora_adapter",
-    "/update_weight_version",
-    "/update_weights",
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-    "/update_weights_from_tensor",
-    "/v1/abort_requests",
-    "/v1/load_lora_adapter",
-    "/v1/pause",
-    "/v1/renew",
-    "/v1/reset",
-    "/v1/resume",
-    "/v1/sleep",
-    "/v1/unload_lora_adapter",
-    "/v1/update_weights",
-    "/v1/wakeup",
-    "/v1/weights",
-    "/v1/weights/abort",
-    "/v1/weights/begin",
-    "/v1/weights/chunk",
-    "/v1/weights/commit",
-    "/wake_up",
-    "/weight_checker",
-    "/weights_checker",
-)
+    "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
+    "/areal_pause_generation", "/areal_set_update_weight_meta", "/areal_set_update_weight_meta_lora",
+    "/areal_update_weights", "/areal_update_weights_lora", "/areal_update_weights_lora_xccl",
+    "/areal_update_weights_xccl", "/begin_weight_update", "/collective_rpc", "/continue_generation",
+    "/destroy_weights_update_group", "/end_weight_update", "/fetch_weights", "/finish_weight_update",
+    "/flush_cache", "/inference/v1/abort_requests", "/init_weight_transfer_engine",
+    "/init_weights_update_group", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "/pause",
+    "/pause_generation", "/post_process_weights", "/pull_weights", "/release_memory_occupation",
+    "/reset_prefix_cache", "/resume", "/resume_memory_occupation", "/skyrl/v1/abort_lora_requests",
+    "/skyrl/v1/load_lora_adapter", "/sleep", "/start_profile", "/start_weight_update", "/stop_profile",
+    "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
+    "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
+    "/v1/abort_requests", "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/reset", "/v1/resume",
+    "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
+    "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/wake_up",
+    "/weight_checker", "/weights_checker",
+)  # fmt: skip
 ROUTES: dict[str, Access] = (
     dict.fromkeys(_OPEN, Access.OPEN) | dict.fromkeys(_DATA, Access.DATA) | dict.fromkeys(_CONTROL, Access.CONTROL)
 )
@@ -140,7 +67,7 @@ ROUTES: dict[str, Access] = (
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The parts of a request that decide about its access. port: the local port of its connection. key: the key in its
+    """The parts of a request that decide about its access. port: local port of the connection. key: the key in the
     Authorization header."""
 
     path: str
@@ -163,9 +90,15 @@ class AccessPolicy:
         """Return the policy of a server with these settings. config.control_port must be the real port, not 0."""
         return cls(keys, is_exposed(config, keys), config.insecure_control, config.control_port)
 
+    def check(self, scope: Scope) -> FastDeployError | None:
+        """Return the :func:`refusal` of the request of ``scope``."""
+        path, headers = scope["path"], scope["headers"]
+        _, port = scope.get("server") or (None, None)
+        return refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self)
+
 
 def refusal(attempt: Attempt, policy: AccessPolicy) -> FastDeployError | None:
-    """Return the error that the rules of this module answer with, or None if they allow the request."""
+    """Return the error for a request that breaks a rule of this module, or None."""
     access = ROUTES.get(attempt.path, Access.CONTROL)
     if access is Access.OPEN:
         return None
@@ -203,12 +136,12 @@ def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey 
 
 
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
-    """Compare with every key, so that the time of the comparison does not tell how similar a key is."""
+    """Compare ``given`` with every key, so that the time of the comparison does not tell how similar a key is."""
     return sum(hmac.compare_digest(given, key) for key in keys) > 0
 
 
 def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key of ``Authorization: Bearer KEY``, or None unless there is exactly one such header."""
+    """Return the key of ``Authorization: Bearer KEY``; None unless there is exactly one Authorization header."""
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -217,29 +150,6 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def is_upload(path: str, headers: Collection[tuple[bytes, bytes]]) -> bool:
-    """Return whether the body may be tensors. An empty body never is: aiohttp gives it the content type of octets."""
+    """Return whether the body may be tensors. An empty body is not: aiohttp gives it the content type of octets."""
     octets = any(name == b"content-type" and b"octet-stream" in value.lower() for name, value in headers)
     return path in JSON_UPLOAD_PATHS or (octets and (b"content-length", b"0") not in headers)
-
-
-class AccessControl:
-    """Middleware that answers 401, 403 or 404 if :func:`refusal` says so, without reading the body of the request."""
-
-    def __init__(self, app: ASGIApp, policy: AccessPolicy):
-        self._app = app
-        self._policy = policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path, headers = scope["path"], scope["headers"]
-        _, port = scope.get("server") or (None, None)
-        error = refusal(Attempt(path, port, bearer_key(headers), is_upload(path, headers)), self._policy)
-        if error is None:
-            await self._app(scope, receive, send)
-            return
-        response = error_response(error)
-        if isinstance(error, InvalidKey):
-            response.headers["WWW-Authenticate"] = "Bearer"
-        await response(scope, receive, send)

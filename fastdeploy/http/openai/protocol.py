@@ -13,7 +13,7 @@ from fastdeploy.core.sampling_params import MAX_INT32
 from fastdeploy.http.body import Body, Int64
 from fastdeploy.http.openapi import described
 
-# Field -> the values that mean "not used". They are OpenAI's, vLLM's and SGLang's.
+# Fields of OpenAI, vLLM and SGLang that are not supported, each with the values that mean "not used".
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "echo", "use_beam_search", "early_stopping", "return_routed_experts", "flat_logprobs",
@@ -50,7 +50,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 MAX_STOPS = 64
 MAX_STOP_CHARS = 256
 MAX_STOP_CHARS_IN_ALL = 4096
-MAX_CHOICES = 4096  # of one HTTP request with all of its prompts
+MAX_CHOICES = 4096  # of all prompts of one HTTP request
 MAX_MESSAGES = 65536
 
 
@@ -69,14 +69,14 @@ PYTHON_TYPES: dict[type, type] = {
 
 
 def optional_field(kind: msgspec.inspect.Type) -> tuple[Any, Any]:
-    """A pydantic field of the type and limits of ``kind``, for create_model. It may be absent or null."""
+    """Return a field for pydantic's create_model with the type and limits of ``kind``, which may be absent or null."""
     if isinstance(kind, msgspec.inspect.UnionType):
         kind = next(choice for choice in kind.types if not isinstance(choice, msgspec.inspect.NoneType))
     limits = {name: limit for name in LIMITS if (limit := getattr(kind, name, None)) is not None}
     return PYTHON_TYPES[type(kind)] | None, Field(None, **limits)
 
 
-if TYPE_CHECKING:  # what the fields are for the type checker, is told by GenerationBody.request_fields
+if TYPE_CHECKING:  # the type checker does not see the fields: code reads them through GenerationBody.request_fields
 
     class RequestFieldsBody(Body): ...
 
@@ -88,10 +88,8 @@ else:
 
 
 class GenerationBody(RequestFieldsBody):
-    """Fields that completions and chat have in common. None means "absent", since clients send explicit nulls.
-
-    Further fields are those of RequestFields (core/request_fields.py).
-    """
+    """Fields that completions and chat have in common, beside those of RequestFields (core/request_fields.py). None
+    means "absent", since clients send explicit nulls."""
 
     model: str | None = None
     request_id: str | None = Field(None, min_length=1, max_length=512)
@@ -122,12 +120,9 @@ class GenerationBody(RequestFieldsBody):
         given = {name: getattr(self, name) for name in RequestFields.__struct_fields__}
         return RequestFields(**{name: value for name, value in given.items() if value is not None})
 
-    def stops(self) -> tuple[str, ...]:
-        return stop_strings(self.stop, "stop")
-
 
 def stop_strings(stop: str | list[str] | None, field: str) -> tuple[str, ...]:
-    """The stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long."""
+    """Return the stop strings of a request. Raises InvalidField for ``field`` if they are too many or too long."""
     stops = [stop] if isinstance(stop, str) else stop or []
     sizes = [len(text) for text in stops]
     if len(stops) > MAX_STOPS or not all(0 < size <= MAX_STOP_CHARS for size in sizes):
@@ -158,8 +153,9 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    """tools: rendered into the prompt by the chat template. No tool call is parsed from the answer, so that ``tools``
-    needs tool_choice "none". chat_template: in place of the model's own; needs --trust-request-chat-template."""
+    """The body of a chat. tools: the chat template renders them into the prompt. No tool call is parsed from the
+    answer, so ``tools`` needs tool_choice "none". chat_template: used instead of the model's template; needs
+    --trust-request-chat-template."""
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None

@@ -33,7 +33,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
 
 async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
-    """Check ``body``, apply the chat template, tokenise; raises InvalidField or ModelNotFound."""
+    """Check ``body``, apply the chat template and tokenise. Raises InvalidField or ModelNotFound."""
     arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
@@ -63,11 +63,11 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:
-    """Raise InvalidField for tools that would have to be parsed from the answer, and for a template of an untrusted
-    client: a template is a program, and may run without end."""
+    """Raise InvalidField for tools whose calls would have to be parsed from the answer, and for the template of an
+    untrusted client: a template is a program that may run without end."""
     if body.tools and body.tool_choice != "none":
-        what = 'no tool calls are parsed by this server; with tool_choice "none" tools are rendered into the prompt'
-        raise InvalidField("tools", what)
+        why = 'this server parses no tool calls; with tool_choice "none" tools are rendered into the prompt'
+        raise InvalidField("tools", why)
     if body.chat_template is not None and not context.config.trust_request_chat_template:
         raise InvalidField("chat_template", "refused: this server was started without --trust-request-chat-template")
 
@@ -81,7 +81,7 @@ def _logprobs_asked(body: ChatBody) -> int | None:
 
 
 def _message(i: int, message: ChatMessage) -> dict[str, Any]:
-    """The message with its content as one string: text parts are joined, other parts are refused."""
+    """Return the message with its content as one string. Text parts are joined, and other parts are refused."""
     content = message.content
     if isinstance(content, list):
         for k, part in enumerate(content):
@@ -97,8 +97,8 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
 
 
 def _with_objects(calls: Any) -> Any:
-    """Tool calls with their arguments as objects. OpenAI's clients send them as JSON in a string, templates want the
-    object; what is no such string stays as it is."""
+    """Return tool calls with their arguments as objects, which templates expect. OpenAI's clients send the arguments as
+    JSON in a string. Other values stay unchanged."""
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -112,7 +112,7 @@ class ChatView(OpenAIReply):
     kind, event_kind = "chat.completion", "chat.completion.chunk"
 
     async def body(self) -> dict[str, Any]:
-        """prompt_logprobs are at the top, as vLLM has them: there is one prompt."""
+        """Return the reply. A chat has one prompt, so prompt_logprobs are at the top, as in vLLM's replies."""
         body = await super().body()
         first = body["choices"][0]
         if "prompt_logprobs" in first:
@@ -122,11 +122,8 @@ class ChatView(OpenAIReply):
         return body
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text},
-            "logprobs": await self._logprobs(choice.token_ids, choice.logprobs),
-        }
+        message = {"role": "assistant", "content": choice.text}
+        return {"index": index, "message": message, "logprobs": await self._logprobs(choice.token_ids, choice.logprobs)}
 
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         shown = {"content": delta.text}
@@ -136,7 +133,7 @@ class ChatView(OpenAIReply):
         return [await self._event(index, delta, {"index": index, "delta": shown, "logprobs": logprobs})]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
-        """OpenAI's list with one entry per token (empty for no tokens)."""
+        """Return OpenAI's list with one entry per token."""
         if not self._body.logprobs:
             return None
         pairs = zip(ids, logprobs, strict=True)

@@ -19,8 +19,8 @@ from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.http.serving.openai_reply import OpenAIReply, work_of
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's, and vLLM's
-IDS_PER_WORK = 16  # token ids are checked in one unit of Pace
+DEFAULT_MAX_TOKENS = 16  # the default of OpenAI and vLLM
+IDS_PER_WORK = 16  # token ids that are checked in one unit of Pace
 
 
 def completion_router(context: ServingContext) -> APIRouter:
@@ -37,8 +37,8 @@ def completion_router(context: ServingContext) -> APIRouter:
 
 
 async def prepare(context: ServingContext, body: CompletionBody, default_max_tokens: int | None) -> GenerationRequest:
-    """Check ``body`` and tokenise its prompts; raises InvalidField or ModelNotFound. default_max_tokens: None = what is
-    left of the context."""
+    """Check ``body`` and tokenise its prompts. default_max_tokens: None = the rest of the context. Raises InvalidField
+    or ModelNotFound."""
     arrived = time.time()
     context.check_model(body.model)
     await context.client.require_engine()
@@ -50,7 +50,7 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
 
 
 async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:
-    """The prompts as token ids. ``prompt`` is a string, ids, or a list of either."""
+    """Return the prompts as token ids. ``prompt`` is a string, ids, or a list of either."""
     prompt = body.prompt
     several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
     prompts = prompt if several else [prompt]
@@ -62,7 +62,7 @@ async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[i
             context.check_text(item, field)
             ids = await context.require_tokenizer(field).encode(item, body.add_special_tokens is not False)
         elif isinstance(item, list) and (len(item) >= context.max_model_len or all(type(t) is int for t in item)):
-            ids = item  # one that is too long is refused for that, before its ids are looked at
+            ids = item  # check_prompt refuses a prompt that is too long before it looks at the ids
             await pace.spend(len(ids) // IDS_PER_WORK)
         else:
             raise InvalidField(field, "expected a string, a list of token ids, or a list of either")
@@ -80,11 +80,8 @@ class CompletionView(OpenAIReply):
         self._offsets = [0] * len(self.generation.choices)
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": choice.text,
-            "logprobs": (await self._logprobs(choice.token_ids, choice.logprobs, 0))[0],
-        }
+        logprobs, _ = await self._logprobs(choice.token_ids, choice.logprobs, 0)
+        return {"index": index, "text": choice.text, "logprobs": logprobs}
 
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs, self._offsets[index] = await self._logprobs(delta.token_ids, delta.logprobs, self._offsets[index])
@@ -93,7 +90,7 @@ class CompletionView(OpenAIReply):
     async def _logprobs(
         self, ids: list[int], logprobs: list[Logprob], offset: int
     ) -> tuple[dict[str, Any] | None, int]:
-        """OpenAI's four aligned arrays (empty for no tokens), and the text offset behind them."""
+        """Return OpenAI's four aligned arrays, and the text offset after them."""
         if self._body.logprobs is None:
             return None, offset
         text, array = self.token_text, self.generation.pace.array

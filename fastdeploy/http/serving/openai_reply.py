@@ -1,4 +1,4 @@
-"""The JSON of a generation in OpenAI's shape, with ids and weight versions beside it."""
+"""The JSON of a generation in OpenAI's shape, with token ids and weight versions added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastdeploy.http.serving.responses import EventStream, GenerationResponse, J
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans in their public form. ``recomputed`` is left out where it is false."""
+    """Return ``spans`` as clients see them. ``recomputed`` is left out if it is false."""
     return [
         {"version": s.version, "weight_epoch": s.weight_epoch, "start": s.start, "end": s.end}
         | ({"recomputed": True} if s.recomputed else {})
@@ -28,8 +28,8 @@ def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def version_bounds(spans: list[Span]) -> dict[str, Any]:
-    """The labels of the oldest and of the newest weights; null without tokens. If the label changed within one
-    weight_epoch, the first label is the oldest one, and the last label the newest."""
+    """Return the labels of the oldest and of the newest weights, or nulls without spans. If the label changed within
+    one weight_epoch, the first label counts as the oldest and the last label as the newest."""
     if not spans:
         return {"min_weight_version": None, "max_weight_version": None}
     oldest, newest = min(spans, key=lambda s: s.weight_epoch), max(reversed(spans), key=lambda s: s.weight_epoch)
@@ -37,12 +37,12 @@ def version_bounds(spans: list[Span]) -> dict[str, Any]:
 
 
 def choice_error(choice: Choice) -> dict[str, Any]:
-    """{"error": {...}} for a choice that ended with an error of its own; the other choices may be whole. Else empty."""
+    """Return {"error": {...}} for a choice that ended with an error, else {}. Other choices may be complete."""
     return error_body(NonFiniteLogits(choice.message)) if choice.finish_reason == "error" else {}
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
-    """One entry of OpenAI's ``top_logprobs`` in a chat."""
+    """An entry of OpenAI's ``top_logprobs`` in a chat."""
 
     token: str
     logprob: float
@@ -50,18 +50,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChosenToken(TokenLogprob, frozen=True):
-    """One entry of OpenAI's ``logprobs.content``: a token of the answer, with the best beside it."""
+    """An entry of OpenAI's ``logprobs.content``: a token of the answer with its best alternatives."""
 
     top_logprobs: list[TokenLogprob] = []
 
 
 def work_of(entries: list[Logprob]) -> int:
-    """Units of Pace that one of ``entries`` costs."""
+    """Return the units of Pace that one of ``entries`` costs."""
     return 1 + len(entries[0].top) if entries else 1
 
 
 class OpenAIReply:
-    """The JSON of one generation in OpenAI's shape. Subclasses: completions and chat."""
+    """The JSON of one generation in OpenAI's shape. Subclasses have their own shape of a choice and of an event."""
 
     kind: str
     event_kind: str
@@ -76,15 +76,11 @@ class OpenAIReply:
         if context.tokenizer is not None and not body.return_tokens_as_token_ids:
             self.token_text = context.tokenizer.token_text
 
-    # The two shapes differ in these.
-
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         raise NotImplementedError
-
-    # They share the rest.
 
     def response(self) -> GenerationResponse:
         if not self._body.stream:
@@ -109,11 +105,12 @@ class OpenAIReply:
             "prompt_tokens": prompt,
             "completion_tokens": generation.completion_tokens,
             "total_tokens": prompt + generation.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(generation.cached_tokens)},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
-        """system_fingerprint: the boot id of the engine that made the tokens, since epochs count anew with each."""
+        """Return the fields of every body and event. system_fingerprint: the engine's boot id, since each boot counts
+        weight_epoch anew."""
         welcome = self._context.client.welcome
         return {
             "id": self.generation.request_id,
@@ -124,14 +121,11 @@ class OpenAIReply:
         }
 
     async def _identity(self, index: int, choice: Choice) -> dict[str, Any]:
-        """The fields of a choice of a full reply that do not depend on its shape."""
-        fields: dict[str, Any] = {
+        """Return the fields of a choice of a full reply that do not depend on the subclass."""
+        fields = {
             "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
             "weight_versions": weight_versions(choice.spans),
-            **version_bounds(choice.spans),
-            "num_preempted": choice.num_preempted,
-            **choice_error(choice),
+            **_end_of(choice),
         }
         if self._has_prompt_logprobs(index):
             fields["prompt_logprobs"] = await self._prompt_logprobs(index)
@@ -141,15 +135,12 @@ class OpenAIReply:
         return fields
 
     async def _event(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
-        """One event of the stream, around ``choice``: the fields in which completions and chat differ."""
+        """Return one event of the stream. ``choice`` has the fields that depend on the subclass."""
         whole = self.generation.choices[index]
         choice["finish_reason"] = delta.finish_reason
         choice["weight_versions"] = weight_versions(delta.spans)
         if delta.finish_reason is not None:
-            choice["stop_reason"] = whole.stop_reason
-            choice |= version_bounds(whole.spans)
-            choice["num_preempted"] = whole.num_preempted
-            choice |= choice_error(whole)
+            choice |= _end_of(whole)
         if index not in self._seen and self._has_prompt_logprobs(index):
             choice["prompt_logprobs"] = await self._prompt_logprobs(index)
         if self._body.return_token_ids:
@@ -167,24 +158,29 @@ class OpenAIReply:
         return self.generation.prompts[index // self.generation.n]
 
     def _has_prompt_logprobs(self, index: int) -> bool:
-        """Whether choice ``index`` carries the logprobs of its prompt: the first choice does, if they are asked for."""
+        """Return whether choice ``index`` carries the logprobs of its prompt: the first choice of each prompt does."""
         return self._body.prompt_logprobs is not None and index % self.generation.n == 0
 
     async def _prompt_logprobs(self, index: int) -> msgspec.Raw:
-        """A JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank, decoded_token}}, the
-        prompt's own token first. The rank of the prompt's own token is given if it is among the best."""
+        """Return a JSON array in vLLM's shape: null for the first token, then {token id: {logprob, rank,
+        decoded_token}} with the prompt's token first. The rank of that token is null unless it is among the best."""
         entries = self.generation.choices[index].prompt_logprobs
         pairs = zip(self._prompt(index)[1 : len(entries) + 1], entries, strict=True)
-        told = (self._prompt_entry(token, entry) for token, entry in pairs)
-        return await self.generation.pace.array(chain([None], told), 2 * work_of(entries))
+        items = (self._prompt_entry(token, entry) for token, entry in pairs)
+        return await self.generation.pace.array(chain([None], items), 2 * work_of(entries))
 
     def _prompt_entry(self, token_id: int, entry: Logprob) -> dict[str, dict[str, Any]]:
         best = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
-        told = {token_id: (entry.logprob, None)} | best
         return {
             str(token): {"logprob": logprob, "rank": rank, "decoded_token": self.token_text(token)}
-            for token, (logprob, rank) in told.items()
+            for token, (logprob, rank) in ({token_id: (entry.logprob, None)} | best).items()
         }
+
+
+def _end_of(choice: Choice) -> dict[str, Any]:
+    """Return the fields that a choice has when it has ended."""
+    end = {"stop_reason": choice.stop_reason, **version_bounds(choice.spans), "num_preempted": choice.num_preempted}
+    return end | choice_error(choice)
 
 
 def token_name(token_id: int) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP answer of a generation: server-sent events, or one JSON body. A client that goes away cancels both."""
+"""The HTTP answer of a generation: server-sent events, or one JSON body. A client that disconnects cancels it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class GenerationResponse(Response):
-    """Runs ``generation`` while it answers, in the form of its subclass."""
+    """Runs ``generation`` and sends its answer. Subclasses have the form of the answer."""
 
     def __init__(self, generation: Generation):
         self.generation = generation
@@ -42,14 +42,11 @@ class GenerationResponse(Response):
 
 
 class JsonResponse(GenerationResponse):
-    """The whole answer at once. ``body`` makes it. ``partial`` makes the unfinished choices for an error reply, so that
-    no token is lost when the engine dies."""
+    """One JSON body, made by ``body``. ``partial`` makes the unfinished choices for an error reply, so that no token is
+    lost when the engine dies."""
 
     def __init__(
-        self,
-        generation: Generation,
-        body: Callable[[], Awaitable[Any]],
-        partial: Callable[[], Awaitable[list[dict]]],
+        self, generation: Generation, body: Callable[[], Awaitable[Any]], partial: Callable[[], Awaitable[list[dict]]]
     ):
         super().__init__(generation)
         self._body, self._partial = body, partial
@@ -70,10 +67,9 @@ class JsonResponse(GenerationResponse):
 
 
 class EventStream(GenerationResponse):
-    """One event per choice and step, a comment after ``keepalive_s`` without any, [DONE] at the end.
+    """One event per choice and step, a comment after ``keepalive_s`` seconds without events, and [DONE] at the end.
 
-    ``render`` makes the payloads of one delta; ``last`` makes those that follow the last token.
-    """
+    ``render`` makes the payloads of one delta. ``last`` makes the payloads after the last token."""
 
     def __init__(
         self,
@@ -126,7 +122,7 @@ class EventStream(GenerationResponse):
         self._sent_at = asyncio.get_running_loop().time()
 
     def _check_idle(self) -> None:
-        """One timer per stream, set again for the rest of the period: tokens do not touch it."""
+        """Wake the stream after ``keepalive_s`` without events. Tokens do not reset the timer."""
         loop = asyncio.get_running_loop()
         left = self._sent_at + self._keepalive_s - loop.time()
         if left <= 0:

@@ -113,18 +113,12 @@ def test_waiting_for_tokens_ends_with_the_stream():
     assert against(framed(GOOD, 5000), use) == 3
 
 
-def test_a_call_returns_json_or_text():
-    async def use(client: Client):
+def test_a_call_returns_json_or_text_and_raises_without_an_answer():
+    async def use(client: Client) -> object:
         return (await client.call("GET", "/")).body
 
     assert against([b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n", b'{"a": 1}'], use) == {"a": 1}
     assert against([b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nplain"], use) == "plain"
-
-
-def test_a_call_without_an_answer_raises():
-    async def use(client: Client):
-        return await client.call("GET", "/")
-
     with pytest.raises(WireError):
         against([], use)
 

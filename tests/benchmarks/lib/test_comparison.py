@@ -26,7 +26,7 @@ def cells(found: LoadComparison, engine: int) -> dict[str, str]:
     return dict(zip(HEADER, found.rows(SHAPE)[engine], strict=True))
 
 
-def test_the_ratio_is_the_median_of_paired_repeats_not_of_the_whole():
+def test_the_ratio_is_the_median_of_the_ratios_of_the_repeats():
     # The machine is three times slower in repeats 2 and 3; the first engine is always twice as fast.
     found = compared(
         ("ours", [figures(30), figures(10), figures(10)]), ("peer", [figures(15), figures(5), figures(15)])
@@ -35,7 +35,7 @@ def test_the_ratio_is_the_median_of_paired_repeats_not_of_the_whole():
     assert cells(found, 0)["ratio"] == "1.00" and cells(found, 1)["ratio"] == "2.00"
 
 
-def test_sooner_says_how_many_times_longer_a_peer_takes_to_the_first_token():
+def test_sooner_is_the_peers_time_to_the_first_token_over_ours():
     found = compared(("ours", [figures(1, first=0.5)]), ("peer", [figures(1, first=0.75)]))
     assert cells(found, 1)["sooner"] == "1.50"
     assert cells(found, 1)["first token s: mean"] == "0.750"
@@ -53,7 +53,7 @@ def test_the_roofline_is_that_of_the_machine_as_probed_in_this_run():
     assert cells(compared(("ours", runs), probes=slower), 0)["of the roofline"] == "100% of read bandwidth"
 
 
-def test_without_a_probe_there_is_no_roofline_and_the_rest_stands():
+def test_without_a_probe_only_the_roofline_is_missing():
     found = compared(("ours", [figures(30)]), probes=())
     assert cells(found, 0)["of the roofline"] == "-" and cells(found, 0)["tok/s"] == "30.0"
     assert "no roofline" in machine_line(())
@@ -67,20 +67,20 @@ def test_a_figure_that_a_load_does_not_have_is_a_dash():
     assert row["ratio"] == "1.00"
 
 
-def test_a_run_that_does_not_show_the_time_between_tokens_has_no_place_on_the_roofline():
+def test_a_run_without_a_time_between_tokens_has_no_share_of_the_roofline():
     hidden = Figures(1.0, 10, 5.0, 1.0, 1.0, 1.0, None, 1.0)
     row = cells(compared(("ours", [figures(1), hidden])), 0)
     assert (row["of the roofline"], row["ms per token"]) == ("-", "1000.0")
 
 
-def test_a_run_with_errors_has_no_place_on_the_roofline_and_its_errors_name_the_engine():
+def test_a_run_with_errors_has_no_share_of_the_roofline_and_its_errors_name_the_engine():
     broken = Figures(1.0, 10, 5.0, errors=("HTTP 500",))
     found = compared(("ours", [figures(1)]), ("peer", [broken, broken]))
     assert found.errors == ["peer: HTTP 500"]
     assert cells(found, 1)["of the roofline"] == "-"
 
 
-def test_the_engines_own_time_between_tokens_stands_beside_what_the_client_saw():
+def test_the_times_between_tokens_of_the_engine_and_of_the_client_have_two_columns():
     found = LoadComparison(LOAD, (EngineRuns("ours", (figures(1, token_s=0.04),), (0.035,)),), ())
     assert (cells(found, 0)["ms per token"], cells(found, 0)["in the engine"]) == ("40.0", "35.0")
 

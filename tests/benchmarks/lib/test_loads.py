@@ -35,14 +35,14 @@ class Recorder:
         await asyncio.sleep(0.001)
         self._live[prompt] -= 1
         made = body.get("n", 1) * body["max_tokens"] - self._short
-        return Reply(200, {}, {"usage": {"completion_tokens": made}})
+        return Reply(200, {"usage": {"completion_tokens": made}})
 
 
 def send(load: Load, client: Any, seed: str = "s") -> Figures:
     return asyncio.run(load.run(client, "q05", seed))
 
 
-def test_tokens_that_came_all_at_once_show_no_time_between_them():
+def test_tokens_that_arrive_all_at_once_have_no_time_between_them():
     """A busy client receives a short stream in one read."""
 
     class Late:
@@ -57,7 +57,7 @@ def test_tokens_that_came_all_at_once_show_no_time_between_them():
     assert load.share(SHAPE, Machine(1.0, 1.0), figures) is None
 
 
-def test_a_closed_loop_sends_each_once_and_never_more_than_it_has_clients():
+def test_a_closed_loop_sends_each_request_once_and_one_per_client_at_a_time():
     live = most = 0
 
     async def one(index: int) -> int:
@@ -96,12 +96,13 @@ def test_a_sample_that_is_cut_short_is_an_error(kind: type[Groups]):
     assert figures.errors and "of" in figures.errors[0]
 
 
-def test_streams_measure_every_request_and_token():
-    async def run() -> Figures:
-        async with FakeServer() as server:
-            return await Streams("s", 3, 5, 7, 9).run(Client(server.url), "fake", "s")
+async def run_streams(defect: str | None = None) -> Figures:
+    async with FakeServer(defect=defect) as server:
+        return await Streams("s", 3, 5, 7, 9).run(Client(server.url), "fake", "s")
 
-    figures = asyncio.run(run())
+
+def test_streams_measure_every_request_and_token():
+    figures = asyncio.run(run_streams())
     assert not figures.errors
     assert figures.tokens == 63 and figures.tokens_per_s == pytest.approx(63 / figures.seconds)
     assert 0 < figures.first_mean_s < figures.prefilled_s < figures.seconds
@@ -109,14 +110,10 @@ def test_streams_measure_every_request_and_token():
 
 
 def test_a_stream_that_ends_wrongly_is_an_error():
-    async def run() -> Figures:
-        async with FakeServer(defect="double_end") as server:
-            return await Streams("s", 3, 5, 7, 9).run(Client(server.url), "fake", "s")
-
-    assert asyncio.run(run()).errors
+    assert asyncio.run(run_streams("double_end")).errors
 
 
-def test_engines_get_the_same_prompts_and_every_repeat_others():
+def test_all_engines_get_the_same_prompts_and_each_repeat_has_new_ones():
     load = Groups("g", 2, 32, 4, 4)
 
     def prompts(seed: str) -> set[tuple[int, ...]]:

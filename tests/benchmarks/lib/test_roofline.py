@@ -24,7 +24,7 @@ def test_a_prefill_multiplies_every_token_and_attends_to_half_of_all_pairs():
     assert SMALL.prefill_operations(5) == 2 * 288 * 5 + 2 * 2 * (25 / 2 * 2 * 2 * 2)
 
 
-def test_a_stream_at_the_bandwidth_has_all_of_it_and_one_half_as_fast_has_half():
+def test_the_decode_share_is_one_at_the_bandwidth_and_half_at_half_the_speed():
     assert decode_share(SMALL, MACHINE, 0.656) == pytest.approx(1.0)
     assert decode_share(SMALL, MACHINE, 1.312) == pytest.approx(0.5)
 
@@ -35,7 +35,7 @@ def test_the_prefill_share_counts_all_prompts():
     assert prefill_share(SMALL, MACHINE, 3, 5, 4 * seconds) == pytest.approx(0.25)
 
 
-def test_a_group_prefills_its_prompt_once_and_decodes_in_as_many_rounds_as_it_takes():
+def test_the_least_time_of_groups_counts_each_prompt_once_and_each_round_of_decoding():
     least = 5 * SMALL.prefill_operations(5) / 10_000 + 3 * 7 * 0.656  # 5 groups, 2 at a time: 3 rounds
     assert group_share(SMALL, MACHINE, 5, 2, 5, 7, least) == pytest.approx(1.0)
 

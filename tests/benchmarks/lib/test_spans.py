@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.lib.spans import BadSpans, VersionSpan, judge_update, version_spans
@@ -7,7 +9,8 @@ from benchmarks.lib.timeline import StreamLog, TokenEvent
 
 
 def stream(*versions: str, ids: list[int] | None = None) -> StreamLog:
-    """Make a stream of one token per chunk. Token k has versions[k]; a version's epoch is its order of appearance."""
+    """Make a stream of one token per chunk. Token k has versions[k]. A version's weight_epoch is its order of
+    appearance."""
     order = list(dict.fromkeys(versions))
     events = [
         TokenEvent(
@@ -25,40 +28,41 @@ def test_adjacent_spans_of_chunks_are_joined():
     assert version_spans(stream("a", "a", "b")) == [VersionSpan("a", 0, 0, 2), VersionSpan("b", 1, 2, 3)]
 
 
-@pytest.mark.parametrize("damage", ["gap", "missing", "overlap", "empty"])
-def test_a_token_in_no_span_or_in_two_is_an_error(damage: str):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda log, spans: spans[0].update(start=spans[0]["start"] + 1),  # a gap before the span
+        lambda log, spans: log.tokens[2].weight_versions.clear(),
+        lambda log, spans: spans.append(dict(spans[0])),  # an overlap
+        lambda log, spans: spans[0].update(end=spans[0]["start"]),  # an empty span
+    ],
+)
+def test_a_token_in_no_span_or_in_two_is_an_error(damage: Callable[[StreamLog, list[dict]], object]):
     log = stream("a", "a", "b")
-    spans = log.tokens[1].weight_versions
-    match damage:
-        case "gap":
-            spans[0]["start"] += 1
-        case "missing":
-            log.tokens[2].weight_versions = []
-        case "overlap":
-            spans.append(dict(spans[0]))
-        case "empty":
-            spans[0]["end"] = spans[0]["start"]
+    damage(log, log.tokens[1].weight_versions)
     with pytest.raises(BadSpans):
         version_spans(log)
 
 
-def failed(log: StreamLog, old: StreamLog, after: StreamLog) -> list[str]:
-    return [check.promise for check in judge_update([log], [old], after, "new", 4) if not check.ok]
+UPDATED, OLD = ("old", "old", "new", "new"), ("old",) * 4
+COMPLETE = "streams go on and complete"
+SWITCH = "each token is labelled, and the label switches at one token"
+SAME = "up to the switch the tokens are those of the old weights"
+AFTER = "a request sent afterwards is made by the new weights alone"
 
 
-def test_an_update_under_a_live_stream():
-    good, old, after = stream("old", "old", "new", "new"), stream(*["old"] * 4), stream("new")
-    assert failed(good, old, after) == []
-    assert failed(stream(*["old"] * 4), old, after) == [
-        "each token is labelled, and the label switches at one token",
-        "up to the switch the tokens are those of the old weights",
-    ]
-    assert "each token is labelled, and the label switches at one token" in failed(
-        stream("old", "new", "old", "new"), old, after
-    )
-    assert failed(stream("old", "old", "new", "new", ids=[0, 9, 2, 3]), old, after) == [
-        "up to the switch the tokens are those of the old weights"
-    ]
-    assert failed(stream("old", "old", "new"), old, after) == ["streams go on and complete"]
-    assert failed(good, old, stream("old")) == ["a request sent afterwards is made by the new weights alone"]
-    assert failed(good, old, stream("old", "new")) == ["a request sent afterwards is made by the new weights alone"]
+@pytest.mark.parametrize(
+    ("live", "after", "failures"),
+    [
+        (stream(*UPDATED), ["new"], []),
+        (stream(*OLD), ["new"], [SWITCH, SAME]),
+        (stream("old", "new", "old", "new"), ["new"], [SWITCH, SAME]),
+        (stream(*UPDATED, ids=[0, 9, 2, 3]), ["new"], [SAME]),
+        (stream("old", "old", "new"), ["new"], [COMPLETE]),
+        (stream(*UPDATED), ["old"], [AFTER]),
+        (stream(*UPDATED), ["old", "new"], [AFTER]),
+    ],
+)
+def test_an_update_under_a_live_stream(live: StreamLog, after: list[str], failures: list[str]):
+    checks = judge_update([live], [stream(*OLD)], stream(*after), "new", 4)
+    assert [check.promise for check in checks if not check.ok] == failures

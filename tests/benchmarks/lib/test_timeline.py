@@ -2,20 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.lib.timeline import StreamLog, TokenEvent, gaps, is_prefix, median_step, percentile
+from benchmarks.lib.timeline import StreamLog, TokenEvent, gaps, is_prefix, median_step
 
 
 def log_at(*times: float, ids: int = 1) -> StreamLog:
     return StreamLog("r", 0.0, 200, [TokenEvent(t, [7] * ids) for t in times])
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 3.0), (25, 2.0), (90, 4.6), (99, 4.96), (100, 5.0)])
-def test_percentiles_interpolate_between_ranks(percent: float, expected: float):
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
-
-
-def test_the_percentile_of_one_value_is_that_value():
-    assert percentile([3.0], 99) == 3.0
 
 
 def test_the_step_is_the_same_for_smooth_and_for_bursty_streams():

@@ -1,4 +1,4 @@
-"""Native weight routes over real HTTP: what reaches the engine, and what comes back."""
+"""Native weight routes over real HTTP: the calls that reach the engine, and the replies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import pytest
 
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
-from support.http_calls import answer
-
-OCTETS = {"content-type": "application/octet-stream"}
+from support.http_calls import OCTETS, answer
 
 
 def assert_invalid(reply, field: str) -> None:
@@ -26,7 +24,7 @@ CASES = [
         m.UpdateWeightsArgs(FolderSource("/m"), "7", "6", "recompute", True, True, {"a": "ff"}, True),
     ),
     ("/v1/update_weights", {"model_path": "/m"}, m.UpdateWeightsArgs(FolderSource("/m"))),
-    ("/v1/update_weights", {"model_path": "/m", "version": None}, m.UpdateWeightsArgs(FolderSource("/m"))),
+    ("/v1/update_weights", {"model_path": "/m", "version": None, "kv": None}, m.UpdateWeightsArgs(FolderSource("/m"))),
     ("/v1/update_weights", {"shared_memory": "/s"}, m.UpdateWeightsArgs(SharedMemorySource("/s"))),
     ("/v1/update_weights", {"shared_memory": "s", "nbytes": 9}, m.UpdateWeightsArgs(SharedMemorySource("s", 9))),
     ("/v1/update_weights", {"version": "v"}, m.SetVersionArgs("v")),
@@ -59,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "body", "args"), CASES, ids=str)
-def test_a_body_becomes_the_engines_call_and_its_result_comes_in_the_envelope(module_stack, path, body, args):
+def test_a_body_becomes_a_call_of_the_engine_and_the_reply_carries_the_result(module_stack, path, body, args):
     answer(module_stack, type(args), {"told": 1})
     reply = module_stack.post(path, **body)
     assert reply.status_code == 200, reply.text
@@ -82,7 +80,7 @@ def test_a_body_becomes_the_engines_call_and_its_result_comes_in_the_envelope(mo
         ("/v1/reset?version=3", m.ResetArgs("3")),
     ],
 )
-def test_a_query_without_a_body_works_too(module_stack, query, args):
+def test_a_query_may_replace_the_body(module_stack, query, args):
     answer(module_stack, type(args))
     assert module_stack.http.post(query).status_code == 200
     assert module_stack.engine.expect(type(args)).args == args
@@ -111,44 +109,38 @@ def test_info_with_and_without_checksums(module_stack):
         assert module_stack.engine.expect(m.WeightInfoArgs).args.checksums is wanted
 
 
-BAD = [
-    ("/v1/update_weights", {}, "model_path"),
-    ("/v1/update_weights", {"version": None}, "model_path"),
-    ("/v1/update_weights", {"kv": "keep"}, "model_path"),
-    ("/v1/update_weights", {"model_path": "/m", "shared_memory": "s"}, "model_path"),
-    ("/v1/update_weights", {"model_path": ""}, "model_path"),
-    ("/v1/update_weights", {"model_path": "/m", "kv": "x"}, "kv"),
-    ("/v1/update_weights", {"model_path": "/m", "checksums": {"a": 1}}, "checksums.a"),
-    ("/v1/update_weights", {"model_path": "/m", "nbytes": -1}, "nbytes"),
-    ("/v1/update_weights", {"model_path": "/m", "serialized": "x"}, "serialized"),
-    ("/v1/update_weights", {"version": "v", "in_place": True}, "in_place"),
-    ("/v1/update_weights", {"version": "v", "expected_version": "u"}, "expected_version"),
-    ("/v1/update_weights", {"version": "x" * 257}, "version"),
-    ("/v1/update_weights", {"version": 1.5}, "version"),
-    ("/v1/weights/begin", {"lease_s": 0}, "lease_s"),
-    ("/v1/weights/begin", {"lease_s": 86401}, "lease_s"),
-    ("/v1/weights/begin", {"lora_name": "a"}, "lora_name"),
-    ("/v1/weights/begin", {"model_path": "/m"}, "model_path"),
-    ("/v1/weights/chunk", {"model_path": "/m"}, "session_id"),
-    ("/v1/weights/chunk", {"session_id": "s"}, "model_path"),
-    ("/v1/weights/commit", {}, "session_id"),
-    ("/v1/weights/commit", {"session_id": "s", "kv": "x"}, "kv"),
-    ("/v1/sleep", {"tags": ["weights"]}, "tags.0"),
-    ("/v1/sleep", {"tags": [1]}, "tags.0"),
-    ("/v1/sleep", {"tags": {"weight": 1}}, "tags"),
-    ("/v1/sleep", {"mode": "nap"}, "mode"),
-    ("/v1/sleep", {"level": 1}, "level"),
-    ("/v1/wakeup", {"tags": ["x"]}, "tags.0"),
-    ("/v1/reset", {"version": ""}, "version"),
-]
+# Path -> pairs of a body and its wrong field.
+BAD = {
+    "/v1/update_weights": [
+        ({}, "model_path"), ({"version": None}, "model_path"), ({"kv": "keep"}, "model_path"),
+        ({"model_path": "/m", "shared_memory": "s"}, "model_path"), ({"model_path": ""}, "model_path"),
+        ({"model_path": "/m", "kv": "x"}, "kv"), ({"model_path": "/m", "checksums": {"a": 1}}, "checksums.a"),
+        ({"model_path": "/m", "nbytes": -1}, "nbytes"), ({"model_path": "/m", "serialized": "x"}, "serialized"),
+        ({"version": "v", "in_place": True}, "in_place"),
+        ({"version": "v", "expected_version": "u"}, "expected_version"), ({"version": "x" * 257}, "version"),
+        *(({"model_path": "/m", "version": version}, "version") for version in ("", True, [1], 1.5, 10**4000)),
+    ],
+    "/v1/weights/begin": [
+        ({"lease_s": 0}, "lease_s"), ({"lease_s": 86401}, "lease_s"), ({"lora_name": "a"}, "lora_name"),
+        ({"model_path": "/m"}, "model_path"),
+    ],
+    "/v1/weights/chunk": [({"model_path": "/m"}, "session_id"), ({"session_id": "s"}, "model_path")],
+    "/v1/weights/commit": [({}, "session_id"), ({"session_id": "s", "kv": "x"}, "kv")],
+    "/v1/sleep": [
+        ({"tags": ["weights"]}, "tags.0"), ({"tags": [1]}, "tags.0"), ({"tags": {"weight": 1}}, "tags"),
+        ({"mode": "nap"}, "mode"), ({"level": 1}, "level"),
+    ],
+    "/v1/wakeup": [({"tags": ["x"]}, "tags.0")],
+    "/v1/reset": [({"version": ""}, "version")],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body", "field"), BAD, ids=str)
-def test_a_call_that_makes_no_sense_is_a_400_that_names_the_field(module_stack, path, body, field):
+@pytest.mark.parametrize(("path", "body", "field"), [(path, *case) for path in BAD for case in BAD[path]], ids=str)
+def test_a_wrong_call_is_a_400_that_names_the_field(module_stack, path, body, field):
     assert_invalid(module_stack.post(path, **body), field)
 
 
-def test_an_upload_names_no_other_source_and_its_checksums_are_json(make_stack, tmp_path):
+def test_an_upload_with_another_source_or_malformed_checksums_is_a_400(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
     for path in ("/v1/update_weights?model_path=/m", "/v1/weights/chunk?session_id=s&shared_memory=x"):
         assert_invalid(stack.http.post(path, content=b"x", headers=OCTETS), "model_path")
@@ -162,7 +154,7 @@ def test_an_upload_names_no_other_source_and_its_checksums_are_json(make_stack, 
     [("weight_update_refused", 400), ("update_in_progress", 409), ("session_not_found", 404), ("session_expired", 409),
      ("version_conflict", 409), ("wrong_order", 409), ("out_of_space", 507), ("resume_refused", 409)],
 )  # fmt: skip
-def test_what_the_engine_refuses_has_its_status_and_carries_the_report(module_stack, code, status):
+def test_a_call_that_the_engine_refuses_has_its_status_and_the_report(module_stack, code, status):
     answer(module_stack, m.CommitUpdateArgs, {"version": "0"}, m.Failure(code, "because", {"tensor": "a"}))
     reply = module_stack.post("/v1/weights/commit", session_id="s")
     error = reply.json()["error"]

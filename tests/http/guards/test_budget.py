@@ -1,4 +1,4 @@
-"""Requests get units of a bounded amount in the order of asking, and no unit is ever lost."""
+"""A budget gives its units in the order of asking, and loses none."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def test_a_caller_waits_behind_earlier_ones_until_enough_is_free():
         first = await budget.take(8)
         tasks = [asyncio.create_task(use(name, units)) for name, units in (("large", 9), ("small", 1), ("all", 99))]
         await asyncio.sleep(0)
-        assert done == [], "the small one does not overtake the large one, which would never have its turn"
+        assert done == [], "a small request does not overtake a large one"
         budget.give(first)
         await asyncio.gather(*tasks)
         assert done == ["large", "small", "all"]
-        assert await budget.take(10) == 10, "all of it is back"
+        assert await budget.take(10) == 10, "all units are free again"
 
     asyncio.run(main())
 
 
-def test_a_wait_that_is_too_long_is_an_error_and_leaves_the_line():
+def test_a_caller_that_waits_too_long_gets_an_error_and_waits_no_more():
     async def main() -> None:
         budget = Budget(1, 0.01, "units")
         async with budget.hold():
@@ -53,7 +53,7 @@ def test_a_caller_that_is_cancelled_takes_no_units(granted):
         behind = asyncio.create_task(budget.take(1))
         await asyncio.sleep(0)
         if granted:
-            budget.give(taken)  # its turn has come, and it is cancelled before it runs
+            budget.give(taken)  # the caller gets its unit, and is cancelled before it runs
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()

@@ -1,4 +1,4 @@
-"""Limits of one connection, over real sockets: each limit has its status, and other clients are served."""
+"""Limits of one connection, over real sockets. Each limit has its status, and other clients are served."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import pytest
 
 from fastdeploy.core.config import ServeConfig
 from support.fake_engine_server import reply_with
+from support.http_calls import in_thread, wait_until
 
 MIB = 1 << 20
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @contextlib.contextmanager
@@ -25,7 +28,7 @@ def connected(stack, sent: bytes = b"") -> Iterator[socket.socket]:
 
 
 def answer(connection: socket.socket) -> tuple[int, str, bytes]:
-    """Read until the server closes, and return (status, error code, head): (0, "", b"") if there is no answer."""
+    """Read until the server closes. Return (status, error code, head), or (0, "", b"") without an answer."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
         data = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -34,7 +37,7 @@ def answer(connection: socket.socket) -> tuple[int, str, bytes]:
 
 
 def send_until_closed(connection: socket.socket, part: bytes, times: int) -> int:
-    """Send ``part`` until the server refuses, and return how many times it was sent."""
+    """Send ``part`` until the server closes the connection. Return how many times it was sent."""
     for sent in range(times):
         try:
             connection.sendall(part)
@@ -48,21 +51,17 @@ def served(stack) -> bool:
     return stack.post("/v1/completions", prompt=[97], max_tokens=1).status_code == 200
 
 
-# ---------------------------------------------------------------------- headers
-
-
 @pytest.mark.parametrize(
     "part",
     [b"x-filler: " + b"a" * 8000 + b"\r\n", b"a" * 8192, b"x: y\r\n" * 1000],
-    ids=["many", "one that never ends", "short ones"],
+    ids=["many headers", "one header without end", "short headers"],
 )
-def test_endless_headers_are_a_431_and_reading_stops(make_stack, part):
+def test_endless_headers_are_a_431_and_are_not_read_on(make_stack, part):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-long: a") as connection:
+    with connected(stack, GET + b"x-long: a") as connection:
         if not part.startswith(b"a"):
             connection.sendall(b"\r\n")
-        taken = send_until_closed(connection, part, 20_000)
-        assert taken < 20_000, "they are not read on"
+        assert send_until_closed(connection, part, 20_000) < 20_000
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         assert answer(connection)[:2] in ((431, "headers_too_large"), (0, ""))
@@ -70,9 +69,9 @@ def test_endless_headers_are_a_431_and_reading_stops(make_stack, part):
 
 
 @pytest.mark.parametrize("headers", [b"x-filler: " + b"a" * (65 << 10) + b"\r\n", b"x: y\r\n" * 257])
-def test_headers_just_beyond_a_limit_are_a_431_and_below_it_they_are_served(make_stack, headers):
+def test_headers_beyond_a_limit_are_a_431_and_headers_below_it_are_served(make_stack, headers):
     stack = make_stack(max_header_kb=64)
-    with connected(stack, b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n") as connection:
+    with connected(stack, GET + headers + b"\r\n") as connection:
         status, code, head = answer(connection)
     assert (status, code) == (431, "headers_too_large") and b"connection: close" in head
     fewer = headers[: len(headers) // 2].rpartition(b"\r\n")[0] or b"x-filler: " + b"a" * (60 << 10)
@@ -86,19 +85,13 @@ def test_a_long_url_is_a_431(make_stack):
         assert answer(connection)[:2] == (431, "headers_too_large")
 
 
-def test_trailers_are_not_kept(make_stack):
+def test_trailers_are_dropped(make_stack):
     stack = make_stack(body_idle_s=0.5)
     stack.script(reply_with([97]))
     body = b'{"prompt": [97]}'
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-    )
-    trailers = b"x-trailer: y\r\n" * 1000
-    with connected(stack, head + b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)) as connection:
+    chunked = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, b"x-trailer: y\r\n" * 1000)
+    with connected(stack, POST + b"transfer-encoding: chunked\r\n\r\n" + chunked) as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
-
-
-# ---------------------------------------------------------------------- time
 
 
 def test_a_silent_connection_is_closed(make_stack):
@@ -123,8 +116,7 @@ def test_incomplete_headers_behind_an_answered_request_are_a_408(make_stack):
 @pytest.mark.parametrize("length", [100, 10 * MIB])
 def test_an_incomplete_body_is_a_408(make_stack, length):
     stack = make_stack(body_idle_s=0.2)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % length
-    with connected(stack, head + b'{"prompt"') as connection:
+    with connected(stack, POST + b'content-length: %d\r\n\r\n{"prompt"' % length) as connection:
         assert answer(connection)[:2] == (408, "request_timeout")
     assert served(stack)
 
@@ -138,7 +130,7 @@ def test_an_incomplete_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
 
 
 def test_a_body_that_arrives_slowly_but_steadily_is_accepted(make_stack):
-    """Each part arrives within the time for 1 MiB. All parts together take much longer than that."""
+    """Each part arrives in time, and all parts together take much longer than body_idle_s."""
     stack = make_stack(body_idle_s=1.0)
     stack.script(reply_with([97]))
     parts = [b'{"prompt": [97]' + b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b" " * 2 * MIB, b"}"]
@@ -152,11 +144,9 @@ def test_a_body_that_arrives_slowly_but_steadily_is_accepted(make_stack):
 
 
 def test_no_timer_runs_while_the_server_answers(make_stack):
-    """Both timers measure only the time in which the client sends."""
     stack = make_stack(header_s=0.2, body_idle_s=0.2, keepalive_s=0.1)
-    with stack.http.stream(
-        "POST", "/v1/completions", json={"prompt": [97], "stream": True, "request_id": "r"}
-    ) as reply:
+    body = {"prompt": [97], "stream": True, "request_id": "r"}
+    with stack.http.stream("POST", "/v1/completions", json=body) as reply:
         lines = reply.iter_lines()
         for _ in range(6):
             assert next(line for line in lines if line).startswith(": keep-alive")
@@ -164,53 +154,45 @@ def test_no_timer_runs_while_the_server_answers(make_stack):
         assert any(line == "data: [DONE]" for line in lines)
 
 
-# ---------------------------------------------------------------------- numbers
-
-
 def test_connections_beyond_the_limit_are_a_429_until_others_have_gone(make_stack):
     stack = make_stack(max_connections=4)
     with contextlib.ExitStack() as others:
-        for _ in range(3):  # and that of the test's own client
+        for _ in range(3):  # the fourth connection is that of stack.http
             others.enter_context(connected(stack))
         wait_until(lambda: len(stack.server._server.server_state.connections) == 4)
         with connected(stack) as connection:
             status, code, head = answer(connection)
         assert (status, code) == (429, "server_busy") and b"retry-after: 1" in head
-        assert served(stack), "an old connection goes on"
+        assert served(stack), "on an old connection"
     wait_until(lambda: len(stack.server._server.server_state.connections) == 1)
     with connected(stack, b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n") as connection:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_too_many_pipelined_requests_are_refused(stack):
-    """The first request is never answered, so that all others wait."""
+    """The first request is never answered, so all others wait."""
     body = b'{"prompt": [97], "stream": true}'
-    request = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    with connected(stack, request * 100) as connection:
-        assert answer(connection) == (0, "", b""), "an answer would be taken for that of the first"
+    with connected(stack, (POST + b"content-length: %d\r\n\r\n%b" % (len(body), body)) * 100) as connection:
+        assert answer(connection) == (0, "", b""), "the client would take an answer for that of the first request"
     assert served(stack)
 
 
-# ---------------------------------------------------------------------- memory of bodies
-
-
 def half_body(size: int) -> bytes:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size
-    return head + b'{"prompt": [97]' + b" " * (size // 2)
+    return POST + b'content-length: %d\r\n\r\n{"prompt": [97]' % size + b" " * (size // 2)
 
 
 def test_half_sent_bodies_hold_no_more_than_their_limit_and_small_requests_are_served(make_stack):
     stack = make_stack(max_bodies_mb=4, max_body_mb=2, body_idle_s=60.0)
     with contextlib.ExitStack() as others:
         for _ in range(10):
-            thread = threading.Thread(target=swallow, args=(others.enter_context(connected(stack)), half_body(2 * MIB)))
-            thread.start()
+            in_thread(send, others.enter_context(connected(stack)), half_body(2 * MIB))
         wait_until(lambda: received(stack) >= 2 * MIB)
         assert served(stack)
         assert received(stack) <= 4 * MIB
 
 
-def swallow(connection: socket.socket, data: bytes) -> None:
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send ``data``, unless the connection ends before."""
     with contextlib.suppress(OSError):
         connection.sendall(data)
 
@@ -220,47 +202,40 @@ def received(stack) -> int:
     return sum(connection._progress for connection in tuple(stack.server._server.server_state.connections))
 
 
-def test_a_body_waits_for_room_and_is_then_served(make_stack):
+def test_a_large_body_waits_for_room_and_is_then_served(make_stack):
     stack = make_stack(max_bodies_mb=1, max_body_mb=1, body_idle_s=60.0)
     stack.script(reply_with([97]))
     content = b'{"prompt": [97]' + b" " * (MIB - 100) + b"}"
-    replies: list = []
     with connected(stack, half_body(MIB)):
         wait_until(lambda: received(stack) >= MIB // 2)
-        post = lambda: replies.append(stack.http.post("/v1/completions", content=content).status_code)  # noqa: E731
-        threads = [threading.Thread(target=post) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        assert served(stack), "a small one does not wait"
-        assert not replies
-    for thread in threads:
-        thread.join(20)
-    assert replies == [200] * 3
+        replies = [in_thread(stack.http.post, "/v1/completions", content=content) for _ in range(3)]
+        assert served(stack), "a small body does not wait"
+        assert not any(reply.done() for reply in replies)
+    assert [reply.result(20).status_code for reply in replies] == [200] * 3
 
 
-def test_a_body_that_waited_too_long_for_room_is_a_429(make_stack):
+def test_a_body_that_waits_too_long_for_room_is_a_429(make_stack):
     stack = make_stack(max_bodies_mb=256, max_body_mb=256, body_idle_s=2.0)
     done = threading.Event()
 
     def steadily(connection: socket.socket) -> None:
         for _ in range(200):
             if not done.wait(0.1):
-                swallow(connection, b" " * MIB)
+                send(connection, b" " * MIB)
 
     with connected(stack, half_body(256 * MIB)[: 2 * MIB]) as connection:
         wait_until(lambda: received(stack) > 0)
-        thread = threading.Thread(target=steadily, args=(connection,))
-        thread.start()
+        sender = in_thread(steadily, connection)
         body = b'{"prompt": [97]' + b" " * MIB + b"}"
         reply = stack.http.post("/v1/completions", content=body, timeout=100)
         done.set()
-        thread.join()
+        sender.result()
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "server_busy")
     assert reply.headers["retry-after"] == "1" and reply.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/generate"])
-def test_the_bytes_of_a_body_are_not_kept_while_its_answer_is_made(make_stack, path):
+def test_the_bytes_of_a_body_are_freed_while_its_answer_is_made(make_stack, path):
     stack = make_stack(keepalive_s=0.1)
     fields = {
         "/v1/completions": b'"prompt": [97]',
@@ -289,7 +264,7 @@ def test_the_body_of_a_refused_request_is_not_read_to_its_end(make_stack, path):
         assert (status in (404, 413) and b"connection: close" in answered) or status == 0
 
 
-def test_the_answer_to_a_refused_request_reaches_a_client_that_goes_on_sending(make_stack):
+def test_the_answer_to_a_refused_request_reaches_a_client_that_still_sends(make_stack):
     stack = make_stack(max_body_mb=1)
     reply = stack.http.post("/v1/completions", content=b" " * 3 * MIB)
     assert reply.status_code == 413 and reply.headers["connection"] == "close"
@@ -299,11 +274,3 @@ def test_the_answer_to_a_refused_request_reaches_a_client_that_goes_on_sending(m
 def test_limits_are_checked_at_the_start(field):
     with pytest.raises(Exception, match=field):
         ServeConfig(model="m", **{field: 0}).check()
-
-
-def wait_until(condition) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it never happened")

@@ -10,7 +10,7 @@ from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, NO_KEYS, Keys, rea
 SECRET = "sk-do-not-show-me"
 
 
-def test_each_line_of_a_file_is_a_key_and_a_file_wins_over_the_environment(tmp_path):
+def test_each_line_of_a_file_is_a_key_and_a_file_takes_precedence_over_a_variable(tmp_path):
     file = tmp_path / "keys"
     file.write_bytes(b"old-key\r\n\n  new-key  \n")
     environment = {API_KEY: "from-environment", CONTROL_KEY: "c1\nc2"}
@@ -20,7 +20,7 @@ def test_each_line_of_a_file_is_a_key_and_a_file_wins_over_the_environment(tmp_p
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"two words", b"\xc3\xa9", b"x" * (65 << 10)])
-def test_a_file_without_a_usable_key_is_refused_by_name_and_not_shown(tmp_path, content):
+def test_a_file_without_a_valid_key_is_refused_and_its_content_is_not_shown(tmp_path, content):
     file = tmp_path / "keys"
     file.write_bytes(content)
     with pytest.raises(InvalidField, match="control_key: expected") as info:
@@ -28,7 +28,7 @@ def test_a_file_without_a_usable_key_is_refused_by_name_and_not_shown(tmp_path, 
     assert not content.strip() or content.decode() not in str(info.value)
 
 
-def test_an_empty_variable_is_refused_rather_than_taken_for_no_key():
+def test_an_empty_variable_is_refused():
     with pytest.raises(InvalidField, match=f"control_key: .*{CONTROL_KEY}"):
         read_keys(None, None, {CONTROL_KEY: ""})
 

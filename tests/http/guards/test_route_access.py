@@ -1,4 +1,4 @@
-"""Access to routes by keys and ports: the table, the rules, and the answers on a real socket."""
+"""Access to routes by keys and ports."""
 
 from __future__ import annotations
 
@@ -15,44 +15,33 @@ from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.http.guards.route_access import ROUTES, AccessPolicy, Attempt, bearer_key, refusal
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
+from support.http_calls import OCTETS, answer
 
 DATA, CONTROL = b"data-key-1", b"control-key-1"
 BOTH = Keys((b"data-key-0", DATA), (CONTROL, b"control-key-2"))
 ONLY_DATA, ONLY_CONTROL = Keys(data=(DATA,)), Keys(control=(CONTROL,))
 OPEN_ROUTE, DATA_ROUTE, CONTROL_ROUTE = "/health", "/v1/completions", "/v1/pause"
-OCTETS = {"content-type": "application/octet-stream"}
 
 
 def bearer(key: bytes) -> dict[str, str]:
     return {"authorization": f"Bearer {key.decode()}"}
 
 
-def code(
-    path: str,
-    key: bytes | None = None,
-    keys: Keys = NO_KEYS,
-    host: str = "127.0.0.1",
-    port: int = 8180,
-    is_upload: bool = False,
-    **settings,
-) -> str | None:
+def code(path: str, key=None, keys=NO_KEYS, host="127.0.0.1", port=8180, is_upload=False, **settings) -> str | None:
     """Return the code of the refusal, or None."""
     policy = AccessPolicy.of(ServeConfig(model="m", host=host, **settings), keys)
     error = refusal(Attempt(path, port, key, is_upload), policy)
     return error and error.code
 
 
-# ---------------------------------------------------------------------- the table
-
-
 def test_every_route_of_the_app_has_a_class():
     app = create_app(None, None, ServeConfig(model="m"))
     paths = {context.path for context in iter_route_contexts(app.routes)}
-    assert paths - ROUTES.keys() == set(), "new routes: give each a class in entrypoints/access.py"
-    assert ROUTES.keys() - paths == set(), "these routes are gone"
+    assert paths - ROUTES.keys() == set(), "new routes need a class in route_access.ROUTES"
+    assert ROUTES.keys() - paths == set(), "these routes do not exist"
 
 
-def test_a_path_without_a_class_is_guarded_as_control_and_looks_absent():
+def test_an_unknown_path_needs_a_control_key_and_is_then_a_404():
     assert code("/v1/new", keys=BOTH) == "invalid_api_key"
     assert code("/v1/new", DATA, BOTH) == "not_found"
     assert code("/v1/new", CONTROL, BOTH) is None
@@ -60,22 +49,13 @@ def test_a_path_without_a_class_is_guarded_as_control_and_looks_absent():
     assert code("/v1/new", control_port=9000) == "not_found"
 
 
-# ---------------------------------------------------------------------- the rules
-
-
 @pytest.mark.parametrize(
     ("keys", "key", "data_route", "control_route"),
     [
-        (NO_KEYS, None, None, None),
-        (NO_KEYS, b"any", None, None),
-        (BOTH, None, "invalid_api_key", "invalid_api_key"),
-        (BOTH, b"wrong", "invalid_api_key", "invalid_api_key"),
-        (BOTH, b"", "invalid_api_key", "invalid_api_key"),
-        (BOTH, DATA[:-1], "invalid_api_key", "invalid_api_key"),
-        (BOTH, DATA, None, "forbidden"),
-        (BOTH, b"data-key-0", None, "forbidden"),
-        (BOTH, CONTROL, None, None),
-        (BOTH, b"control-key-2", None, None),
+        *((NO_KEYS, key, None, None) for key in (None, b"any")),
+        *((BOTH, key, "invalid_api_key", "invalid_api_key") for key in (None, b"wrong", b"", DATA[:-1])),
+        *((BOTH, key, None, "forbidden") for key in (DATA, b"data-key-0")),
+        *((BOTH, key, None, None) for key in (CONTROL, b"control-key-2")),
         (ONLY_CONTROL, None, None, "invalid_api_key"),
         (ONLY_CONTROL, CONTROL, None, None),
         (ONLY_DATA, None, "invalid_api_key", "invalid_api_key"),
@@ -97,17 +77,17 @@ def test_an_exposed_server_needs_a_control_key_for_control(host):
     assert code(CONTROL_ROUTE, None, ONLY_CONTROL, host) == "invalid_api_key"
 
 
-def test_insecure_control_answers_without_a_key_but_takes_no_upload():
+def test_insecure_control_answers_without_a_key_but_refuses_uploads():
     insecure = {"host": "0.0.0.0", "insecure_control": True, "model_roots": ("/checkpoints",)}
     assert code(CONTROL_ROUTE, **insecure) is None
-    assert code("/v1/update_weights", **insecure) is None, "a folder: --model-root decides"
+    assert code("/v1/update_weights", **insecure) is None, "from a folder"
     assert code("/v1/update_weights", is_upload=True, **insecure) == "forbidden"
     assert code("/v1/update_weights", CONTROL, ONLY_CONTROL, is_upload=True, **insecure) is None
-    assert code(CONTROL_ROUTE, None, ONLY_DATA, **insecure) == "invalid_api_key", "no more than data is open"
+    assert code(CONTROL_ROUTE, None, ONLY_DATA, **insecure) == "invalid_api_key", "an API key opens only data routes"
     assert code("/v1/update_weights", is_upload=True) is None, "on loopback"
 
 
-def test_the_control_port_is_the_only_one_for_control_and_answers_all():
+def test_only_the_control_port_answers_control_routes_and_it_answers_all_routes():
     for port, expected in ((8180, "forbidden"), (9000, None)):
         assert code(CONTROL_ROUTE, port=port, control_port=9000) == expected
         assert code(CONTROL_ROUTE, CONTROL, BOTH, port=port, control_port=9000) == expected
@@ -118,33 +98,23 @@ def test_the_control_port_is_the_only_one_for_control_and_answers_all():
 
 @pytest.mark.parametrize(
     ("values", "key"),
-    [
-        ([b"Bearer abc"], b"abc"),
-        ([b"bearer   abc "], b"abc"),
-        ([], None),
-        ([b"Basic abc"], None),
-        ([b"abc"], None),
-        ([b"Bearer"], b""),
-        ([b"Bearer abc", b"Bearer abd"], None),
-    ],
-)
-def test_the_key_is_the_bearer_of_the_one_authorization_header(values, key):
+    [([b"Bearer abc"], b"abc"), ([b"bearer   abc "], b"abc"), ([], None), ([b"Basic abc"], None), ([b"abc"], None),
+     ([b"Bearer"], b""), ([b"Bearer abc", b"Bearer abd"], None)],
+)  # fmt: skip
+def test_the_key_is_the_bearer_token_of_a_single_authorization_header(values, key):
     assert bearer_key([(b"host", b"x"), *((b"authorization", value) for value in values)]) == key
-
-
-# ---------------------------------------------------------------------- on a socket
 
 
 @pytest.fixture(scope="module")
 def guarded(make_module_stack):
-    """Return a stack with keys of both kinds and a control port. Its engine answers pauses."""
+    """A stack with keys of both kinds and a control port."""
     stack = make_module_stack(keys=BOTH, control_port=0)
     stack.script(reply_with([97]))
-    stack.engine.replies[m.PauseArgs] = lambda call: m.Reply(call.call_id, {"paused": True})
+    answer(stack, m.PauseArgs, {"paused": True})
     return stack
 
 
-def test_missing_and_wrong_keys_are_a_401_as_openais(guarded):
+def test_missing_and_wrong_keys_are_a_401_in_openais_format(guarded):
     for headers in ({}, bearer(b"wrong"), {"authorization": "Basic " + DATA.decode()}):
         reply = guarded.http.post("/v1/completions", json={"prompt": [97]}, headers=headers)
         assert reply.status_code == 401 and reply.headers["www-authenticate"] == "Bearer"
@@ -154,7 +124,7 @@ def test_missing_and_wrong_keys_are_a_401_as_openais(guarded):
 
 
 @pytest.mark.parametrize("path", ["/v1/pause", "/v1/pause/", "/v1/%70ause", "/pause", "/v1/update_weights"])
-def test_an_api_key_opens_no_control_route_however_its_path_is_written(guarded, path):
+def test_an_api_key_opens_no_control_route_in_any_spelling_of_its_path(guarded, path):
     url = guarded.server.control_url + path
     assert httpx.post(url, json={}).status_code == 401
     reply = httpx.post(url, json={}, headers=bearer(DATA))
@@ -162,12 +132,12 @@ def test_an_api_key_opens_no_control_route_however_its_path_is_written(guarded, 
     assert guarded.http.head("/flush_cache", headers=bearer(DATA)).status_code == 403
 
 
-def test_operation_needs_no_key(guarded):
+def test_open_routes_need_no_key(guarded):
     for path in ("/health", "/ready", "/version", "/metrics", "/health_generate"):
         assert guarded.http.get(path).status_code == 200
 
 
-def test_control_is_answered_on_the_control_port_which_answers_all(guarded):
+def test_control_routes_are_answered_on_the_control_port_which_answers_all_routes(guarded):
     reply = guarded.http.post("/v1/pause", headers=bearer(CONTROL))
     port = guarded.server.control_url.rpartition(":")[2]
     assert reply.status_code == 403 and port in reply.json()["error"]["message"]
@@ -179,11 +149,9 @@ def test_control_is_answered_on_the_control_port_which_answers_all(guarded):
     assert guarded.http.get("/v1/is_paused", headers=bearer(CONTROL)).status_code == 200
 
 
-def test_no_key_is_in_the_servers_information(guarded):
+def test_server_info_contains_no_key(guarded):
+    answer(guarded, m.WeightInfoArgs, {"version": "v", "weight_epoch": 1})
     for path in ("/server_info", "/get_server_info"):
-        guarded.engine.replies[m.WeightInfoArgs] = lambda call: m.Reply(
-            call.call_id, {"version": "v", "weight_epoch": 1}
-        )
         reply = guarded.http.get(path, headers=bearer(DATA))
         assert reply.status_code == 200
         assert not any(key.decode() in reply.text for key in (*BOTH.data, *BOTH.control))
@@ -203,14 +171,14 @@ def test_the_openai_package_sends_its_api_key(guarded):
         client.post("/pause", cast_to=object)
 
 
-def test_a_refused_body_is_not_waited_for(guarded):
+def test_a_request_without_a_key_is_refused_before_its_body_is_read(guarded):
     connection = http.client.HTTPConnection("127.0.0.1", guarded.http.base_url.port, timeout=20)
     connection.putrequest("POST", "/v1/completions")
     connection.putheader("content-length", "1000000")
     connection.endheaders()
     reply = connection.getresponse()
-    assert reply.status == 401 and reply.read(), "before any of the body has come"
-    assert reply.headers["connection"] == "close", "the client need not send the body to use the connection again"
+    assert reply.status == 401 and reply.read()
+    assert reply.headers["connection"] == "close", "the client need not send the body"
     connection.close()
 
 
@@ -221,15 +189,15 @@ def test_a_refused_body_is_not_waited_for(guarded):
 def test_an_upload_to_an_exposed_server_needs_the_control_key(make_stack, path, headers):
     stack = make_stack(host="0.0.0.0", insecure_control=True, model_roots=("/",))
     for kind in (m.UpdateWeightsArgs, m.ResumeArgs):
-        stack.engine.replies[kind] = lambda call: m.Reply(call.call_id, {"weight_epoch": 1})
+        answer(stack, kind, {"weight_epoch": 1})
     for content in (b"tensors", iter([b"tensors"])):
         reply = stack.http.post(path, content=content, headers=headers)
         assert reply.status_code == 403 and "control key" in reply.json()["error"]["message"]
-    assert stack.http.post("/resume", headers=OCTETS).status_code == 200, "aiohttp's way to send no body"
+    assert stack.http.post("/resume", headers=OCTETS).status_code == 200, "aiohttp sends this type without a body"
     assert stack.post("/v1/update_weights", model_path="/checkpoints/1").status_code == 200
 
 
-def test_an_exposed_server_without_a_key_says_what_to_set(make_stack):
+def test_an_exposed_server_without_a_key_names_the_flags_to_set(make_stack):
     stack = make_stack(host="0.0.0.0")
     stack.script(reply_with([97]))
     for path in ("/v1/pause", "/pause_generation", "/sleep", "/flush_cache"):
@@ -238,4 +206,4 @@ def test_an_exposed_server_without_a_key_says_what_to_set(make_stack):
         for name in ("--control-key", "FASTDEPLOY_CONTROL_KEY", "--insecure-control"):
             assert name in reply.json()["error"]["message"]
     assert stack.post("/v1/completions", prompt=[97]).status_code == 200
-    assert stack.engine.seen.empty() or all(not isinstance(x, m.Call) for x in stack.engine.seen.queue)
+    assert not any(isinstance(message, m.Call) for message in stack.engine.seen.queue)

@@ -24,26 +24,17 @@ DATA, CONTROL = "data-key-of-this-test", "control-key-of-this-test"
 
 
 class Served:
-    """``fastdeploy serve`` over a scripted engine. urls: the URLs that it printed, one for each port."""
+    """``fastdeploy serve`` with a scripted engine. urls: the URLs that it printed, one for each port."""
 
     def __init__(self, root: Path, *flags: str, **environment: str):
         (root / "config.json").write_text("{}")
         self.log_path = root / "log"
         env = os.environ | {"FASTDEPLOY_IPC_ROOT": str(root), "PYTHONPATH": f"{TESTS.parent}:{TESTS}"} | environment
-        command = [
-            sys.executable,
-            str(TESTS / "support" / "serve_main.py"),
-            "serve",
-            "--model",
-            str(root),
-            "--port",
-            "0",
-            *flags,
-        ]
+        program = [sys.executable, str(TESTS / "support" / "serve_main.py")]
+        command = [*program, "serve", "--model", str(root), "--port", "0", *flags]
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.line = self.process.stdout.readline()
-        self.urls = re.findall(r"http://[^\s,]+", self.line)
+        self.urls = re.findall(r"http://[^\s,]+", self.process.stdout.readline())
 
     def children(self) -> dict[str, list[int]]:
         """Return the process ids of the API servers and of the engine."""
@@ -74,7 +65,7 @@ def guarded(tmp_path_factory) -> Iterator[Served]:
     assert served.stop() == 0
 
 
-def test_both_ports_are_served_by_every_api_server_and_by_its_successor(guarded):
+def test_every_api_server_serves_both_ports_also_after_a_restart(guarded):
     data, control = guarded.urls
     headers = {"authorization": f"Bearer {CONTROL}", "connection": "close"}
 
@@ -91,7 +82,7 @@ def test_both_ports_are_served_by_every_api_server_and_by_its_successor(guarded)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 90
-    while True:  # the listeners stay open: a request waits for the new process, or was with the killed one
+    while True:  # the listeners stay open: a request waits for the new process, or fails with the killed one
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(control + "/health", headers=headers, timeout=20).status_code == 200:
                 break
@@ -109,7 +100,7 @@ def test_the_openai_package_uses_the_data_port_with_its_key(guarded):
         bad.models.list()
 
 
-def test_keys_are_on_no_command_line_in_no_log_and_not_with_the_engine(guarded):
+def test_no_command_line_no_log_and_not_the_engine_has_a_key(guarded):
     children = guarded.children()
     secrets = (DATA.encode(), CONTROL.encode())
     for pid in (guarded.process.pid, *children["api_server"], *children["fake_engine_main"]):

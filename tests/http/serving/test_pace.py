@@ -1,9 +1,10 @@
-"""A large reply does not keep the event loop from other work. The tests count rounds of the loop, not seconds."""
+"""A large reply leaves the event loop free for other work. The tests count rounds of the loop, not seconds."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import functools
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
 from fastdeploy.inter_communicator.messages import Output
+from support.fake_engine_server import replace
 
 TOP, TOKENS, CHOICES = 20, 400, 3
 ENTRY = Logprob(-0.5, tuple((97 + i, -1.0 - i) for i in range(TOP)))
@@ -36,22 +38,21 @@ PROMPT = [97] * 5
 
 
 async def rounds(work: Awaitable[Any]) -> tuple[Any, int]:
-    """Return the result of ``work``, and the number of rounds of the event loop that it took."""
+    """Return the result of ``work``, and the number of rounds of the event loop until it came."""
     count = 0
 
-    async def beat() -> None:
+    async def count_rounds() -> None:
         nonlocal count
         while True:
             await asyncio.sleep(0)
             count += 1
 
-    heart = asyncio.create_task(beat())
+    counter = asyncio.create_task(count_rounds())
     await asyncio.sleep(0)
     before = count
     result = await work
-    told = count - before
-    heart.cancel()
-    return result, told
+    counter.cancel()
+    return result, count - before
 
 
 class FilledClient:
@@ -63,17 +64,9 @@ class FilledClient:
         stream = RequestStream(request.request_id, request.n, lambda *_: None, lambda _: None, reader)
         for choice in range(request.n):
             prompt_logprobs = [ENTRY] * (len(request.prompt_token_ids) - 1) if choice == 0 else []
-            stream.put(
-                Output(
-                    request.request_id,
-                    choice,
-                    token_ids=[97 + i % 26 for i in range(TOKENS)],
-                    logprobs=[ENTRY] * TOKENS,
-                    spans=[Span("v1", 1, 0, TOKENS)],
-                    finish_reason="length",
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
+            ids, spans = [97 + i % 26 for i in range(TOKENS)], [Span("v1", 1, 0, TOKENS)]
+            output = Output(request.request_id, choice, ids, [ENTRY] * TOKENS, spans, "length")
+            stream.put(replace(output, prompt_logprobs=prompt_logprobs))
         reader.wake(stream)
         return stream
 
@@ -89,8 +82,8 @@ def generation_of(context: ServingContext, kind: type[Generation] = Generation, 
     return kind(context.client, context.tokenizer, request, context.pace())
 
 
-def completion(context: ServingContext):
-    return CompletionView(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
+def completion(context: ServingContext, view: type = CompletionView):
+    return view(context, generation_of(context), CompletionBody(prompt="a", logprobs=TOP, n=CHOICES))
 
 
 def chat(context: ServingContext):
@@ -99,8 +92,7 @@ def chat(context: ServingContext):
 
 
 def vllm(context: ServingContext):
-    body = CompletionBody(prompt="a", logprobs=TOP, n=CHOICES)
-    return vllm_generate.GenerateView(context, generation_of(context), body)
+    return completion(context, vllm_generate.GenerateView)
 
 
 def sglang(context: ServingContext):
@@ -120,80 +112,77 @@ async def run(view: Any) -> list:
         return await view.generation.step()
 
 
-@pytest.mark.parametrize("make", VIEWS)
-def test_a_whole_reply_is_made_in_slices(context, make):
-    async def main() -> None:
-        view = make(context)
-        await run(view)
-        body, told = await rounds(view.body())
-        assert told >= SLICES
-        data = msgspec.json.decode(msgspec.json.encode(body))
-        assert len(data if make is sglang else data["choices"]) == CHOICES
+def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Turn a coroutine into a test."""
 
-    asyncio.run(main())
+    @functools.wraps(test)
+    def run_test(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run_test
 
 
 @pytest.mark.parametrize("make", VIEWS)
-def test_the_chunk_of_a_late_reader_is_made_in_slices(context, make):
-    async def main() -> None:
-        view = make(context)
-        deltas = await run(view)
-        assert [index for index, _ in deltas] == list(range(CHOICES)), "one chunk per choice"
-        told = [(await rounds(view.events(*delta)))[1] for delta in deltas]
-        assert sum(told) >= SLICES
-
-    asyncio.run(main())
-
-
-def test_the_tokens_of_a_late_reader_are_decoded_in_slices(context):
-    async def main() -> None:
-        _, told = await rounds(run(completion(context)))
-        assert told >= CHOICES * TOKENS * WORK_PER_TOKEN // (SLICE + TOKENS_AT_ONCE * WORK_PER_TOKEN)
-
-    asyncio.run(main())
+@in_event_loop
+async def test_a_whole_reply_is_made_in_slices(context, make):
+    view = make(context)
+    await run(view)
+    body, num_rounds = await rounds(view.body())
+    assert num_rounds >= SLICES
+    data = msgspec.json.decode(msgspec.json.encode(body))
+    assert len(data if make is sglang else data["choices"]) == CHOICES
 
 
-def test_logprobs_of_a_long_prompt_are_made_in_slices(context):
-    async def main() -> None:
-        generation = generation_of(context, prompt=[97] * 2000)
-        view = CompletionView(context, generation, CompletionBody(prompt="a", prompt_logprobs=TOP))
+@pytest.mark.parametrize("make", VIEWS)
+@in_event_loop
+async def test_the_event_of_a_late_reader_is_made_in_slices(context, make):
+    view = make(context)
+    deltas = await run(view)
+    assert [index for index, _ in deltas] == list(range(CHOICES)), "one event per choice"
+    assert sum([(await rounds(view.events(*delta)))[1] for delta in deltas]) >= SLICES
+
+
+@in_event_loop
+async def test_the_tokens_of_a_late_reader_are_decoded_in_slices(context):
+    _, num_rounds = await rounds(run(completion(context)))
+    assert num_rounds >= CHOICES * TOKENS * WORK_PER_TOKEN // (SLICE + TOKENS_AT_ONCE * WORK_PER_TOKEN)
+
+
+@in_event_loop
+async def test_logprobs_of_a_long_prompt_are_made_in_slices(context):
+    generation = generation_of(context, prompt=[97] * 2000)
+    view = CompletionView(context, generation, CompletionBody(prompt="a", prompt_logprobs=TOP))
+    await run(view)
+    _, num_rounds = await rounds(view.body())
+    assert num_rounds >= 2000 * TOP // (SLICE + 2 * TOP + 2)
+
+
+@in_event_loop
+async def test_each_round_of_the_event_loop_has_a_slice_of_one_reply_only(context):
+    """Ten replies take ten times the rounds of one."""
+    views = [chat(context) for _ in range(10)]
+    for view in views:
         await run(view)
-        _, told = await rounds(view.body())
-        assert told >= 2000 * TOP // (SLICE + 2 * TOP + 2)
-
-    asyncio.run(main())
+    _, num_rounds = await rounds(asyncio.gather(*(view.body() for view in views)))
+    assert num_rounds >= 10 * SLICES
 
 
-def test_replies_that_are_made_at_once_take_turns(context):
-    """Ten replies take ten times the rounds of one, since each round has a slice of one reply only."""
-
-    async def main() -> None:
-        views = [chat(context) for _ in range(10)]
-        for view in views:
-            await run(view)
-        _, told = await rounds(asyncio.gather(*(view.body() for view in views)))
-        assert told >= 10 * SLICES
-
-    asyncio.run(main())
-
-
-def test_a_reply_that_is_given_up_does_not_keep_its_turn(context):
-    async def main() -> None:
-        views = [chat(context) for _ in range(3)]
-        for view in views:
-            await run(view)
-        tasks = [asyncio.create_task(view.body()) for view in views]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-        await asyncio.sleep(0)
-        tasks[1].cancel()
-        assert (await tasks[2])["choices"]
-
-    asyncio.run(main())
+@in_event_loop
+async def test_a_cancelled_reply_does_not_block_other_replies(context):
+    views = [chat(context) for _ in range(3)]
+    for view in views:
+        await run(view)
+    tasks = [asyncio.create_task(view.body()) for view in views]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    assert (await tasks[2])["choices"]
 
 
-def test_an_event_that_repeats_everything_encodes_each_token_once(context):
-    """In SGLang's streams each event repeats everything so far."""
+@in_event_loop
+async def test_an_array_that_is_sent_repeatedly_encodes_each_item_once():
+    """In SGLang's streams each event repeats all earlier tokens."""
     made = []
 
     def items(numbers: range):
@@ -201,15 +190,12 @@ def test_an_event_that_repeats_everything_encodes_each_token_once(context):
             made.append(number)
             yield number
 
-    async def main() -> None:
-        array = GrowingArray(Pace(asyncio.Lock()))
-        assert bytes(array.raw()) == b"[]"
-        for start in (0, 2, 2, 4):
-            await array.extend(items(range(start, start + 2)))
-            await array.extend([])
-        assert bytes(array.raw()) == b"[0,1,2,3,2,3,4,5]" and len(made) == 8
-
-    asyncio.run(main())
+    array = GrowingArray(Pace(asyncio.Lock()))
+    assert bytes(array.raw()) == b"[]"
+    for start in (0, 2, 2, 4):
+        await array.extend(items(range(start, start + 2)))
+        await array.extend([])
+    assert bytes(array.raw()) == b"[0,1,2,3,2,3,4,5]" and len(made) == 8
 
 
 @settings(max_examples=200, deadline=None)
@@ -221,18 +207,20 @@ def test_an_event_that_repeats_everything_encodes_each_token_once(context):
     finish=st.sampled_from([None, "length", "stop"]),
     first=st.integers(0, 3),
 )
-def test_an_output_in_pieces_is_read_as_the_whole_one(tokenizer, text, sizes, stops, cut, finish, first):
+def test_an_output_in_pieces_makes_the_same_choice_as_the_whole_output(
+    tokenizer, text, sizes, stops, cut, finish, first
+):
     ids = tokenizer.encode_now(text)
     middle = min(cut, len(ids))
     spans = [Span("v1", 1, first, first + middle), Span("v2", 2, first + middle, first + len(ids), True)]
     output = Output("r", 0, ids, [Logprob(-float(i)) for i in ids], [s for s in spans if s.end > s.start], finish,
                     prompt_logprobs=[ENTRY], cached_tokens=3, num_preempted=1, message="why")  # fmt: skip
 
-    def told(size: int) -> tuple:
+    def choice_of(size: int) -> tuple:
         choice = Choice(tokenizer, [], TextOptions(tuple(stops)))
         choice.feed(Output("r", 0, [97] * first, spans=[Span("v0", 0, 0, first)] if first else []))
         shown = "".join(choice.feed(piece).text for piece in pieces(output, size) if choice.finish_reason is None)
         return (shown, choice.text, choice.token_ids, choice.spans, choice.finish_reason, choice.stop_reason,
                 choice.prompt_logprobs, choice.num_preempted, len(choice.logprobs))  # fmt: skip
 
-    assert told(sizes) == told(10**6)
+    assert choice_of(sizes) == choice_of(10**6)

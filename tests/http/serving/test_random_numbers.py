@@ -1,4 +1,4 @@
-"""Which seed and which choice number reach the engine, on every route: together they decide what is drawn."""
+"""The seed and the number of a choice, on every route. Together they decide which tokens are drawn."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ def sent(stack, count: int) -> list[AddRequest]:
     return [stack.engine.expect(AddRequest) for _ in range(count)]
 
 
-@pytest.mark.parametrize("first", [0, 5])
-def test_choices_are_numbered_over_all_prompts_of_a_completion(stack, first):
+@pytest.mark.parametrize(
+    ("path", "body", "first"),
+    [
+        ("/v1/completions", {"prompt": [SAME] * 3, "n": 2, "seed": 7}, 0),
+        ("/v1/completions", {"prompt": [SAME] * 3, "n": 2, "seed": 7, "first_choice": 5}, 5),
+        ("/generate", {"input_ids": [SAME] * 3, "sampling_params": {"n": 2, "sampling_seed": 7}}, 0),
+    ],
+)
+def test_choices_are_numbered_over_all_prompts_of_a_body(stack, path, body, first):
     stack.script(reply_with([97]))
-    body = {"prompt": [SAME] * 3, "n": 2, "seed": 7, "first_choice": first}
-    assert stack.post("/v1/completions", **body).status_code == 200
+    assert stack.post(path, **body).status_code == 200
     adds = sent(stack, 3)
     assert [add.first_choice for add in adds] == [first, first + 2, first + 4]
-    assert [add.sampling.seed for add in adds] == [7, 7, 7]
-
-
-def test_choices_are_numbered_over_all_prompts_of_an_sglang_batch(stack):
-    stack.script(reply_with([97]))
-    body = {"input_ids": [SAME] * 3, "sampling_params": {"n": 2, "sampling_seed": 7}}
-    assert stack.post("/generate", **body).status_code == 200
-    adds = sent(stack, 3)
-    assert [add.first_choice for add in adds] == [0, 2, 4]
     assert [add.sampling.seed for add in adds] == [7, 7, 7]
 
 
@@ -48,7 +45,7 @@ def test_without_a_seed_the_engine_chooses_one(module_stack, path, body):
     assert sent(module_stack, 1)[0].sampling.seed is None
 
 
-def test_a_first_choice_that_leaves_no_room_for_the_others_is_refused(module_stack):
+def test_a_first_choice_outside_of_31_bits_is_refused(module_stack):
     for first in (2**31 - 1, -1):
         reply = module_stack.post("/v1/completions", prompt=[SAME] * 2, first_choice=first)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "first_choice"

@@ -1,4 +1,4 @@
-"""A field of RequestFields needs no other declaration: every way in takes it, with its limits."""
+"""Every route takes the fields of RequestFields with their limits, without another declaration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = {field.name: field.type for field in msgspec.inspect.type_info(RequestF
 
 
 def beyond(kind) -> object:
-    """A value of the right type that is just outside of the limits."""
+    """Return a value of the right type just outside of the limits."""
     kind = kind.types[0] if isinstance(kind, msgspec.inspect.UnionType) else kind
     return "x" * (kind.max_length + 1) if isinstance(kind, msgspec.inspect.StrType) else type(kind.le)(kind.le + 1)
 
@@ -27,18 +27,18 @@ def test_http_bodies_take_every_field_and_keep_its_limits(name):
     value = "x" if isinstance(FIELDS[name], msgspec.inspect.StrType) else 2
     body = parse_body({"prompt": "a", name: value}, CompletionBody, UNSUPPORTED)
     assert getattr(body.request_fields(), name) == value
-    if name != "n":  # there it is one of sampling_params
+    if name != "n":  # in vLLM's body n is one of sampling_params
         asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: value})
         assert getattr(asked.request_fields(), name) == value
     with pytest.raises(InvalidField) as info:
         parse_body({"prompt": "a", name: beyond(FIELDS[name])}, CompletionBody, UNSUPPORTED)
     assert info.value.field == name
-    number = schema_of(CompletionBody)["properties"][name]["anyOf"][0]
-    assert {"maxLength", "maximum"} & number.keys(), "the description shows the limit"
+    described = schema_of(CompletionBody)["properties"][name]["anyOf"][0]
+    assert {"maxLength", "maximum"} & described.keys()
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_the_engine_refuses_what_is_beyond_a_limit(name):
+def test_the_engine_refuses_a_value_beyond_a_limit(name):
     add = AddRequest("r", [1], SamplingParams(), **{name: beyond(FIELDS[name])})
     with pytest.raises(InvalidField) as info:
         add.check_fields()

@@ -1,9 +1,6 @@
-"""What a reply says of its tokens: which weights, which distribution, which prompt logprobs; and what is refused since
-it would change what the tokens are."""
+"""Weight versions and logprobs in replies, and fields that are refused because they would change the tokens."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
@@ -13,20 +10,21 @@ from fastdeploy.http.body import IGNORED
 from fastdeploy.http.openai.protocol import UNSUPPORTED
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import replace, reply_with
+from support.http_calls import events
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 ROUTES = [("/v1/completions", {"prompt": [1, 2, 3]}), ("/v1/chat/completions", CHAT)]
 OLD, NEW, RENAMED = ("v1", 1), ("v2", 2), ("v2b", 2)
 
 
-def chunks(reply) -> list[dict]:
-    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+def choices_of(stream) -> list[dict]:
+    *payloads, end = events(stream)
+    assert end == "[DONE]"
+    return [payload["choices"][0] for payload in payloads]
 
 
 def labelled(tokens: list[int], *labels: tuple[str, int]):
-    """A script: one output per token, token i of every choice by weights labels[i]; the last label goes on."""
+    """Return a script with one output per token. Token i of choice k has the label i + k, or the last label."""
 
     def script(add: AddRequest) -> list[m.Output]:
         outputs = []
@@ -34,12 +32,8 @@ def labelled(tokens: list[int], *labels: tuple[str, int]):
             for choice in range(add.n):
                 version, weight_epoch = labels[min(i + choice, len(labels) - 1)]
                 last = i == len(tokens) - 1
-                span = Span(version=version, weight_epoch=weight_epoch, start=i, end=i + 1)
-                logprobs = [Logprob(-0.5)] if add.sampling.logprobs is not None else []
-                reason = "length" if last else None
-                outputs.append(
-                    m.Output(add.request_id, choice, [token], logprobs, [span], reason, num_preempted=int(last))
-                )
+                output = m.Output(add.request_id, choice, [token], [], [Span(version, weight_epoch, i, i + 1)])
+                outputs.append(replace(output, finish_reason="length" if last else None, num_preempted=int(last)))
         return outputs
 
     return script
@@ -50,12 +44,9 @@ def versions(choice: dict) -> tuple:
     return spans, choice["min_weight_version"], choice["max_weight_version"]
 
 
-# ---------------------------------------------------------------------- versions
-
-
 @pytest.mark.parametrize(("path", "body"), ROUTES)
 def test_every_choice_tells_its_own_weight_versions_and_their_bounds(stack, path, body):
-    """known failure 22: of n choices only the first was labelled."""
+    """Known failure 22: only the first of n choices was labelled."""
     stack.script(labelled([97, 98, 99, 100], OLD, OLD, NEW))
     expected = [
         ([("v1", 1, 0, 2), ("v2", 2, 2, 4)], "v1", "v2"),
@@ -65,32 +56,31 @@ def test_every_choice_tells_its_own_weight_versions_and_their_bounds(stack, path
     reply = stack.post(path, **body, n=3).json()
     assert [versions(choice) for choice in reply["choices"]] == expected
     assert [choice["num_preempted"] for choice in reply["choices"]] == [1, 1, 1]
-    of_chunks: dict[int, list] = {0: [], 1: [], 2: []}
-    for chunk in chunks(stack.post(path, **body, n=3, stream=True)):
-        choice = chunk["choices"][0]
+    streamed: dict[int, list] = {0: [], 1: [], 2: []}
+    for choice in choices_of(stack.post(path, **body, n=3, stream=True)):
         (span,) = choice["weight_versions"]
-        of_chunks[choice["index"]].append((span["version"], span["start"], span["end"]))
+        streamed[choice["index"]].append((span["version"], span["start"], span["end"]))
         assert ("min_weight_version" in choice) == (choice["finish_reason"] is not None)
         if choice["finish_reason"] is not None:
             bounds = expected[choice["index"]][1:]
             assert (choice["min_weight_version"], choice["max_weight_version"]) == bounds
-    assert of_chunks[1] == [("v1", 0, 1), ("v2", 1, 2), ("v2", 2, 3), ("v2", 3, 4)]
-    assert of_chunks[2] == [("v2", i, i + 1) for i in range(4)]
+    assert streamed[1] == [("v1", 0, 1), ("v2", 1, 2), ("v2", 2, 3), ("v2", 3, 4)]
+    assert streamed[2] == [("v2", i, i + 1) for i in range(4)]
 
 
-def test_a_label_that_changes_within_an_epoch_makes_two_spans_and_bounds_go_by_time(stack):
+def test_a_label_that_changes_within_a_weight_epoch_makes_two_spans_and_bounds_go_by_time(stack):
     stack.script(labelled([97, 98, 99], ("later", 2), RENAMED))
     choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
     assert versions(choice) == ([("later", 2, 0, 1), ("v2b", 2, 1, 3)], "later", "v2b")
 
 
-def test_bounds_go_by_epoch_not_by_how_labels_sort(stack):
+def test_bounds_go_by_weight_epoch_and_not_by_the_order_of_labels(stack):
     stack.script(labelled([97, 98], ("step-9", 1), ("step-10", 2)))
     choice = stack.post("/v1/completions", prompt=[1]).json()["choices"][0]
     assert versions(choice)[1:] == ("step-9", "step-10")
 
 
-def test_versions_are_cut_where_a_stop_string_cuts_the_tokens(stack):
+def test_a_stop_string_cuts_weight_versions_with_the_tokens(stack):
     stack.script(labelled(list(b"ab.cd"), OLD, OLD, OLD, NEW))
     for choice in stack.post("/v1/completions", prompt=[1], stop=".", return_token_ids=True).json()["choices"]:
         assert choice["token_ids"] == list(b"ab.") and versions(choice) == ([("v1", 1, 0, 3)], "v1", "v1")
@@ -102,11 +92,8 @@ def test_a_choice_without_tokens_has_no_versions(stack):
     assert versions(choice) == ([], None, None)
 
 
-# ---------------------------------------------------------------------- logprobs
-
-
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_the_mode_of_logprobs_is_the_servers_unless_the_request_names_one(make_stack, path, body):
+def test_logprobs_mode_is_that_of_the_server_unless_the_request_has_one(make_stack, path, body):
     stack = make_stack(logprobs_mode="temperature")
     stack.script(reply_with([97]))
     for named, expected in ((None, "temperature"), ("raw", "raw"), ("processed", "processed")):
@@ -128,11 +115,11 @@ ENTRIES = [Logprob(-1.5, ((9, -0.25), (2, -1.5))), Logprob(-7.0, ((8, -0.5), (9,
 SHAPED = [None, {"2": -1.5, "9": -0.25}, {"3": -7.0, "8": -0.5, "9": -0.75}]
 
 
-def shape(told: list) -> list:
-    return [entry and {token: value["logprob"] for token, value in entry.items()} for entry in told]
+def shape(entries: list) -> list:
+    return [entry and {token: value["logprob"] for token, value in entry.items()} for entry in entries]
 
 
-def test_prompt_logprobs_have_vllms_shape_with_the_first_choice_of_each_prompt(stack):
+def test_the_first_choice_of_a_prompt_has_prompt_logprobs_in_vllms_shape(stack):
     stack.script(with_prompt_logprobs(ENTRIES))
     body = {"prompt": [1, 2, 3], "n": 2, "prompt_logprobs": 2}
     first, second = stack.post("/v1/completions", **body).json()["choices"]
@@ -140,26 +127,26 @@ def test_prompt_logprobs_have_vllms_shape_with_the_first_choice_of_each_prompt(s
     assert shape(first["prompt_logprobs"]) == SHAPED and "prompt_logprobs" not in second
     assert list(first["prompt_logprobs"][1]) == ["2", "9"], "the prompt's own token comes first"
     assert [entry["rank"] for entry in first["prompt_logprobs"][1].values()] == [2, 1]
-    assert first["prompt_logprobs"][2]["3"]["rank"] is None, "beyond the best"
-    told = [c["choices"][0].get("prompt_logprobs") for c in chunks(stack.post("/v1/completions", **body, stream=True))]
-    assert [shape(t) for t in told if t is not None] == [SHAPED], "in the first chunk of the first choice"
+    assert first["prompt_logprobs"][2]["3"]["rank"] is None, "the prompt's token is not among the best"
+    streamed = choices_of(stack.post("/v1/completions", **body, stream=True))
+    assert [shape(c["prompt_logprobs"]) for c in streamed if "prompt_logprobs" in c] == [SHAPED]
 
 
-def test_a_chat_has_prompt_logprobs_at_the_top(stack):
+def test_a_chat_has_prompt_logprobs_beside_its_choices(stack):
     stack.script(with_prompt_logprobs(ENTRIES))
     reply = stack.post("/v1/chat/completions", **CHAT, prompt_logprobs=0).json()
     assert len(reply["prompt_logprobs"]) == 3 and "prompt_logprobs" not in reply["choices"][0]
     assert "prompt_logprobs" not in stack.post("/v1/chat/completions", **CHAT).json()
 
 
-def test_an_abort_in_the_middle_of_the_prompt_has_the_part_that_is_known(stack):
+def test_an_abort_within_the_prompt_has_the_prompt_logprobs_so_far(stack):
     stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", prompt_logprobs=ENTRIES[:1])])
     choice = stack.post("/v1/completions", prompt=[1, 2, 3], prompt_logprobs=1).json()["choices"][0]
     assert shape(choice["prompt_logprobs"]) == SHAPED[:2]
 
 
 def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
-    """A reply's size is: each of them takes up to 100 bytes there."""
+    """Each of them takes up to 100 bytes of the reply."""
     stack.script(reply_with([97]))
     fitting, too_many = [[1] * 120] * 43, [[1] * 120] * 44  # 43 x 120 x 101 is just below 2^19
     assert stack.post("/v1/completions", prompt=fitting, prompt_logprobs=100).status_code == 200
@@ -174,10 +161,7 @@ def test_prompt_logprobs_of_a_whole_body_are_bounded(stack):
         assert error["param"] == field and ("524288" in error["message"] or "20" in error["message"])
 
 
-# ---------------------------------------------------------------------- resubmission
-
-
-def test_a_resubmission_passes_its_seed_choice_and_tokens_and_its_text_begins_with_theirs(stack):
+def test_a_resubmission_keeps_its_seed_and_choice_and_its_text_includes_the_earlier_tokens(stack):
     stack.script(reply_with(list(b"you")))
     body = {"prompt": [1, *b"hey "], "resumed_tokens": 4, "first_choice": 2, "seed": 5, "return_token_ids": True}
     choice = stack.post("/v1/completions", **body).json()["choices"][0]
@@ -187,12 +171,9 @@ def test_a_resubmission_passes_its_seed_choice_and_tokens_and_its_text_begins_wi
     assert add.prompt_token_ids == [1, *b"hey "]
 
 
-# ---------------------------------------------------------------------- fields
-
-
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
-def test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing(module_stack, field):
-    """known failure 34: an unsupported field was ignored and changed the data."""
+def test_a_field_that_would_change_the_tokens_is_refused_unless_its_value_is_neutral(module_stack, field):
+    """Known failure 34: an unsupported field was ignored, and the data changed."""
     module_stack.script(reply_with([97]))
     for path, body in ROUTES:
         reply = module_stack.post(path, **body, **{field: {"not": "neutral"}})
@@ -202,7 +183,7 @@ def test_a_field_that_would_change_the_tokens_is_refused_unless_it_says_nothing(
 
 
 @pytest.mark.parametrize("field", sorted(IGNORED))
-def test_bookkeeping_and_hints_are_taken_and_dropped(module_stack, field):
+def test_bookkeeping_fields_and_hints_are_accepted_and_dropped(module_stack, field):
     module_stack.script(reply_with([97]))
     for path, body in ROUTES:
         assert module_stack.post(path, **body, **{field: "x"}).status_code == 200
@@ -210,7 +191,7 @@ def test_bookkeeping_and_hints_are_taken_and_dropped(module_stack, field):
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image_embeds"])
 def test_content_that_is_not_text_is_refused(module_stack, kind):
-    """known failure 34."""
+    """Known failure 34."""
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {}, "text": "b"}]}
     reply = module_stack.post("/v1/chat/completions", messages=[message])
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.0.content.1"

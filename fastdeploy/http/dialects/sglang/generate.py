@@ -134,7 +134,7 @@ class GenerateView:
             "finish_reason": finish_reason(choice, kept),
             "prompt_tokens": len(prompt.ids),
             "completion_tokens": kept,
-            "cached_tokens": self.generation.cached_tokens_of(index // self._prompts.n),
+            "cached_tokens": self.generation.cached_tokens[index // self._prompts.n],
             **self._versions(choice, kept),
         }
         if prompt.logprobs.wanted:

@@ -1,4 +1,4 @@
-"""The fuzzed server, and the conditions that it must meet whatever it gets."""
+"""The fuzzed server, and the conditions that it must meet for any request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastdeploy.embedded import MODEL_DIR
 
 PROMPT = [5, 6, 7, 8]
 MAX_ERROR_BYTES = 8192
-# Correct answers of 5xx: a pause rejects, there is no room, or the call's time limit has passed.
-RIGHT_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "staging_timeout"}
-PATIENCE_S = 3.0  # time-out of the client, by which held or long requests are cancelled
+# Expected errors with a 5xx status: a pause rejects requests, a disk is full, or a time limit of the call has passed.
+EXPECTED_5XX = {"rejecting_new_requests", "out_of_space", "pause_timeout", "staging_timeout"}
+CLIENT_TIMEOUT_S = 3.0  # ends requests that are held, or that generate many tokens
 
 
-class Victim:
-    """A real server of the embedded model. It may read weights from ``folder`` only."""
+class FuzzedServer:
+    """A real server of the embedded model. It may read weights from ``folder`` and from the folder of that model."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -32,9 +32,9 @@ class Victim:
         self._tokens = self._continuation()
 
     def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response | None:
-        """Return the checked answer, or None if the client gave up before. kwargs: of httpx."""
+        """Return the checked answer, or None after CLIENT_TIMEOUT_S seconds. kwargs: of httpx."""
         try:
-            reply = self.http.request(method, path, timeout=PATIENCE_S, **kwargs)
+            reply = self.http.request(method, path, timeout=CLIENT_TIMEOUT_S, **kwargs)
         except httpx.ReadTimeout:
             self.check_alive()
             return None
@@ -42,21 +42,21 @@ class Victim:
         return reply
 
     def check_answer(self, status: int, headers: Any, content: bytes) -> None:
-        """Check that an error is JSON of a bounded size with a message, and is not an internal error."""
+        """Check that an error is JSON of a bounded size, and is not an internal error."""
         if status >= 400:
             assert headers["content-type"].startswith("application/json"), (status, headers, content[:500])
             assert len(content) <= MAX_ERROR_BYTES, (status, len(content), content[:500])
         if status >= 500:
             code = json.loads(content).get("error", {}).get("code")
-            assert code in RIGHT_5XX, (status, content[:2000])
+            assert code in EXPECTED_5XX, (status, content[:2000])
         self.check_alive()
 
     def check_alive(self) -> None:
-        """Check that the engine is the one of the start: no request has ended it."""
+        """Check that the engine has not restarted."""
         assert self._health()["boot_id"] == self._boot_id, self.server.log()
 
     def restore(self) -> None:
-        """Undo the legal effects of a call, and check that the server is as before."""
+        """Undo the legal effects of calls, and check that the server is as before."""
         assert self.http.post("/v1/abort_requests", json={"abort_all": True}).status_code == 200
         self.http.post("/v1/weights/abort", json={})
         if self._weights_info()["asleep"]:
@@ -80,8 +80,6 @@ class Victim:
         self.http.close()
         self.server.stop()
         self.server.kill_everything()
-
-    # ------------------------------------------------------------------ queries
 
     def _health(self) -> dict[str, Any]:
         reply = self.http.get("/health")
