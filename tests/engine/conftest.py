@@ -1,4 +1,4 @@
-"""Checkpoints of the fake runner, and the two places where a runner may be."""
+"""Run tests of the engine with the runner in the same process, and again with the runner behind a socket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from support.harness import Harness
 
-# Their tests run once more, with the runner at the other end of a socket.
 OVER_ZMQ = {
     "test_common_engine", "test_deadlines", "test_in_place", "test_inbox", "test_label_and_reset", "test_non_finite",
     "test_pause", "test_sleep", "test_weight_session", "test_weight_update",
@@ -38,10 +37,3 @@ def runner_over_zmq(request, monkeypatch):
     for harness in made:
         harness.runner.may_stage.set()
         harness.close()
-
-
-@pytest.fixture
-def folders(tmp_path):
-    for name in ("w1", "w2", "w3", "w1-recompute", "bad", "garbage"):
-        (tmp_path / name).mkdir()
-    return tmp_path

@@ -1,23 +1,18 @@
-"""The loop on a fake runner: what a request gets, whatever happens around it."""
+"""The engine's loop on a fake runner: requests, aborts, errors of handlers, heartbeats."""
 
 from __future__ import annotations
 
 import pytest
 
 from fastdeploy.core.errors import EngineError
-from fastdeploy.core.request import TRANSITIONS, Group, Request, RequestEvent, RequestState
-from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
-from support.harness import Harness
+from support.harness import PROMPT, Harness, one_running
 
 
 def test_a_request_gets_the_tokens_of_the_model_and_one_final_output():
-    h = Harness()
-    h.add("r", [5, 6, 7], max_tokens=10)
+    h = one_running(10, [5, 6, 7])
     h.run_out()
     stream = h.stream("r")
     assert stream.tokens == expected_tokens([5, 6, 7], 10)
@@ -25,7 +20,7 @@ def test_a_request_gets_the_tokens_of_the_model_and_one_final_output():
     assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(10)]
 
 
-def test_more_requests_than_places_all_complete_in_arrival_order():
+def test_more_requests_than_max_num_seqs_all_complete():
     h = Harness()
     for i in range(11):
         h.add(f"r{i}", [i + 1] * (i + 1), max_tokens=5)
@@ -67,68 +62,16 @@ def test_preemption_recomputes_without_losing_or_doubling_a_token():
         assert len(stream.finals) == 1
 
 
-def test_abort_pause_returns_partials_of_running_and_nothing_of_waiting():
-    h = Harness()
-    for i in range(10):
-        h.add(f"r{i}", [i + 1] * 3, max_tokens=100)
-    h.run_rounds(6)
-    before = h.runner.computed_tokens
-    reply = h.pause(mode="abort")
-    assert reply.failure is None and reply.result["is_paused"]
-    assert h.runner.computed_tokens == before, "a pause must not compute anything for those it ends"
-    counts = [len(h.stream(f"r{i}").tokens) for i in range(10)]
-    assert all(c > 0 for c in counts[:4]) and counts[4:] == [0] * 6
-    assert all(h.stream(f"r{i}").reason == "abort" for i in range(10))
-    assert reply.result["counts"]["aborted"] == 10 and reply.result["tokens_returned"] == sum(counts)
-    h.add("late", [1, 2])
-    h.run_rounds()
-    assert h.rejected("late").code == "rejecting_new_requests"
-    h.resume()
-    h.add("after", [1, 2], max_tokens=4)
-    h.run_out()
-    assert h.stream("after").tokens == expected_tokens([1, 2], 4)
-
-
-def test_keep_freezes_and_goes_on_with_the_same_tokens():
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(5)
-    h.pause(mode="keep")
-    seen = len(h.stream("r").tokens)
-    h.run_rounds(5)
-    assert len(h.stream("r").tokens) == seen
-    h.resume()
-    h.run_out()
-    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
-
-
-def test_wait_ends_what_has_started_and_keeps_the_rest_queued():
-    h = Harness()
-    for i in range(6):
-        h.add(f"r{i}", [i + 1] * 3, max_tokens=12)
-    h.run_rounds(3)
-    reply = h.pause(mode="wait")
-    assert reply.result["counts"] == {"aborted": 0, "drained": 4, "kept": 0, "queued": 2}
-    assert [h.stream(f"r{i}").reason for i in range(6)] == ["length"] * 4 + [None] * 2
-    h.resume()
-    h.run_out()
-    assert h.stream("r5").tokens == expected_tokens([6] * 3, 12)
-
-
-def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token(tmp_path):
-    (tmp_path / "w7").mkdir()
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(5)
+def test_an_update_between_two_steps_changes_the_label_at_exactly_one_token():
+    h = one_running(rounds=5)
     before = len(h.stream("r").tokens)
-    reply = h.update(tmp_path / "w7", version="v7")
-    assert reply.failure is None and reply.result["version"] == "v7" and reply.result["weight_epoch"] == 1
+    assert h.update("/w7", version="v7").result["version"] == "v7"
     h.run_out()
     stream = h.stream("r")
-    old = [s for s in stream.spans if s.weight_epoch == 0]
-    assert before < len(old) < 20 and [s.version for s in stream.spans] == ["0"] * len(old) + ["v7"] * (20 - len(old))
-    assert stream.tokens[: len(old)] == expected_tokens([1, 2, 3], len(old))
-    assert stream.tokens[len(old) :] == expected_tokens([1, 2, 3, *stream.tokens[: len(old)]], 20 - len(old), weights=7)
+    old = [s.weight_epoch for s in stream.spans].count(0)
+    assert before < old < 20 and [s.version for s in stream.spans] == ["0"] * old + ["v7"] * (20 - old)
+    assert stream.tokens[:old] == expected_tokens(PROMPT, old)
+    assert stream.tokens[old:] == expected_tokens(PROMPT + stream.tokens[:old], 20 - old, weights=7)
 
 
 def test_logprobs_are_aligned_when_asked_for_and_absent_when_not():
@@ -140,7 +83,7 @@ def test_logprobs_are_aligned_when_asked_for_and_absent_when_not():
     assert h.stream("without").logprobs == []
 
 
-def test_requests_without_a_seed_get_one_each_that_their_choices_share():
+def test_a_request_without_a_seed_gets_one_that_its_choices_share():
     h = Harness()
     for name in ("a", "b"):
         h.add(name, [1, 2], n=2, max_tokens=3)
@@ -171,7 +114,7 @@ def test_eos_and_stop_ids_end_a_request_but_not_before_min_tokens():
     assert len(late.tokens) > 20 and not {0, 3} & set(late.tokens[:20])
 
 
-def test_abort_takes_the_id_that_the_client_knows_though_its_prompts_became_several_requests():
+def test_abort_by_the_id_of_a_group_aborts_all_of_its_requests():
     h = Harness()
     for i in range(3):
         h.add(f"http-{i}", [i + 1] * 3, group="http", max_tokens=50)
@@ -193,11 +136,11 @@ def test_abort_all_names_each_client_request_once():
     assert h.ask(m.AbortArgs(abort_all=True)).result == {"aborted": [], "not_found": []}
 
 
-def test_abort_of_nothing_in_particular_is_an_error_that_names_the_field():
-    assert Harness().ask(m.AbortArgs()).failure.detail["param"] == "req_ids"
+def test_an_abort_call_without_ids_is_refused():
+    Harness().assert_refused(m.AbortArgs(), "req_ids")
 
 
-def test_a_cancelled_choice_is_silent_and_its_siblings_go_on():
+def test_a_cancelled_choice_gets_no_more_outputs_and_the_other_choices_go_on():
     h = Harness()
     h.add("g", [1, 2, 3], n=3, max_tokens=10)
     h.run_rounds(3)
@@ -208,7 +151,7 @@ def test_a_cancelled_choice_is_silent_and_its_siblings_go_on():
     assert h.stream("g", 0).tokens == h.stream("g", 2).tokens == expected_tokens([1, 2, 3], 10)
 
 
-def test_a_stranger_cannot_cancel_a_request_and_an_unknown_id_is_ignored():
+def test_only_the_client_that_sent_a_request_can_cancel_it():
     h = Harness()
     h.connect("b")
     h.add("r", [1, 2, 3], max_tokens=10)
@@ -218,7 +161,7 @@ def test_a_stranger_cannot_cancel_a_request_and_an_unknown_id_is_ignored():
     assert h.stream("r").reason == "length"
 
 
-def test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards():
+def test_a_request_id_can_be_used_again_only_after_its_request_has_ended():
     h = Harness()
     h.add("r", [1, 2, 3], max_tokens=4)
     h.add("r", [9], max_tokens=4)
@@ -231,7 +174,7 @@ def test_a_request_id_that_is_alive_is_refused_and_may_be_used_again_afterwards(
     assert h.stream("r").tokens == expected_tokens([9], 4)
 
 
-def test_an_id_that_a_group_is_known_by_is_taken_too():
+def test_the_id_of_a_group_and_the_id_of_a_request_must_differ():
     h = Harness()
     for name, group in (("g-0", "g"), ("g-1", "g"), ("g", ""), ("s", ""), ("s-0", "s")):
         h.add(name, [1, 2], group=group)
@@ -241,15 +184,15 @@ def test_an_id_that_a_group_is_known_by_is_taken_too():
 
 @pytest.mark.parametrize(("field", "prompt", "n"), [("prompt", [], 1), ("prompt", [1] * 128, 1), ("prompt", [-1], 1),
                                                     ("prompt", [1000], 1), ("n", [1], 0)])  # fmt: skip
-def test_a_request_that_cannot_be_served_is_refused_with_the_field(field, prompt, n):
+def test_a_request_that_cannot_be_served_is_refused_and_the_field_is_named(field, prompt, n):
     h = Harness()
     h.add("r", prompt, n=n)
     h.run_rounds()
     assert h.rejected("r").detail["param"] == field
 
 
-def test_a_request_that_fills_the_whole_pool_is_served_though_its_prompt_is_cached():
-    """With a block to copy from it would need one block more than there are."""
+def test_a_cached_prompt_that_fills_the_whole_pool_is_served():
+    """A copy on write would need one block more than the pool has."""
     h = Harness(FakeRunner(num_blocks=8, block_size=4, max_model_len=32))
     for name in ("first", "again"):
         h.add(name, [5] * 31, max_tokens=1)
@@ -257,8 +200,7 @@ def test_a_request_that_fills_the_whole_pool_is_served_though_its_prompt_is_cach
         assert h.stream(name).tokens == expected_tokens([5] * 31, 1)
 
 
-def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
-    (tmp_path / "w1").mkdir()
+def test_a_failing_step_answers_every_request_and_call_and_ends_the_loop():
     h = Harness()
     h.connect("b")
     h.transport.mute.add("b")
@@ -266,7 +208,7 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     h.add("b1", [3, 4], client="b", n=2, max_tokens=50)
     h.run_rounds(3)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1")))), h.call(m.PauseArgs(mode="wait"), "b")]
+    calls = [h.call(m.UpdateWeightsArgs(FolderSource("/w1"))), h.call(m.PauseArgs(mode="wait"), "b")]
     h.run_rounds()
     h.runner.fail_next = True
     with pytest.raises(EngineError, match="the worker died"):
@@ -276,21 +218,18 @@ def test_a_failing_step_answers_everything_once_and_ends_the_loop(tmp_path):
     assert h.reply(calls[0]).failure.code == h.reply(calls[1], "b").failure.code == "engine_error"
 
 
-def test_a_commit_that_fails_answers_its_caller_too(tmp_path):
-    (tmp_path / "w1").mkdir()
+def test_a_commit_that_fails_answers_its_caller():
     h = Harness()
     h.runner.commit = None
-    call = h.call(m.UpdateWeightsArgs(FolderSource(str(tmp_path / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     h.run_rounds()
     with pytest.raises(EngineError):
         h.engine.run()
     assert h.reply(call).failure.code == "engine_error"
 
 
-def test_stop_ends_the_loop_and_answers_what_is_open():
-    h = Harness()
-    h.add("r", [1, 2], max_tokens=50)
-    h.run_rounds(2)
+def test_stop_ends_the_loop_and_answers_open_requests_and_calls():
+    h = one_running(50, [1, 2], rounds=2)
     call = h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
     h.engine.stop()
@@ -298,7 +237,7 @@ def test_stop_ends_the_loop_and_answers_what_is_open():
     assert h.stream("r").reason == "abort" and h.reply(call).failure.code == "engine_dead"
 
 
-def test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped():
+def test_a_heartbeat_finds_a_dead_client_and_its_requests_end():
     h = Harness(heartbeat_s=1.0)
     h.connect("b")
     h.add("r", [1, 2], client="b", max_tokens=50)
@@ -312,56 +251,35 @@ def test_a_dead_client_is_found_by_the_heartbeat_and_its_requests_are_reaped():
     assert not h.engine.lifecycle.requests.get("r") and h.engine.kv.num_free == h.runner.info.num_blocks
 
 
-def test_metrics_are_at_zero_when_everything_has_ended():
+def test_metrics_count_requests_that_run_wait_and_have_ended():
     h = Harness()
     for i in range(6):
         h.add(f"r{i}", [i + 1] * 5)
     h.run_rounds(2)
-    text = h.ask(m.MetricsArgs()).result["text"]
-    assert "fastdeploy:num_requests_running 4.0" in text and "fastdeploy:num_requests_waiting 2.0" in text
+    assert (h.metric("num_requests_running"), h.metric("num_requests_waiting")) == (4, 2)
     h.run_out()
-    text = h.ask(m.MetricsArgs()).result["text"]
-    assert "fastdeploy:num_requests_running 0.0" in text and "fastdeploy:num_requests_waiting 0.0" in text
-    assert f"fastdeploy:available_gpu_block_num {h.runner.info.num_blocks}.0" in text
-    assert 'fastdeploy:request_finished_total{reason="length"} 6.0' in text
-    assert "fastdeploy:generation_tokens_total 48.0" in text
-
-
-@pytest.mark.parametrize("state", list(RequestState))
-@pytest.mark.parametrize("event", list(RequestEvent))
-def test_an_event_of_a_request_that_is_not_in_the_table_raises(state, event):
-    request = Request(Group("a", AddRequest("r", [1], SamplingParams()), Scope(WHOLE_ENGINE)), 0, (0, 1), 1)
-    request.state = state
-    if (state, event) in TRANSITIONS:
-        request.advance(event)
-        assert request.state is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(KeyError):
-            request.advance(event)
-    assert len(TRANSITIONS) == 5
+    assert (h.metric("num_requests_running"), h.metric("num_requests_waiting")) == (0, 0)
+    assert h.metric("available_gpu_block_num") == h.runner.info.num_blocks
+    assert h.metric('request_finished_total{reason="length"}') == 6 and h.metric("generation_tokens_total") == 48
 
 
 @pytest.mark.parametrize(
-    ("sampling", "field"),
-    [
-        ({"top_k": 2**31}, "top_k"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"stop_token_ids": (1000,)}, "stop_token_ids"),
-        ({"stop_token_ids": (2**40,), "min_tokens": 2}, "stop_token_ids"),
-        ({"max_tokens": 0}, "max_tokens"),
-    ],
-)
-def test_a_row_that_a_step_could_not_compute_is_refused_at_the_engines_door(sampling, field):
-    """Whatever an API server lets through: a step that fails is the end of everybody's requests."""
+    ("field", "sampling"),
+    [("top_k", {"top_k": 2**31}), ("temperature", {"temperature": float("nan")}), ("max_tokens", {"max_tokens": 0}),
+     ("stop_token_ids", {"stop_token_ids": (1000,)}),
+     ("stop_token_ids", {"stop_token_ids": (2**40,), "min_tokens": 2})],
+)  # fmt: skip
+def test_the_engine_refuses_sampling_fields_that_a_step_could_not_compute(field, sampling):
+    """A step that fails would end the requests of all clients."""
     h = Harness()
-    h.add("bad", [1, 2, 3], **sampling)
+    h.add("bad", PROMPT, **sampling)
     h.run_rounds()
     failure = h.rejected("bad")
     assert failure.code == "invalid_field" and failure.detail["param"] == field
 
 
 def go_idle(h: Harness) -> None:
-    """Run one request to its end with the engine's own rounds, up to the one that finds nothing left to do."""
+    """Run one request to its end, and one round more, without the checks of Harness.run_rounds."""
     h.add("r", [1, 2, 3], max_tokens=3)
     h.engine.run_once(block=False)
     while len(h.engine.lifecycle.requests):
@@ -370,7 +288,7 @@ def go_idle(h: Harness) -> None:
 
 
 @pytest.mark.parametrize("asked", ["", "1"])
-def test_becoming_idle_does_not_walk_over_the_kv_cache_unless_asked_to(asked, monkeypatch):
+def test_an_engine_that_becomes_idle_checks_every_block_only_if_told_to(asked, monkeypatch):
     monkeypatch.setenv("FASTDEPLOY_CHECK_INTEGRITY", asked)
     h = Harness(FakeRunner(num_blocks=1000))
     looked_at: list[int] = []
@@ -380,7 +298,7 @@ def test_becoming_idle_does_not_walk_over_the_kv_cache_unless_asked_to(asked, mo
     assert len(looked_at) == (1000 if asked else 0)
 
 
-def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
+def test_an_engine_that_becomes_idle_finds_a_leaked_block():
     h = Harness()
     h.engine.kv.pool.allocate(1)
     with pytest.raises(AssertionError):
@@ -388,25 +306,24 @@ def test_a_block_that_leaked_is_found_when_the_engine_becomes_idle():
 
 
 def prompts_in_memory(h: Harness) -> int:
-    """Lists of tokens that the requests of the engine hold."""
+    """Count the lists of tokens that the engine's requests hold."""
     return len({id(request.token_ids) for request in h.engine.lifecycle.requests})
 
 
-def test_the_choices_that_wait_share_one_copy_of_their_prompt():
+def test_waiting_choices_share_one_copy_of_their_prompt():
     h = Harness(FakeRunner(num_blocks=16, block_size=4, max_model_len=32))
     prompt = list(range(1, 13))
     h.add("r", prompt, n=200, max_tokens=8)
     expected = expected_tokens(prompt, 8)
-    while True:
-        h.run_rounds()
-        if not len(h.engine.lifecycle.requests):
-            break
+    h.run_rounds()
+    while len(h.engine.lifecycle.requests):
         started = sum(r.state == "waiting" and r.num_output_tokens > 0 for r in h.engine.lifecycle.requests)
         assert prompts_in_memory(h) <= 1 + h.engine.scheduler.max_num_seqs + started
+        h.run_rounds()
     assert all(h.stream("r", choice).tokens == expected for choice in range(200))
 
 
-def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
+def test_choices_share_their_prompt_again_after_a_drain_puts_it_back_in_the_queue():
     h = Harness()
     h.add("r", list(range(1, 101)), n=4, max_tokens=4)
     h.run_rounds()  # the prompt is half computed
@@ -422,23 +339,21 @@ def test_a_prompt_that_is_retracted_before_its_first_token_is_shared_again():
 
 
 def broken(*_: object) -> None:
-    raise RuntimeError("a handler's own mistake")
+    raise RuntimeError("a mistake of a handler")
 
 
-def test_an_exception_in_the_handling_of_a_call_fails_that_call_and_the_engine_goes_on(monkeypatch):
-    h = Harness()
-    h.add("r", [1, 2, 3], max_tokens=20)
-    h.run_rounds(3)
+def test_an_exception_while_a_call_is_handled_fails_that_call_alone(monkeypatch):
+    h = one_running()
     monkeypatch.setattr(h.engine.lifecycle.requests, "known_as", broken)
     failure = h.ask(m.AbortArgs(["r"])).failure
-    assert failure.code == "internal_error" and "a handler's own mistake" in failure.message
+    assert failure.code == "internal_error" and "a mistake of a handler" in failure.message
     monkeypatch.undo()
-    assert "fastdeploy:internal_errors_total 1.0" in h.ask(m.MetricsArgs()).result["text"]
+    assert h.metric("internal_errors_total") == 1
     h.run_out()
     assert h.stream("r").tokens == expected_tokens([1, 2, 3], 20)
 
 
-def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left(monkeypatch):
+def test_an_exception_at_admission_refuses_the_request_and_leaves_nothing_of_it(monkeypatch):
     h = Harness()
     h.add("other", [9], max_tokens=4)
     h.add("r", [1, 2, 3], n=3, max_tokens=4)
@@ -448,10 +363,10 @@ def test_an_exception_at_the_door_refuses_that_request_and_nothing_of_it_is_left
     monkeypatch.undo()
     h.add("r", [1, 2, 3], max_tokens=4)
     h.run_out()
-    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 4), "its id is free again"
+    assert h.stream("r").tokens == expected_tokens([1, 2, 3], 4), "the id is free again"
 
 
-def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(monkeypatch):
+def test_a_wake_up_that_raises_is_answered_and_may_be_repeated(monkeypatch):
     h = Harness()
     assert h.ask(m.SleepArgs(), rounds=5).failure is None
     monkeypatch.setattr(h.runner, "wake", broken)
@@ -460,15 +375,15 @@ def test_a_wake_up_that_fails_unexpectedly_is_answered_and_may_be_tried_again(mo
     assert h.ask(m.WakeArgs()).result["asleep"] == []
 
 
-def test_a_call_whose_handler_failed_half_way_is_answered_once(monkeypatch):
+def test_a_pause_that_raises_after_it_placed_its_hold_is_answered_once(monkeypatch):
     h = Harness()
     monkeypatch.setattr(h.engine.lifecycle, "abort_all", broken)
-    call = h.call(m.PauseArgs(mode="abort"))  # its hold stands by the time it fails
+    call = h.call(m.PauseArgs(mode="abort"))  # places its hold, then raises
     h.run_rounds(5)
     assert h.reply(call).failure.code == "internal_error"
 
 
-def test_a_message_that_cannot_be_read_is_answered_to_whoever_waits():
+def test_a_malformed_message_is_answered():
     h = Harness()
     h.send(m.Malformed("timeout_s: expected a number", call_id=99))
     h.send(m.Malformed("prompt_token_ids: expected integers", request_id="r"))
@@ -477,7 +392,7 @@ def test_a_message_that_cannot_be_read_is_answered_to_whoever_waits():
     assert h.rejected("r").code == "invalid_request_error"
 
 
-def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
+def test_an_exception_that_leaks_a_block_ends_the_engine(monkeypatch):
     h = Harness()
 
     def lose_a_block(*_: object) -> None:
@@ -494,14 +409,12 @@ def test_an_exception_that_leaves_the_state_broken_ends_the_engine(monkeypatch):
 # --------------------------------------------------------------------------- heartbeats during long work
 
 
-def beats(h: Harness, client: str = "a") -> int:
-    return sum(isinstance(message, m.Heartbeat) for message in h.transport.sent[client])
+def beats(h: Harness) -> int:
+    return len(h.sent(m.Heartbeat))
 
 
-def test_a_long_step_beats_between_its_layers():
-    h = Harness(heartbeat_s=1.0)
-    h.add("r", [1, 2, 3], max_tokens=50)
-    h.run_rounds(3)
+def test_a_long_step_sends_heartbeats_between_its_layers():
+    h = one_running(50, heartbeat_s=1.0)
     counts: list[int] = []
 
     def long_layer() -> None:
@@ -513,7 +426,7 @@ def test_a_long_step_beats_between_its_layers():
     assert beats(h) == counts[0] + 1
 
 
-def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_step():
+def test_a_client_found_dead_within_a_step_is_dropped_after_the_step():
     h = Harness(heartbeat_s=1.0)
     h.connect("b")
     h.add("a1", [1, 2], max_tokens=50)
@@ -536,7 +449,7 @@ def test_a_client_that_a_beat_within_a_step_does_not_reach_is_reaped_after_the_s
 
 
 @pytest.mark.parametrize("args", [m.SleepArgs(), m.WakeArgs()])
-def test_sleeping_and_waking_up_beat_between_their_pieces(args):
+def test_sleep_and_wake_up_send_heartbeats_between_their_pieces(args):
     h = Harness(heartbeat_s=1.0)
     if isinstance(args, m.WakeArgs):
         h.ask(m.SleepArgs(), rounds=5)

@@ -1,4 +1,4 @@
-"""A pause in the middle of a step: what is given up is done again, and leaves no trace."""
+"""Pauses in the middle of a step: an abandoned step is computed again later, and changes no token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.harness import Harness
 
 
 def pause_in_step(h: Harness, **args) -> m.Reply:
-    """Pause while the next step computes; the reply, after some rounds."""
+    """Pause while the next step computes, and return the reply."""
     calls: list[int] = []
     h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(**args)))
     h.run_rounds(4)
@@ -28,20 +28,19 @@ def test_a_pause_does_not_wait_for_the_step_in_flight(mode):
     h.run_out()
     ends = before if mode == "abort" else [LONG] * 6
     for i, count in enumerate(ends):
-        assert h.stream(f"r{i}").tokens == expected_tokens([i + 1] * 3, count), "the given-up step left a trace"
+        assert h.stream(f"r{i}").tokens == expected_tokens([i + 1] * 3, count), "the abandoned step changed tokens"
         assert len(h.stream(f"r{i}").finals) == 1
 
 
-def test_a_drain_needs_the_step_in_flight_and_has_it():
+def test_a_drain_completes_the_step_in_flight():
     h = busy()
     computed = h.runner.computed_tokens
-    calls: list[int] = []
-    h.runner.in_step = lambda: calls.append(h.call(m.PauseArgs(mode="wait")))
+    h.runner.in_step = lambda: h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
     assert h.runner.computed_tokens == computed + 4
 
 
-def test_however_often_one_pauses_every_second_step_is_completed():
+def test_of_two_steps_in_a_row_at_most_one_is_abandoned():
     h = busy()
     for _ in range(5):
         before = tokens_of(h)
@@ -53,7 +52,7 @@ def test_however_often_one_pauses_every_second_step_is_completed():
         h.resume()
 
 
-def test_what_came_with_the_pause_is_handled_in_its_order():
+def test_messages_read_within_a_step_are_handled_in_their_order():
     h = busy()
 
     def arrive() -> None:
@@ -67,8 +66,8 @@ def test_what_came_with_the_pause_is_handled_in_its_order():
     assert h.rejected("after").code == "rejecting_new_requests"
 
 
-def test_blocks_that_an_abandoned_step_was_to_copy_are_whole_when_it_is_done_again():
-    """The second request shares a partial block with the first, which is copied before the step computes."""
+def test_a_step_computed_again_copies_its_blocks_again():
+    """The second request shares a partial block with the first, so the step copies that block before it computes."""
     h = Harness(FakeRunner(num_blocks=128))
     prompt = [1, 2, 3, 4, 5, 6]
     h.add("first", prompt, max_tokens=LONG)
@@ -81,7 +80,7 @@ def test_blocks_that_an_abandoned_step_was_to_copy_are_whole_when_it_is_done_aga
     assert h.stream("first").tokens == expected_tokens(prompt, LONG)
 
 
-def test_a_step_that_was_given_up_is_counted():
+def test_an_abandoned_step_is_counted():
     h = busy()
     pause_in_step(h, mode="keep")
-    assert "fastdeploy:steps_abandoned_total 1.0" in h.ask(m.MetricsArgs()).result["text"]
+    assert h.metric("steps_abandoned_total") == 1

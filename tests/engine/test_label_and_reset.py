@@ -1,4 +1,4 @@
-"""What changes no weights: labels, resets, forgotten caches; and what is told about weights."""
+"""Labels, resets of the engine and of its caches, and queries about weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import hashlib
 
 import pytest
 
-from engine.weight_calls import PROMPT, assert_serves, begin, chunk, failure, hold_ids, paused
+from engine.weight_calls import assert_serves, begin, chunk, hold_ids, paused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness
+from support.harness import PROMPT, Harness, one_running
 
 
-def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
-    """26"""
-    h = Harness()
-    h.add("r", list(range(1, 17)), n=2, max_tokens=12)
+def test_a_new_label_changes_no_earlier_span_no_kv_and_no_request():
+    h, prompt = Harness(), list(range(1, 17))
+    h.add("r", prompt, n=2, max_tokens=12)
     h.run_rounds(5)
     before = [len(h.stream("r", i).tokens) for i in range(2)]
     result = h.ask(m.SetVersionArgs("v9")).result
@@ -24,27 +23,27 @@ def test_a_relabel_changes_no_past_span_no_kv_and_no_request(folders):
     h.run_out()
     for i, count in enumerate(before):
         stream = h.stream("r", i)
-        assert stream.reason == "length" and stream.tokens == expected_tokens(list(range(1, 17)), 12)
+        assert stream.reason == "length" and stream.tokens == expected_tokens(prompt, 12)
         assert [s.version for s in stream.spans] == ["0"] * count + ["v9"] * (12 - count)
         assert {s.weight_epoch for s in stream.spans} == {0} and not any(s.recomputed for s in stream.spans)
-    h.add("again", list(range(1, 17)), max_tokens=2)
+    h.add("again", prompt, max_tokens=2)
     h.run_out()
-    assert h.stream("again").finals[0].finish_reason == "length" and h.engine.kv.hit_tokens >= 15
+    assert h.stream("again").reason == "length" and h.engine.kv.hit_tokens >= 15
 
 
-def test_a_relabel_of_a_paused_engine_leaves_it_paused():
+def test_a_new_label_does_not_resume_a_paused_engine():
     h = paused()
     h.ask(m.SetVersionArgs("v9"))
     assert h.status()["is_paused"] and h.status()["version"] == "v9"
 
 
-def test_a_relabel_is_no_publication():
+def test_a_new_label_does_not_release_the_republish_hold():
     h = Harness(lost_commit=True)
     h.ask(m.SetVersionArgs("v9"))
     assert hold_ids(h) == ["republish"]
 
 
-def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(folders):
+def test_reset_aborts_requests_and_the_session_and_drops_anonymous_holds_and_kv():
     h = Harness()
     h.connect("b")
     prompt = list(range(1, 17))
@@ -56,41 +55,36 @@ def test_reset_aborts_all_drops_anonymous_holds_and_the_session_and_forgets_kv(f
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="named")
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     result = h.ask(m.ResetArgs(version="fresh")).result
     assert (result["aborted"], result["released"], result["sessions_aborted"]) == (2, ["anonymous-1"], [session])
     assert (result["version"], result["weight_epoch"], result["still_held_by"]) == ("fresh", 0, ["named"])
     for stream in (h.stream("mine", 0), h.stream("mine", 1), h.stream("theirs", client="b")):
         assert stream.reason == "abort" and stream.tokens
-    assert failure(h, m.CommitUpdateArgs(session)).code == "session_not_found"
+    assert h.failure(m.CommitUpdateArgs(session)).code == "session_not_found"
     h.resume("named")
     hits = h.engine.kv.hit_tokens
     h.add("after", prompt, max_tokens=2)
     h.run_out()
-    assert h.engine.kv.hit_tokens == hits, "its KV was forgotten"
+    assert h.engine.kv.hit_tokens == hits, "no prefix hit after a reset"
     assert {s.version for s in h.stream("after").spans} == {"fresh"}
 
 
-def test_reset_of_an_idle_engine_is_harmless_and_answers_a_pause_that_drains():
-    h = Harness()
-    assert h.ask(m.ResetArgs()).result["aborted"] == 0
-    h.add("r", PROMPT, max_tokens=90)
-    h.run_rounds(3)
+def test_reset_answers_a_pause_that_drains_and_changes_nothing_on_an_idle_engine():
+    h = one_running(90)
     call = h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
-    h.ask(m.ResetArgs())
+    assert h.ask(m.ResetArgs()).result["aborted"] == 1
     assert h.reply(call).failure.code == "pause_interrupted" and not h.status()["rejecting_new_requests"]
+    assert h.ask(m.ResetArgs()).result["aborted"] == 0
     assert_serves(h, 0)
 
 
 @pytest.mark.parametrize("running", [False, True])
 @pytest.mark.parametrize("pause", [None, "keep", "wait"])
-def test_the_cache_is_reset_in_every_state_frozen_requests_or_not(running, pause):
-    """29"""
-    h = Harness()
+def test_the_cache_can_be_reset_in_every_state_of_the_engine(running, pause):
     prompt = list(range(1, 17))
-    h.add("r", prompt, max_tokens=12)
-    h.run_rounds(4)
+    h = one_running(12, prompt, rounds=4)
     if pause == "keep":
         h.pause(mode="keep")
     elif pause == "wait":
@@ -104,24 +98,21 @@ def test_the_cache_is_reset_in_every_state_frozen_requests_or_not(running, pause
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(prompt, 12)
     recomputed = h.runner.computed_tokens - computed > 16
-    assert recomputed == running, "KV of running requests goes if asked for, and only then"
+    assert recomputed == running, "running requests lose their KV only if the call says so"
 
 
-def test_after_a_reset_no_request_matches_what_was_cached_before():
-    h = Harness()
-    prompt = list(range(1, 17))
-    h.add("r", prompt, max_tokens=2)
-    h.run_out()
+def test_there_is_no_prefix_hit_after_a_reset_of_the_cache():
+    h = one_running(2, list(range(1, 17)))
     h.ask(m.ResetCacheArgs())
-    h.add("after", prompt, max_tokens=2)
+    h.add("after", list(range(1, 17)), max_tokens=2)
     h.run_out()
     assert h.engine.kv.hit_tokens == 0
 
 
-def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders):
+def test_weight_info_describes_the_session_and_steps_go_on_while_checksums_are_computed():
     h = Harness()
     begin(h, version="v1", partial=True, placed_by="sglang", lease_s=9.0)
-    chunk(h, h.engine.weights.session.id, folders / "w1")
+    chunk(h, h.engine.weights.session.id, "/w1")
     h.now += 2.0
     info = h.ask(m.WeightInfoArgs()).result
     assert (info["version"], info["weight_epoch"], info["boot_id"], info["asleep"]) == ("0", 0, "boot", [])
@@ -133,7 +124,7 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
     h.add("r", PROMPT, max_tokens=8)
     call = h.call(m.WeightInfoArgs(checksums=True))
     h.run_out()
-    assert h.reply(call) is None and h.stream("r").reason == "length", "steps go on meanwhile"
+    assert h.reply(call) is None and h.stream("r").reason == "length", "steps go on"
     h.runner.may_stage.set()
     h.run_rounds(2)
     one = hashlib.sha256(b"0").hexdigest()
@@ -142,10 +133,10 @@ def test_info_tells_the_session_and_checksums_are_computed_beside_steps(folders)
     assert result["checksum"] == hashlib.sha256(f"weights:{one}\n".encode()).hexdigest()
 
 
-def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as_those_that_serve(folders):
+def test_checksums_of_weights_that_are_replaced_before_they_are_computed_are_refused():
     h = Harness()
     h.runner.may_stage.clear()
-    update = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
+    update = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     call = h.call(m.WeightInfoArgs(checksums=True))
     h.run_rounds(2)
     h.runner.may_stage.set()
@@ -155,25 +146,21 @@ def test_checksums_of_weights_that_were_replaced_meanwhile_are_not_passed_off_as
     assert reply.failure is not None and reply.failure.code == "wrong_order"
 
 
-def test_metrics_tell_of_sessions_commits_and_sleep(folders):
+def test_metrics_count_sessions_commits_and_sleep():
     h = Harness()
-
-    def value(name: str) -> float:
-        text = h.ask(m.MetricsArgs()).result["text"]
-        return float(next(line for line in text.splitlines() if line.startswith(f"fastdeploy:{name} ")).split()[-1])
-
     begin(h)
-    assert value("weight_session_open") == 1 and value("weight_updates_failed") == 0
+    assert h.metric("weight_session_open") == 1 and h.metric("weight_updates_failed") == 0
     h.ask(m.AbortUpdateArgs())
-    assert value("weight_session_open") == 0 and value("weight_updates_failed") == 1
-    h.update(folders / "w1")
-    assert value("weight_epoch") == 1 and value("weight_updates_failed") == 1 and value("weight_commit_seconds") == 0
+    assert h.metric("weight_session_open") == 0 and h.metric("weight_updates_failed") == 1
+    h.update("/w1")
+    assert h.metric("weight_epoch") == h.metric("weight_updates_failed") == 1
+    assert h.metric("weight_commit_seconds") == 0
     h.ask(m.SleepArgs(("weight",)), rounds=5)
-    assert value('asleep{tag="weight"}') == 1 and value('asleep{tag="kv_cache"}') == 0
+    assert h.metric('asleep{tag="weight"}') == 1 and h.metric('asleep{tag="kv_cache"}') == 0
 
 
-def test_a_call_the_engine_does_not_know_is_an_error_and_not_its_end():
+def test_a_call_without_a_handler_is_refused_and_the_engine_goes_on():
     h = Harness()
     del h.engine._on_call[m.ModelInfoArgs]
-    assert failure(h, m.ModelInfoArgs()).code == "invalid_field"
+    assert h.failure(m.ModelInfoArgs()).code == "invalid_field"
     assert_serves(h, 0)

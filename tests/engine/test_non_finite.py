@@ -1,5 +1,4 @@
-"""A sequence whose logits are not finite ends with an error of its own: its tokens so far are told, and nobody else in
-the batch notices. A commit whose first step is so is counted and warned of."""
+"""Logits that are not finite end one sequence with an error, and leave the others of the batch as they are."""
 
 from __future__ import annotations
 
@@ -8,25 +7,18 @@ import logging
 import pytest
 
 from fastdeploy.core.errors import NonFiniteLogits
-from fastdeploy.core.request_fields import AddRequest
-from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
 
 
 def poisoned(*tokens: int) -> Harness:
+    """Return a harness whose logits behind each of ``tokens`` are not finite."""
     runner = FakeRunner()
     runner.poison = set(tokens)
     return Harness(runner)
 
 
-def metric(h: Harness, name: str) -> float:
-    text = h.ask(m.MetricsArgs()).result["text"]
-    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"fastdeploy:{name} "))
-
-
-def test_it_ends_with_an_error_and_the_tokens_it_has_and_the_others_go_on():
+def test_the_sequence_ends_with_an_error_and_its_tokens_and_the_others_go_on():
     prompt = [5, 6, 7]
     path = expected_tokens(prompt, 8)
     h = poisoned(path[3])
@@ -39,11 +31,11 @@ def test_it_ends_with_an_error_and_the_tokens_it_has_and_the_others_go_on():
     assert (final.finish_reason, final.stop_reason) == ("error", NonFiniteLogits.code)
     assert "position 7 " in final.message and "not finite" in final.message and "weights '0'" in final.message
     assert good.tokens == expected_tokens([1, 2, 3], 8) and good.reason == "length"
-    assert metric(h, "non_finite_rows_total") == 1 and metric(h, "non_finite_commits_total") == 0
+    assert h.metric("non_finite_rows_total") == 1 and h.metric("non_finite_commits_total") == 0
     assert h.engine.kv.num_free == h.engine.info.num_blocks
 
 
-def test_before_the_first_token_it_has_none_and_each_choice_of_a_group_ends_by_itself():
+def test_each_choice_of_a_poisoned_prompt_ends_with_an_error_and_no_token():
     h = poisoned(9)
     h.add("bad", [5, 6, 9], n=3)
     h.add("same prefix", [5, 6, 8])
@@ -55,53 +47,46 @@ def test_before_the_first_token_it_has_none_and_each_choice_of_a_group_ends_by_i
 
 
 @pytest.mark.parametrize("budget", [3, 64])
-def test_a_prompt_logprob_that_is_no_number_ends_the_choice_that_asks_for_it(budget):
-    runner = FakeRunner()
-    h = Harness(runner, max_num_batched_tokens=budget)
-    prompt = list(range(1, 12))
-    runner.poison = {6}
-    h.add("bad", prompt, prompt_logprobs=0)
+def test_a_prompt_logprob_that_is_not_finite_ends_the_choice_that_asks_for_it(budget):
+    h = Harness(max_num_batched_tokens=budget)
+    h.runner.poison = {6}
+    h.add("bad", list(range(1, 12)), prompt_logprobs=0)
     h.add("good", [40, 41], prompt_logprobs=0)
     h.run_out()
     bad = h.stream("bad")
     assert bad.tokens == [] and bad.reason == "error" and "position 6 " in bad.finals[0].message
-    assert len(bad.finals[0].prompt_logprobs) == (3 if budget == 3 else 0), "what is known of the prompt is told"
+    assert len(bad.finals[0].prompt_logprobs) == (3 if budget == 3 else 0), "the known prompt logprobs are sent"
     assert h.stream("good").tokens == expected_tokens([40, 41], 8)
 
 
-def test_a_commit_whose_first_step_is_not_finite_is_counted_and_warned_of_once(tmp_path, caplog):
+def test_a_commit_whose_first_step_is_not_finite_is_counted_and_logged_once(caplog):
     h = Harness()
     h.runner.bad_weights = {2}
     h.add("before", [1, 2], max_tokens=40)
     h.run_rounds(3)
-    for name in ("w1", "w2", "w3"):
-        (tmp_path / name).mkdir()
     with caplog.at_level(logging.WARNING, "fastdeploy.engine"):
-        assert h.update(tmp_path / "w1").failure is None
+        assert h.update("/w1").failure is None
         h.run_rounds(2)
-        assert caplog.messages == [] and metric(h, "non_finite_commits_total") == 0
-        assert h.update(tmp_path / "w2", version="step-7").failure is None
+        assert caplog.messages == [] and h.metric("non_finite_commits_total") == 0
+        assert h.update("/w2", version="step-7").failure is None
         for i in range(3):
             h.add(f"r{i}", [3, i])
         h.run_out()
         assert h.stream("before").reason == "error" and h.stream("before").tokens
         assert [h.stream(f"r{i}").reason for i in range(3)] == ["error"] * 3
         assert len(caplog.messages) == 1 and "'step-7'" in caplog.messages[0]
-        assert metric(h, "non_finite_commits_total") == 1 and metric(h, "non_finite_rows_total") == 4
-        assert h.update(tmp_path / "w3").failure is None
+        assert h.metric("non_finite_commits_total") == 1 and h.metric("non_finite_rows_total") == 4
+        assert h.update("/w3").failure is None
         h.add("after", [1, 2])
         h.run_out()
     assert h.stream("after").tokens == expected_tokens([1, 2], 8, weights=3)
-    assert metric(h, "non_finite_commits_total") == 1 and len(caplog.messages) == 1
+    assert h.metric("non_finite_commits_total") == 1 and len(caplog.messages) == 1
 
 
 def test_a_retained_result_with_an_error_is_replayed():
     h = poisoned(9)
-    add = AddRequest("r", [5, 9], SamplingParams(max_tokens=4), retain_s=60, fingerprint="f")
-    h.send(add)
-    h.run_out()
     h.connect("b")
-    h.send(add, "b")
-    h.run_rounds(2)
     for client in "ab":
+        h.add("r", [5, 9], client, retain_s=60, fingerprint="f")
+        h.run_rounds(4)
         assert h.stream("r", client=client).finals[0].stop_reason == NonFiniteLogits.code

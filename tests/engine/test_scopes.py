@@ -1,4 +1,4 @@
-"""Two scopes in one engine: what a pause of one does to its own requests, and what it leaves alone."""
+"""Pauses of one scope in an engine that has two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONG = 60
 
 
 def two_scopes(num_blocks: int = 128, rounds: int = 3, **config) -> Harness:
-    """Requests a0, a1, ... of scope "a" and b0, b1, ... of scope "b": two of each run, one of each waits."""
+    """Return a harness with requests a0 to a2 of scope "a" and b0 to b2 of scope "b"; the last of each waits."""
     h = Harness(FakeRunner(num_blocks=num_blocks), **config)
     for scope in ("a", "b"):
         h.engine.scopes.add(scope)
@@ -44,12 +44,12 @@ def test_one_scope_is_kept_while_the_other_runs():
     assert all(now > before for now, before in zip(counts(h, "b"), running, strict=True)), "b2 took a free place"
     assert not h.status()["is_paused"] and not h.status()["rejecting_new_requests"], "the engine runs"
     assert h.ask(m.PauseStatusArgs(scope="a")).result["counts"] == {"running": 0, "frozen": 2, "queued": 1}
-    assert h.ask(m.ResumeArgs(scope="b")).result["released"] == [], "the hold is not b's"
+    assert h.ask(m.ResumeArgs(scope="b")).result["released"] == [], "the hold is of scope a"
     assert len(h.ask(m.ResumeArgs(scope="a")).result["released"]) == 1
     assert_all_exact(h)
 
 
-def test_an_abort_of_one_scope_ends_its_requests_alone():
+def test_an_abort_of_one_scope_ends_only_its_requests():
     h = two_scopes()
     report = h.pause(mode="abort", scope="a").result
     assert sorted(report["aborted_ids"]) == ["a0", "a1", "a2"] and report["counts"]["aborted"] == 3
@@ -64,7 +64,7 @@ def test_an_abort_of_one_scope_ends_its_requests_alone():
 
 
 def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
-    """Its fence passes though outputs of the other scope follow it, in every step."""
+    """Outputs of the other scope after the fence do not delay the drain."""
     h = two_scopes(max_num_seqs=8)
     h.add("endless", [9], max_tokens=120, scope="b")
     report = h.pause(rounds=80, mode="wait", scope="a").result
@@ -74,22 +74,20 @@ def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
     assert_all_exact(h)
 
 
-def test_a_fence_of_a_scope_waits_for_a_client_that_is_silent():
+def test_a_fence_of_a_scope_waits_for_the_acknowledgement_of_each_client():
     h = two_scopes()
     h.transport.mute.add("a")
     call = h.call(m.PauseArgs(mode="keep", scope="a"))
     h.run_rounds(5)
     assert h.reply(call) is None
-    fence = [x for x in h.transport.sent["a"] if isinstance(x, m.Fence)]
-    assert len(fence) == 1, "outputs of b do not overtake it"
-    h.send(m.FenceAck(fence[0].fence_id))
-    h.run_rounds()
+    assert len(h.sent(m.Fence)) == 1, "outputs of b need no further fence"
+    h.acknowledge()
     assert h.reply(call).result["is_paused"]
 
 
 @pytest.mark.parametrize("first", ["a", "engine"])
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_a_pause_of_the_engine_on_top_of_one_scope_is_released_in_any_order(mode, first):
+def test_pauses_of_the_engine_and_of_one_scope_may_be_released_in_any_order(mode, first):
     h = two_scopes()
     h.pause(mode="keep", scope="a")
     frozen = counts(h, "a")
@@ -106,7 +104,7 @@ def test_a_pause_of_the_engine_on_top_of_one_scope_is_released_in_any_order(mode
     assert_all_exact(h)
 
 
-def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
+def test_no_scope_starts_a_request_while_the_engine_drains():
     h = two_scopes()
     h.pause(mode="keep", scope="a")
     h.call(m.PauseArgs(mode="wait"))
@@ -119,7 +117,7 @@ def test_an_engine_that_drains_lets_no_scope_begin_anything_new():
 
 
 @pytest.mark.parametrize("scope", ["a", "engine"])
-def test_a_half_computed_prompt_goes_back_to_the_queue_when_its_scope_or_the_engine_drains(scope):
+def test_a_drain_puts_a_half_computed_prompt_back_in_the_queue(scope):
     h = Harness(max_num_batched_tokens=8)
     h.engine.scopes.add("a")
     h.add("old", [2], max_tokens=30, scope="a")
@@ -127,14 +125,13 @@ def test_a_half_computed_prompt_goes_back_to_the_queue_when_its_scope_or_the_eng
     h.add("r", [1] * 40, max_tokens=3, scope="a")
     h.run_rounds(2)
     report = h.pause(mode="wait", scope=scope).result
-    assert report["counts"]["queued"] == 1 and not h.stream("r").tokens, "a drain waits for no new answer"
+    assert report["counts"]["queued"] == 1 and not h.stream("r").tokens, "a drain starts no output"
     h.ask(m.ResumeArgs(scope=scope))
     h.run_out()
     assert h.stream("r").tokens == expected_tokens([1] * 40, 3)
 
 
-def test_frozen_requests_give_way_with_their_places_and_their_kv():
-    """Nobody waits for ever on what a closed scope holds; what was lost is recomputed."""
+def test_frozen_requests_of_a_paused_scope_are_preempted_for_another_scope():
     h = two_scopes(num_blocks=32, max_num_seqs=2, rounds=8)
     assert len(h.engine.scheduler.running) == 2
     h.pause(mode="keep", scope="a")
@@ -145,7 +142,7 @@ def test_frozen_requests_give_way_with_their_places_and_their_kv():
     assert [h.stream(name).finals[0].num_preempted for name in ("a0", "b0", "b1", "b2")] == [1, 0, 0, 0]
 
 
-def test_a_prompt_that_a_frozen_request_had_begun_keeps_nobody_waiting():
+def test_a_half_computed_prompt_of_a_frozen_request_delays_no_request_with_the_same_prompt():
     h = Harness(max_num_batched_tokens=8)
     h.engine.scopes.add("a")
     for name in ("first", "second"):
@@ -160,7 +157,7 @@ def test_a_prompt_that_a_frozen_request_had_begun_keeps_nobody_waiting():
     assert h.stream("first").tokens == h.stream("second").tokens == expected_tokens([7] * 20, 3)
 
 
-def test_a_pause_of_one_scope_does_not_end_the_step_that_others_are_in():
+def test_a_pause_of_one_scope_does_not_abandon_the_step_in_flight():
     h = two_scopes()
     computed_to_the_end = len(h.runner.plans)
     h.runner.in_step = lambda: h.call(m.PauseArgs(mode="keep", scope="a"))
@@ -168,7 +165,7 @@ def test_a_pause_of_one_scope_does_not_end_the_step_that_others_are_in():
     assert len(h.runner.plans) == computed_to_the_end + 1
 
 
-def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
+def test_clearing_the_cache_of_one_scope_keeps_the_prefix_hits_of_the_other():
     h = Harness()
     h.engine.scopes.add("a")
     for name, scope in (("a0", "a"), ("e0", "engine")):
@@ -185,25 +182,25 @@ def test_clearing_the_cache_of_a_scope_leaves_the_other_its_hits():
     assert hits == [11, 0]
 
 
-def test_a_commit_and_a_label_show_in_the_spans_of_every_scope(folders):
+def test_a_commit_and_a_label_show_in_the_spans_of_every_scope():
     h = two_scopes()
     h.pause(mode="keep", scope="a")
-    h.update(folders / "w1", version="new")
+    h.update("/w1", version="new")
     h.ask(m.SetVersionArgs("label"))
     assert h.ask(m.ResumeArgs(scope="a")).result["version"] == "label"
     h.run_out()
     for name in ("a0", "b0"):
         spans = h.stream(name).spans
         assert [spans[0].weight_epoch, spans[-1].weight_epoch] == [0, 1] and spans[-1].version == "label"
-        assert not spans[-1].recomputed, "frozen or running: its KV was kept"
+        assert not spans[-1].recomputed, "the KV was kept"
 
 
 @pytest.mark.parametrize(
     "args", [m.PauseArgs(scope="c"), m.ResumeArgs(scope="c"), m.RenewArgs("x", scope="c"), m.PauseStatusArgs("c")]
 )
-def test_a_scope_that_is_not_there_is_named(args):
+def test_an_unknown_scope_is_refused(args):
     h = two_scopes()
-    assert h.ask(args).failure.detail["param"] == "scope"
+    h.assert_refused(args, "scope")
     h.add("r", [1], scope="c")
     h.run_rounds()
     assert h.rejected("r").detail["param"] == "scope"

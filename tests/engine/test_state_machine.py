@@ -1,7 +1,7 @@
-"""Everything that can happen to an engine, in any order: hypothesis looks for an order that breaks a promise.
+"""A search by hypothesis for an order of events that breaks an invariant of the engine.
 
-The pool is so small that preemption is common, the vocabulary so small that requests end by EOS and by stop ids, and
-prompts share prefixes, so that blocks are shared and copied on write.
+A small pool makes preemption common. A small vocabulary makes requests end by EOS and by stop ids. The prompts share
+prefixes, so that blocks are shared and copied on write.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ PAUSES = st.builds(
     hold_id=HOLDS,
     scope=SCOPES,
 )
-FOLDERS = ["w1", "w2", "w3-recompute", "bad", "garbage"]
-UPDATES = [("w1", "keep"), ("w2", "keep"), ("w3-recompute", "recompute"), ("bad", "keep"), ("garbage", "recompute")]
+FOLDERS = ["/w1", "/w2", "/w3-recompute", "/bad", "/garbage"]
+UPDATES = list(zip(FOLDERS, ["keep", "keep", "recompute", "keep", "recompute"], strict=True))
 TAGS = st.sampled_from([(), ("weight",), ("kv_cache",), ("weight", "kv_cache")])
 SYSTEM_HOLDS = {"sleep", "in_place", "republish"}
-# Answered when the work is done; every other call at once.
+# Calls that are answered when their work is done. All other calls are answered at once.
 LATER = (m.PauseArgs, m.SleepArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.WeightInfoArgs)
 ENDED = {"session_not_found", "session_expired"}
 REFUSALS: dict[type, set[str]] = {
     m.BeginUpdateArgs: {"update_in_progress", "version_conflict", "wrong_order"},
     m.UpdateWeightsArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
-    m.UpdateChunkArgs: {"weight_update_refused", "wrong_order", *ENDED},
+    m.UpdateChunkArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
     m.CommitUpdateArgs: {"weight_update_refused", "version_conflict", "wrong_order", *ENDED},
     m.AbortUpdateArgs: {"session_not_found"},
     m.WeightInfoArgs: {"wrong_order"},
@@ -79,7 +79,7 @@ REFUSALS: dict[type, set[str]] = {
 
 @dataclass
 class Publication:
-    """What a weight session was told; ``names`` are the chunks that came before its commit."""
+    """The calls of one weight session. names: the folders of the parts before its commit."""
 
     version: str | None
     partial: bool
@@ -87,14 +87,13 @@ class Publication:
     committing: bool = False
 
     def weights(self, serving: int) -> int:
-        last = int((self.names or ["w0"])[-1][1:].partition("-")[0])
+        last = int((self.names or ["/w0"])[-1][2:].partition("-")[0])
         return last + (serving if self.partial else 0)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    def __init__(self, folder):
+    def __init__(self):
         super().__init__()
-        self.folder = folder
         self.ids = count()
         self.start_engine()
 
@@ -153,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.unmute(client)
 
     def unmute(self, client: str) -> None:
-        """It comes to its senses and acknowledges the fences it has read."""
+        """Let the client acknowledge the fences that it has received."""
         self.h.transport.mute.discard(client)
         for at, message in enumerate(self.h.transport.sent.get(client, [])):
             if isinstance(message, m.Fence) and at >= self.h.transport.acked.get(client, 0):
@@ -218,7 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), args=PAUSES, then=st.sampled_from(["", "", "resume", "pause"]))
     def pause_in_the_middle_of_a_step(self, data, args, then):
-        """If there is no step, between two. Then perhaps at once the contrary, or the same in the next step."""
+        """Pause within the next step, if there is one. then: the call after that, "" for none."""
         client = self.some_client(data)
         self.within_a_step(lambda: self.call(args, client))
         if then:
@@ -227,7 +226,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.within_a_step(lambda: self.call(args, client))
 
     def within_a_step(self, action) -> None:
-        self.step()  # what was sent before is not to meet it
+        self.step()  # messages sent before are handled before the step
         self.h.runner.in_step = action
         self.read_in_step = 1
         self.step()
@@ -271,12 +270,12 @@ class EngineMachine(RuleBasedStateMachine):
     def ask(self, data, args):
         call_id = self.call(args, client := self.some_client(data))
         self.step()
-        assert (client, call_id) not in self.witness.calls, "a question was not answered at once"
+        assert (client, call_id) not in self.witness.calls, "a query was not answered at once"
 
     # ---------------------------------------------------------------- weights
 
     def call_and_note(self, args: m.Args, client: str, version: str | None, partial: bool, names: list[str]) -> None:
-        """Make a call that opens a session, and note what the session was told if it did."""
+        """Make a call that may open a session, and note the session if it did."""
         self.call(args, client)
         self.step()
         session = self.engine.weights.session
@@ -291,11 +290,11 @@ class EngineMachine(RuleBasedStateMachine):
         if slow:
             self.h.runner.may_stage.clear()
         folder, kv = update
-        source = FolderSource(str(self.folder / folder))
+        source = FolderSource(folder)
         args = m.UpdateWeightsArgs(source, version, kv=kv, partial=partial, in_place=in_place)
         self.call_and_note(args, client := self.some_client(data), version, partial, [folder])
         if self.engine.weights.session is not None and client in self.live_clients():
-            self.call(m.UpdateWeightsArgs(source), client)  # one at a time
+            self.call(m.UpdateWeightsArgs(source), client)  # refused: one at a time
 
     @rule(data=st.data(), version=st.sampled_from([None, "b"]),
           expected=st.sampled_from([None, None, "serving", "nope"]), kv=st.sampled_from(["keep", "recompute"]),
@@ -314,7 +313,7 @@ class EngineMachine(RuleBasedStateMachine):
         session_id = self.some_session(data)
         if slow:
             self.h.runner.may_stage.clear()
-        self.call(m.UpdateChunkArgs(session_id, FolderSource(str(self.folder / name))), self.some_client(data))
+        self.call(m.UpdateChunkArgs(session_id, FolderSource(name)), self.some_client(data))
         if not self.publications[session_id].committing:
             self.publications[session_id].names.append(name)
 
@@ -339,22 +338,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.call(m.AbortUpdateArgs(self.some_session(data) if named else None), self.some_client(data))
 
     def some_session(self, data) -> str:
-        """The one that is open, mostly."""
+        """Draw a session, mostly the open one."""
         ids = list(self.publications)
         session = self.engine.weights.session
         return data.draw(st.sampled_from([session.id] * 9 + ids[-1:] if session else ids), label="session")
 
     @precondition(lambda self: self.engine.weights.session is None)
-    @rule(data=st.data(), names=st.permutations(["w1", "w2"]), lease_s=st.sampled_from([3.0, 300.0]),
+    @rule(data=st.data(), names=st.permutations(["/w1", "/w2"]), lease_s=st.sampled_from([3.0, 300.0]),
           partial=st.booleans(), then=st.sampled_from(["commit", "commit", "silence"]))  # fmt: skip
     def a_trainer_publishes(self, data, names, lease_s, partial, then):
-        """In place if the engine is paused."""
+        """Run a session, in place if the engine is paused."""
         self.begin_with(data, m.BeginUpdateArgs(partial=partial, in_place=self.pause.is_paused, lease_s=lease_s))
         session = self.engine.weights.session
         if session is None:
             return
         for name in names:
-            self.call(m.UpdateChunkArgs(session.id, FolderSource(str(self.folder / name))), self.some_client(data))
+            self.call(m.UpdateChunkArgs(session.id, FolderSource(name)), self.some_client(data))
             self.publications[session.id].names.append(name)
         if then == "commit":
             self.call(m.CommitUpdateArgs(session.id), self.some_client(data))
@@ -367,7 +366,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.label_comes(version)
 
     def label_comes(self, version: str) -> None:
-        """No token of the round in which it is read has the old label: all are sampled after its messages."""
+        """Expect the label from this round on: a round handles its messages before it samples."""
         self.witness.versions[self.h.served.weight_epoch] = version
         self.step()
 
@@ -411,7 +410,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.make_whole(self.some_client(data))
 
     def make_whole(self, client: str) -> None:
-        """Wake up what sleeps, and publish weights where there are none."""
+        """Wake the engine, and publish weights if there are none."""
         self.h.runner.no_space = False
         self.call(m.AbortUpdateArgs(), client)
         self.finish_all_work()
@@ -419,19 +418,19 @@ class EngineMachine(RuleBasedStateMachine):
             self.call(m.WakeArgs(), client)
             self.step()
         if not self.h.runner.has_weights:
-            args = m.UpdateWeightsArgs(FolderSource(str(self.folder / "w2")))
-            self.call_and_note(args, client, None, False, ["w2"])
+            args = m.UpdateWeightsArgs(FolderSource("/w2"))
+            self.call_and_note(args, client, None, False, ["/w2"])
         self.finish_all_work()
 
     def finish_all_work(self) -> None:
-        """Run the loop until the staging thread has nothing left to do, which ends between two rounds."""
+        """Run the loop until the staging thread has nothing left to do."""
         self.let_staging_end()
         self.step()
         for _ in range(200):
             if not self.engine.weights.staging_busy:
                 return
             self.step()
-        raise AssertionError("the staging thread does not come to its end")
+        raise AssertionError("the staging thread does not end")
 
     @rule()
     def staging_comes_to_its_end(self):
@@ -459,12 +458,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
             self.step()
             requests = self.engine.lifecycle.requests
-            assert not any(r.group.client in self.witness.dropped for r in requests), "nobody wants it"
+            assert not any(r.group.client in self.witness.dropped for r in requests), (
+                "a request of a dead client is left"
+            )
 
     @precondition(lambda self: self.engine.scheduler.has_work)
     @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
     def worker_dies(self, data, sure, draining):
-        """Rarely. The loop answers everything that is open, once, and ends; another engine takes over."""
+        """Let a step fail, but seldom: the loop answers all open requests and calls, and another engine takes over."""
         self.let_staging_end()
         if draining and not sure:
             self.call(m.PauseArgs("wait"), self.some_client(data))
@@ -490,9 +491,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
-            assert self.h.runner.computed_tokens == computed and tokens == 0, "PAUSED, and yet it computed"
+            assert self.h.runner.computed_tokens == computed and tokens == 0, "the engine computed while paused"
         if frozen is not None and self.tenant.is_paused:
-            assert self.tokens_of_the_tenant() == frozen, "its scope is PAUSED, and yet it computed"
+            assert self.tokens_of_the_tenant() == frozen, "the engine computed for a paused scope"
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
@@ -504,11 +505,11 @@ class EngineMachine(RuleBasedStateMachine):
         return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.scope == "tenant")
 
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
-        """``serving``: the weights before."""
+        """Note a commit. serving: the weights before it."""
         self.witness.weights[weight_epoch] = told.weights(serving)
         self.witness.versions[weight_epoch] = told.version or str(weight_epoch)
-        assert told.committing and "bad" not in told.names and "garbage" not in told.names
-        assert self.h.runner.weights == told.weights(serving), "what was committed was not asked for"
+        assert told.committing and "/bad" not in told.names and "/garbage" not in told.names
+        assert self.h.runner.weights == told.weights(serving), "other weights than those of the session"
         assert self.h.served.version == self.witness.versions[weight_epoch]
         event("commit")
 
@@ -526,12 +527,15 @@ class EngineMachine(RuleBasedStateMachine):
                 if code == "pause_timeout":
                     assert args.on_timeout == "cancel" or args.hold_id is not None
                     holds = self.engine.scopes.pause_of(args.scope).holds
-                    assert reply.result["hold"]["id"] not in holds, "it failed, and yet it holds"
+                    assert reply.result["hold"]["id"] not in holds, "a failed pause still holds"
             case m.ResumeArgs(hold_id) if code is not None:
                 assert code == "resume_refused" and hold_id in SYSTEM_HOLDS, reply
             case m.ResumeArgs(hold_id):
                 released = set(reply.result["released"])
                 assert released <= {hold_id} if hold_id else not released & {"x", "y", "z", *SYSTEM_HOLDS}, reply
+            case m.UpdateChunkArgs(session_id, FolderSource(path)) if code == "update_in_progress":
+                # Too many reads hang. The session goes on without this part.
+                self.publications[session_id].names.remove(path)
             case m.SleepArgs(tags=tags) if code is None:
                 assert set(tags) <= self.h.runner.asleep and self.pause.is_paused
             case m.WeightInfoArgs() if code is None and "checksums" in reply.result:
@@ -544,7 +548,7 @@ class EngineMachine(RuleBasedStateMachine):
             event(f"{type(args).__name__}: {code}")
 
     def assert_everything_is_delivered(self) -> None:
-        """At the moment of a pause's reply every client that is there has acknowledged all outputs."""
+        """Assert that every live client has acknowledged all outputs, as it must have when a pause is answered."""
         for client in self.live_clients():
             sent = self.h.transport.sent.get(client, [])
             outputs = [at for at, message in enumerate(sent) if isinstance(message, m.Outputs)]
@@ -572,24 +576,23 @@ class EngineMachine(RuleBasedStateMachine):
         self.what_runs_is_whole()
 
     def what_runs_is_whole(self) -> None:
-        """No step without weights and KV: while something is missing a hold of the system's own stands (the fake runner
-        refuses the step besides), and no longer than that."""
+        """Assert that a hold of the system stands exactly while weights or KV are missing."""
         runner, session, holds = self.h.runner, self.engine.weights.session, self.pause.holds
         if runner.asleep or not runner.has_weights:
             assert self.pause.is_paused and SYSTEM_HOLDS & set(holds)
         assert not runner.asleep or "sleep" in holds
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
         if "in_place" in holds and not (session is not None and session.in_place) and runner.has_weights:
-            assert self.engine.weights.staging_busy or runner.asleep, "an update in place ended, and its hold stands"
+            assert self.engine.weights.staging_busy or runner.asleep, "the hold of an update in place outlives it"
         if session is not None and not self.engine.weights.staging_busy:
-            assert session.state.value == "open", "it is being committed, and nobody works on it"
+            assert session.state.value == "open", "a session is being committed without a thread"
         if session is not None and session.in_place:
             assert "in_place" in holds and self.pause.is_paused
 
     # ---------------------------------------------------------------- the end
 
     def teardown(self):
-        """Everybody lets go: all that was accepted comes to its end, and the engine is as it was at first."""
+        """Release all holds: every accepted request must end, and all blocks must be free again."""
         self.let_staging_end()
         if not self.live_clients():
             self.connect()
@@ -601,7 +604,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
         for _ in range(2):  # a sleep that drained is answered when the requests have ended
             self.let_go(self.live_clients()[0])
-        self.h.now += 2.0  # a heartbeat finds who died
+        self.h.now += 2.0  # a heartbeat finds dead clients
         self.step()
         self.step()
         assert self.pause.phase is self.tenant.phase is PausePhase.RUNNING
@@ -625,11 +628,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.step()
 
 
-def explore(folder, caplog, examples: int, steps: int, shrink: bool) -> None:
-    """Without ``shrink`` a failure is shown as it was found: shrinking takes minutes."""
+def explore(caplog, examples: int, steps: int, shrink: bool) -> None:
+    """Run the machine. shrink: whether to reduce a failure to a short one, which takes minutes."""
     caplog.set_level(logging.CRITICAL, logger="fastdeploy.engine")
-    for name in FOLDERS:
-        (folder / name).mkdir()
+
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -640,14 +642,14 @@ def explore(folder, caplog, examples: int, steps: int, shrink: bool) -> None:
         print_blob=False,
         phases=[Search.generate, Search.shrink] if shrink else [Search.generate],
     )
-    run_state_machine_as_test(lambda: EngineMachine(folder), settings=profile)
+    run_state_machine_as_test(EngineMachine, settings=profile)
 
 
-def test_no_order_of_events_breaks_a_promise(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=80, steps=60, shrink=False)
+def test_no_order_of_events_breaks_an_invariant(caplog):
+    explore(caplog, examples=80, steps=60, shrink=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_order_of_events_breaks_a_promise_in_a_long_search(tmp_path, caplog):
-    explore(tmp_path, caplog, examples=3000, steps=150, shrink=True)
+def test_no_order_of_events_breaks_an_invariant_in_a_long_search(caplog):
+    explore(caplog, examples=3000, steps=150, shrink=True)

@@ -1,9 +1,9 @@
-"""A weight update in the middle of generations, on a real model and against torch: whatever the switch point, the
-continuation is exactly what was asked for. The engine is turned by hand, so that each switch point is reached.
+"""Weight updates in the middle of generations, on a real model: each continuation is compared with torch.
 
-    token k was sampled by the old weights; its keys and values are computed by the next step, under the new ones
+Token k is the last one that the old weights sampled. The next step computes its keys and values with the new weights.
+
     kv=keep       prompt and tokens 1..k-1 keep the keys and values of the old weights
-    kv=recompute  everything is computed anew under the new weights
+    kv=recompute  all keys and values are computed again with the new weights
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from support.harness import Harness, Stream
 from support.torch_continuations import Case, continuations
 
 LENGTH = 100
-STAGGER = 5  # steps between two arrivals: one commit finds its targets at 20 different points
+STAGGER = 5  # steps between two arrivals, so that one commit meets its targets at 20 different tokens
 TARGETS = LENGTH // STAGGER
 VOCAB = 211
-# Half of the targets have the same prompt, and all the same beginning: prefix hits and shared blocks everywhere.
+# All targets share the beginning of their prompt, and each half shares the whole: there are many prefix hits.
 PROMPTS = [prompt(37, VOCAB), prompt(37, VOCAB)[:33] + prompt(9, VOCAB)]
 
 
 class HeldRunner(ModelRunner):
-    """A real runner whose staging can be held up, as the harness does during a round. ``before_commit`` is called by
-    each commit."""
+    """A real runner whose staging waits for ``may_stage``, which the harness clears during a round."""
 
     before_commit: Callable[[], None] = staticmethod(lambda: None)
 
@@ -58,14 +57,14 @@ class HeldRunner(ModelRunner):
 
 
 MODELS = ["qwen2", "qwen3_wide"]
-# Both models go through both ways of an update, live and paused; the second only once each.
+# model, kv, whether the engine is paused
 WAYS = [("qwen2", "keep", False), ("qwen2", "keep", True), ("qwen2", "recompute", False), ("qwen2", "recompute", True),
         ("qwen3_wide", "keep", False), ("qwen3_wide", "recompute", True)]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def folders(request, tmp_path_factory) -> tuple[Path, Path]:
-    """The old weights and the new ones: another random model of the same shape."""
+    """Write the old and the new weights: two random models of one shape."""
     root = tmp_path_factory.mktemp("policies")
     spec = SPECS[request.param]
     return (
@@ -90,31 +89,32 @@ def update(h: Harness, folder: Path, kv: str, paused: bool) -> None:
     reply = h.update(str(folder), rounds=3, kv=kv)
     assert reply.failure is None and reply.result["kv"] == kv, reply
     if paused:
-        assert h.status()["is_paused"], "an update never resumes"
+        assert h.status()["is_paused"], "an update does not resume"
         h.run_rounds(3)
         assert h.resume().failure is None
 
 
 def run(folders: tuple[Path, Path], offset: int, kv: str, paused: bool) -> tuple[list[Stream], Stream]:
-    """20 staggered targets among other requests, an update ``offset`` steps after the last of them began; their
-    streams, and that of a request which came after the update."""
+    """Run 20 staggered targets among other requests, with an update ``offset`` steps after the last target began.
+
+    Returns the streams of the targets, and the stream of a request that was sent after the update."""
     old, new = folders
     h = engine_on(old)
     for i in range(TARGETS):
         h.run_rounds(STAGGER)
         target(h, i)
-        if i % 6 == 0:  # others, of other lengths, that come and go
+        if i % 6 == 0:  # other requests, which end at other times
             h.add(f"other{i}", prompt(50 + i, VOCAB), max_tokens=7 + i, temperature=1.0, seed=i)
     h.run_rounds(offset)
     update(h, new, kv, paused)
     h.add("after", PROMPTS[0], max_tokens=LENGTH, temperature=0.0, logprobs=0)
     h.run_out()
-    assert h.engine.kv.hit_tokens > 0, "prefix caching took no part"
+    assert h.engine.kv.hit_tokens > 0, "no prefix hit"
     return [h.stream(f"t{i}") for i in range(TARGETS)], h.stream("after")
 
 
 def switch_point(stream: Stream) -> int:
-    """How many tokens the old weights sampled; the spans say so, and leave no gap."""
+    """Return how many tokens the old weights sampled, and assert that the spans leave no gap."""
     weight_epochs = [span.weight_epoch for span in stream.spans]
     assert weight_epochs == sorted(weight_epochs) and set(weight_epochs) <= {0, 1}
     assert [(s.start, s.end) for s in stream.spans] == [(i, i + 1) for i in range(len(stream.tokens))]
@@ -123,7 +123,7 @@ def switch_point(stream: Stream) -> int:
 
 @pytest.fixture(scope="module")
 def on_new_weights(folders) -> Stream:
-    """The request that comes after the update, on a fresh engine that never had other weights."""
+    """Run the request that comes after the update on an engine that has had no other weights."""
     h = engine_on(folders[1])
     h.add("after", PROMPTS[0], max_tokens=LENGTH, temperature=0.0, logprobs=0)
     h.run_out()
@@ -131,11 +131,13 @@ def on_new_weights(folders) -> Stream:
 
 
 @pytest.mark.parametrize(("folders", "kv", "paused"), WAYS, indirect=["folders"])
-def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, torch_process, kv, paused):
+def test_at_every_switch_point_the_continuation_is_that_of_torch(folders, on_new_weights, torch_process, kv, paused):
     cases, streams, points = [], [], set()
     for offset in range(STAGGER):
         targets, after = run(folders, offset, kv, paused)
-        assert (after.tokens, after.logprobs) == (on_new_weights.tokens, on_new_weights.logprobs), "not a fresh server"
+        assert (after.tokens, after.logprobs) == (on_new_weights.tokens, on_new_weights.logprobs), (
+            "differs from an engine that started with the new weights"
+        )
         for i, stream in enumerate(targets):
             assert stream.reason == "length" and len(stream.tokens) == len(stream.logprobs) == LENGTH
             k = switch_point(stream)
@@ -153,14 +155,14 @@ def test_for_every_switch_point_the_continuation_is_that_of_torch(folders, on_ne
         assert np.abs(logprobs - wanted["logprobs"]).max() < 1e-3
 
 
-def test_the_two_ways_differ_so_the_test_can_tell_them_apart(folders):
+def test_keep_and_recompute_give_different_tokens(folders):
     kept, recomputed = (run(folders, 0, kv, False)[0] for kv in ("keep", "recompute"))
     differing = sum(a.tokens != b.tokens for a, b in zip(kept, recomputed, strict=True))
     assert differing > TARGETS / 2
 
 
 @pytest.mark.parametrize(("folders", "kv", "paused"), WAYS, indirect=["folders"])
-def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process, kv, paused):
+def test_a_continuation_after_a_switch_in_the_middle_of_a_prompt_is_that_of_torch(folders, torch_process, kv, paused):
     old, new = folders
     long = prompt(90, VOCAB)
     h = engine_on(old, max_num_batched_tokens=16)
@@ -182,8 +184,8 @@ def test_a_switch_in_the_middle_of_a_prompt_is_exact_too(folders, torch_process,
     assert np.abs(np.array([e.logprob for e in stream.logprobs]) - wanted["logprobs"]).max() < 1e-3
 
 
-def test_a_request_that_goes_on_after_keep_and_update_still_ends_at_its_eos(folders, tmp_path):
-    """Run once to learn what comes after the switch, declare one of those tokens the EOS, and run again."""
+def test_a_request_ends_at_its_eos_after_a_pause_and_an_update(folders, tmp_path):
+    """Run once to learn the tokens after the switch, make one of them the EOS, and run again."""
     old, new = folders
 
     def generate(folder: Path, ignore_eos: bool) -> Stream:

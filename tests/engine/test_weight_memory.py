@@ -1,5 +1,4 @@
-"""Of weights that do not serve nothing is left, at once: with Python's collector off, since it is all but off in the
-engine (collector.py). A forgotten reference would be a second copy of the model, with every update one more."""
+"""Weights that do not serve are freed at once, without Python's garbage collector (see collector.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from support.harness import Harness
 
 
 class WatchedRunner(ModelRunner):
-    """A real runner that remembers, weakly, what it staged and what served."""
+    """A real runner with weak references to all weights that it staged and committed."""
 
     def __init__(self, *args, **settings):
         self.seen: list[weakref.ref] = []
@@ -61,7 +60,7 @@ def test_an_update_leaves_one_set_of_weights(h, folder):
         assert h.runner.alive == one_set
 
 
-def test_so_does_a_session_of_chunks_an_update_in_place_and_one_that_is_partial(h, folder):
+def test_a_session_and_partial_and_in_place_updates_leave_one_set_of_weights(h, folder):
     one_set = h.runner.alive
     assert h.update(folder, partial=True).failure is None
     assert h.runner.alive == one_set
@@ -74,7 +73,7 @@ def test_so_does_a_session_of_chunks_an_update_in_place_and_one_that_is_partial(
     assert h.runner.alive == one_set
 
 
-def test_what_was_refused_or_aborted_is_gone(h, folder):
+def test_refused_and_aborted_weights_are_freed(h, folder):
     one_set = h.runner.alive
     wrong = {"model.embed_tokens.weight": "0" * 64}
     for _ in range(2):
@@ -86,7 +85,7 @@ def test_what_was_refused_or_aborted_is_gone(h, folder):
     assert h.runner.alive == one_set
 
 
-def test_an_update_that_is_aborted_when_it_is_all_but_staged_is_gone(h, folder, monkeypatch):
+def test_weights_aborted_at_the_end_of_staging_are_freed(h, folder, monkeypatch):
     one_set = h.runner.alive
     finish, may_end = WeightStaging.finish, threading.Event()
 

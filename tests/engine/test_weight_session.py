@@ -1,59 +1,27 @@
-"""Weight sessions: whatever becomes of one, the old weights or the new ones serve, whole, and everybody is told."""
+"""Weight sessions: begin, parts and commit, refusals, leases and aborts."""
 
 from __future__ import annotations
 
-import threading
-from itertools import product
-
 import pytest
 
-from engine.weight_calls import PROMPT, assert_serves, begin, chunk, commit, failure
+from engine.weight_calls import assert_serves, begin, chunk, commit
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_session import TRANSITIONS, Session, SessionEvent, SessionState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness, ListTransport
+from support.harness import PROMPT, Harness, ListTransport, one_running
 
-# ---------------------------------------------------------------------- the table
-
-
-def session_in(state: SessionState) -> Session:
-    return Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
+# ---------------------------------------------------------------------- sessions that are committed
 
 
-@pytest.mark.parametrize(("state", "event"), list(product(SessionState, SessionEvent)))
-def test_a_session_moves_by_its_table_and_an_event_that_is_not_listed_raises(state, event):
-    session = session_in(state)
-    if (state, event) in TRANSITIONS:
-        session.advance(event)
-        assert session.state is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(KeyError):
-            session.advance(event)
-        assert session.state is state
-
-
-def test_an_ended_session_never_moves_again_and_every_other_can_end():
-    assert not [event for state, event in TRANSITIONS if state is SessionState.ENDED]
-    assert {state for state, event in TRANSITIONS if event is SessionEvent.END} == set(SessionState) - {
-        SessionState.ENDED
-    }
-
-
-# ---------------------------------------------------------------------- the good way
-
-
-def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(folders):
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=30)
-    h.run_rounds(3)
+def test_a_commit_replaces_all_weights_at_once_while_requests_run():
+    h = one_running(30)
     opened = h.ask(m.BeginUpdateArgs(version="v1", lease_s=9.0)).result
     assert (opened["lease_s"], opened["version"], opened["weight_epoch"], opened["boot_id"]) == (9.0, "0", 0, "boot")
     session = opened["session_id"]
-    first = chunk(h, session, folders / "w1").result
+    first = chunk(h, session, "/w1").result
     assert (first["session_id"], first["tensors"], first["nbytes"], first["tensors_received"]) == (session, 3, 12, 3)
-    assert chunk(h, session, folders / "w2").result["tensors_received"] == 6
+    assert chunk(h, session, "/w2").result["tensors_received"] == 6
     assert h.served.weight_epoch == 0 and h.runner.weights == 0, "nothing changes before the commit"
     report = commit(h, session).result
     assert (report["status"], report["version"], report["weight_epoch"]) == ("committed", "v1", 1)
@@ -70,36 +38,34 @@ def test_begin_chunks_and_commit_swap_everything_at_once_beside_live_requests(fo
     ("at_begin", "at_chunk", "at_commit", "label"),
     [(None, None, None, "1"), ("b", None, None, "b"), ("b", "c", None, "c"), ("b", "c", "d", "d")],
 )  # fmt: skip
-def test_the_label_named_last_is_the_one(folders, at_begin, at_chunk, at_commit, label):
+def test_the_last_version_named_in_a_session_is_the_label(at_begin, at_chunk, at_commit, label):
     h = Harness()
     session = begin(h, version=at_begin)
-    chunk(h, session, folders / "w1", version=at_chunk)
+    chunk(h, session, "/w1", version=at_chunk)
     assert commit(h, session, version=at_commit).result["version"] == label == h.served.version
 
 
-def test_kv_of_the_commit_goes_over_that_of_begin(folders):
+def test_kv_of_the_commit_overrides_kv_of_begin():
     """The fake runner refuses KV of the old weights after a commit of w1-recompute."""
-    h = Harness()
-    h.add("r", PROMPT, max_tokens=20)
-    h.run_rounds(5)
+    h = one_running(rounds=5)
     session = begin(h, kv="keep")
-    chunk(h, session, folders / "w1-recompute")
+    chunk(h, session, "/w1-recompute")
     report = commit(h, session, kv="recompute").result
     assert report["kv"] == "recompute" and report["tokens_to_recompute"] > 0
     h.run_out()
     assert h.stream("r").reason == "length"
 
 
-def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_behind_them_refused(folders):
+def test_parts_and_the_commit_behind_them_are_handled_in_order_without_waiting_for_replies():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     done = h.call(m.CommitUpdateArgs(session))
-    late = h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / "w3"))))
+    late = h.call(m.UpdateChunkArgs(session, FolderSource("/w3")))
     again = h.call(m.CommitUpdateArgs(session))
     h.run_rounds(3)
-    assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "it is being committed"
+    assert h.reply(late).failure.code == h.reply(again).failure.code == "wrong_order", "the session is being committed"
     assert h.reply(calls[0]) is h.reply(done) is None
     h.runner.may_stage.set()
     h.run_rounds(5)
@@ -107,56 +73,56 @@ def test_chunks_sent_without_waiting_are_taken_in_order_and_so_is_the_commit_beh
     assert h.reply(done).failure is None and h.runner.weights == 2
 
 
-def test_a_partial_session_adds_to_what_serves_at_its_commit(folders):
+def test_a_partial_session_completes_the_weights_that_serve_at_its_commit():
     h = Harness()
-    h.update(folders / "w2")
+    h.update("/w2")
     session = begin(h, partial=True)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None
     assert_serves(h, 3)
 
 
-def test_a_commit_of_a_session_in_which_tensors_are_missing_is_refused_and_says_which(folders):
+def test_a_commit_with_missing_tensors_is_refused_and_names_them():
     h = Harness()
     session = begin(h)
     reply = commit(h, session)
     assert reply.failure.code == "weight_update_refused" and "tensor a" in reply.failure.message
     assert (reply.result["version"], reply.result["weight_epoch"]) == ("0", 0)
     assert_serves(h, 0)
-    assert h.update(folders / "w1").failure is None
+    assert h.update("/w1").failure is None
 
 
-# ---------------------------------------------------------------------- one at a time, and which version
+# ---------------------------------------------------------------------- refused before anything is staged
 
 
-def test_two_trainers_at_once_the_second_is_told_and_the_first_is_not_disturbed(folders):
+def test_a_second_session_is_refused_and_the_first_goes_on():
     h = Harness()
     session = begin(h)
-    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource(str(folders / "w2")))):
-        assert failure(h, args).code == "update_in_progress"
-    chunk(h, session, folders / "w1")
+    for args in (m.BeginUpdateArgs(), m.UpdateWeightsArgs(FolderSource("/w2"))):
+        assert h.failure(args).code == "update_in_progress"
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None and h.runner.weights == 1
 
 
-def test_a_session_that_expects_another_version_is_refused_at_begin_and_at_its_commit(folders):
+def test_expected_version_is_checked_at_begin_and_at_commit():
     h = Harness()
-    conflict = failure(h, m.BeginUpdateArgs(expected_version="v0"))
+    conflict = h.failure(m.BeginUpdateArgs(expected_version="v0"))
     assert conflict.code == "version_conflict" and conflict.detail["version"] == "0"
-    args = m.UpdateWeightsArgs(FolderSource(str(folders / "w1")), expected_version="v0")
-    assert failure(h, args).code == "version_conflict"
+    args = m.UpdateWeightsArgs(FolderSource("/w1"), expected_version="v0")
+    assert h.failure(args).code == "version_conflict"
     session = begin(h, expected_version="0")
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.ask(m.SetVersionArgs("other"))
     assert commit(h, session).failure.code == "version_conflict"
     assert_serves(h, 0)
     h.ask(m.SetVersionArgs("0"))
-    assert commit(h, session).failure is None, "it was told before anything was done, and may think again"
+    assert commit(h, session).failure is None, "the session is still open"
 
 
-def test_the_version_is_looked_at_once_more_at_the_swap(folders):
+def test_expected_version_is_checked_again_just_before_the_weights_are_replaced():
     h = Harness()
     session = begin(h, expected_version="0")
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.runner.may_stage.clear()
     call = h.call(m.CommitUpdateArgs(session))
     h.run_rounds()
@@ -165,7 +131,7 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     h.run_rounds(3)
     assert h.reply(call).failure.code == "version_conflict" and h.served.weight_epoch == 0
     assert_serves(h, 0)
-    assert h.update(folders / "w1", expected_version="other").failure is None
+    assert h.update("/w1", expected_version="other").failure is None
 
 
 @pytest.mark.parametrize(
@@ -173,16 +139,15 @@ def test_the_version_is_looked_at_once_more_at_the_swap(folders):
     [({"kv": "drop"}, "kv"), ({"version": ""}, "version"), ({"version": "x" * 257}, "version"),
      ({"lease_s": 0.0}, "lease_s"), ({"lease_s": 1e9}, "lease_s"), ({"lease_s": float("nan")}, "lease_s")],
 )  # fmt: skip
-def test_a_begin_that_makes_no_sense_names_the_field_and_opens_nothing(args, field):
+def test_a_begin_with_an_invalid_field_opens_no_session(args, field):
     h = Harness()
-    refused = failure(h, m.BeginUpdateArgs(**args))
-    assert (refused.code, refused.detail["param"]) == ("invalid_field", field)
+    h.assert_refused(m.BeginUpdateArgs(**args), field)
     assert h.ask(m.WeightInfoArgs()).result["session"] is None
 
 
-def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session(folders):
+def test_invalid_labels_and_kv_are_refused_without_ending_the_session():
     h = Harness()
-    session, source = begin(h), FolderSource(str(folders / "w1"))
+    session, source = begin(h), FolderSource("/w1")
     for args, field in (
         (m.UpdateChunkArgs(session, source, version=""), "version"),
         (m.CommitUpdateArgs(session, version="x" * 257), "version"),
@@ -190,49 +155,48 @@ def test_bad_labels_and_kv_are_refused_everywhere_and_do_not_end_the_session(fol
         (m.SetVersionArgs(""), "version"),
         (m.ResetArgs(version="x" * 257), "version"),
     ):
-        assert failure(h, args).detail["param"] == field
-    chunk(h, session, folders / "w1")
+        h.assert_refused(args, field)
+    chunk(h, session, "/w1")
     assert commit(h, session).failure is None
 
 
-# ---------------------------------------------------------------------- the bad ways
+# ---------------------------------------------------------------------- sessions that end without a commit
 
 
-@pytest.mark.parametrize("folder", ["bad", "garbage"])
-def test_a_refused_chunk_ends_the_session_and_later_calls_are_told_why(folders, folder):
+@pytest.mark.parametrize("folder", ["/bad", "/garbage"])
+def test_a_refused_part_ends_the_session_and_later_calls_name_the_reason(folder):
     h = Harness()
     h.add("r", PROMPT, max_tokens=30)
     session = begin(h)
-    chunk(h, session, folders / "w1")
-    reply = chunk(h, session, folders / folder)
+    chunk(h, session, "/w1")
+    reply = chunk(h, session, folder)
     assert reply.failure.code == "weight_update_refused" and reply.result["version"] == "0"
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
-        late = failure(h, args)
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
+        late = h.failure(args)
         assert late.code == "session_not_found" and reply.failure.message in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 30)
-    assert h.update(folders / "w1").failure is None
+    assert h.update("/w1").failure is None
 
 
-def test_what_was_sent_behind_a_refused_chunk_is_answered_too(folders):
+def test_calls_sent_behind_a_refused_part_are_answered():
     h = Harness()
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("bad", "w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/bad", "/w1", "/w2")]
     calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     h.runner.may_stage.set()
     h.run_rounds(6)
     codes = [h.reply(call).failure.code for call in calls]
     assert codes == ["weight_update_refused"] + ["session_not_found"] * 3
-    assert not h.runner.stagings[0].names, "and was not even read"
+    assert not h.runner.stagings[0].names, "parts behind a refused one are not read"
     assert_serves(h, 0)
 
 
-def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
-    """The question opens nothing and ends nothing."""
+def test_a_check_names_the_refusal_that_an_update_would_get_and_changes_nothing():
     h = Harness()
     ask = lambda session_id=None, **begin: h.ask(m.CheckUpdateArgs(session_id, m.BeginUpdateArgs(**begin)))  # noqa: E731
     assert ask().failure is None and h.engine.weights.session is None
@@ -244,75 +208,75 @@ def test_what_would_be_refused_is_told_before_its_bytes_are_sent(folders):
     assert ask(session).failure is None
     assert ask().failure.code == "update_in_progress"
     assert ask("nobody's").failure.code == "session_not_found"
-    assert chunk(h, session, folders / "w1").failure is None
+    assert chunk(h, session, "/w1").failure is None
     h.ask(m.AbortUpdateArgs(session))
     assert ask(session).failure.code == "session_not_found" and ask().failure is None
 
 
-def test_calls_without_a_session_id_find_the_session_of_their_own_placer_and_no_other(folders):
+def test_calls_without_a_session_id_concern_the_session_of_the_same_placer():
     h = Harness()
-    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource(str(folders / "w1")), placed_by=placer), rounds=2)  # noqa: E731
+    add = lambda placer: h.ask(m.UpdateChunkArgs(None, FolderSource("/w1"), placed_by=placer), rounds=2)  # noqa: E731
     check = lambda placer: h.ask(m.CheckUpdateArgs(placed_by=placer)).failure  # noqa: E731
     assert add("vllm").result == {"session_id": None} and check("vllm") is None
     session = begin(h, placed_by="vllm", partial=True)
     assert add("sglang").result == {"session_id": None}
     assert check("sglang").code == "update_in_progress" and check("vllm") is None
-    assert failure(h, m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
+    assert h.failure(m.CommitUpdateArgs(None, placed_by="sglang")).code == "wrong_order"
     assert h.engine.weights.session.tensors == 0, "the session of another placer is left alone"
     assert (add("vllm").result["session_id"], h.engine.weights.session.tensors) == (session, 3)
     assert h.ask(m.CommitUpdateArgs(None, placed_by="vllm"), rounds=2).result["session_id"] == session
-    assert failure(h, m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
+    assert h.failure(m.CommitUpdateArgs(None, placed_by="vllm")).code == "wrong_order"
 
 
-def test_a_session_nobody_opened_is_unknown(folders):
+def test_calls_with_an_unknown_session_id_are_refused():
     h = Harness()
-    source = FolderSource(str(folders / "w1"))
+    source = FolderSource("/w1")
     for args in (m.UpdateChunkArgs("x", source), m.CommitUpdateArgs("x"), m.AbortUpdateArgs("x")):
-        assert failure(h, args).code == "session_not_found"
+        assert h.failure(args).code == "session_not_found"
 
 
-def test_a_commit_that_is_repeated_is_told_that_it_was_done(folders):
+def test_a_repeated_commit_is_refused_as_already_committed():
     h = Harness()
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     commit(h, session)
     again = commit(h, session).failure
     assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
 
 
-def test_a_killed_trainer_is_an_expired_lease_and_the_next_one_may_begin(folders):
+def test_a_session_ends_with_its_lease_and_the_next_one_may_begin():
     h = Harness()
     h.add("r", PROMPT, max_tokens=60)
     session = begin(h, lease_s=5.0)
     h.now += 4.0
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     h.now += 4.9
     h.run_rounds()
-    assert h.engine.weights.session is not None, "a chunk renews the lease"
+    assert h.engine.weights.session is not None, "a part renews the lease"
     h.now += 0.2
     h.run_rounds(2)
     assert h.engine.weights.session is None and h.runner.stagings[0].abandoned
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w2"))), m.CommitUpdateArgs(session)):
-        late = failure(h, args)
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w2")), m.CommitUpdateArgs(session)):
+        late = h.failure(args)
         assert late.code == "session_expired" and "5 s" in late.message
     h.run_out()
     assert h.stream("r").tokens == expected_tokens(PROMPT, 60)
     session = begin(h)
-    chunk(h, session, folders / "w2")
+    chunk(h, session, "/w2")
     assert commit(h, session).failure is None
 
 
-def test_an_idle_loop_wakes_up_for_the_end_of_a_lease():
+def test_an_idle_loop_wakes_up_at_the_end_of_a_lease():
     h = Harness(heartbeat_s=100.0)
     h.run_rounds()
     begin(h, lease_s=7.0)
     assert h.engine._idle_time() == pytest.approx(7.0)
 
 
-def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_checked(folders):
+def test_the_lease_stands_still_while_a_part_is_staged_or_the_commit_is_checked():
     h = Harness()
     session = begin(h, lease_s=5.0)
-    for args in (m.UpdateChunkArgs(session, FolderSource(str(folders / "w1"))), m.CommitUpdateArgs(session)):
+    for args in (m.UpdateChunkArgs(session, FolderSource("/w1")), m.CommitUpdateArgs(session)):
         h.runner.may_stage.clear()
         call = h.call(args)
         h.run_rounds()
@@ -327,15 +291,17 @@ def test_the_lease_does_not_run_while_a_chunk_is_being_staged_or_the_commit_chec
     assert h.served.weight_epoch == 1
 
 
-def test_abort_names_what_it_ended_and_may_be_repeated(folders):
+def test_abort_names_the_session_that_it_ended_and_may_be_repeated():
     h = Harness()
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": []}
     session = begin(h)
-    chunk(h, session, folders / "w1")
+    chunk(h, session, "/w1")
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": [session]}
     assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}
     other = begin(h)
-    assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}, "an old name does not hit the new session"
+    assert h.ask(m.AbortUpdateArgs(session)).result == {"aborted": []}, (
+        "the id of an ended session does not end the next one"
+    )
     assert h.ask(m.AbortUpdateArgs()).result == {"aborted": [other]}
     h.run_rounds()
     assert h.runner.stagings[0].abandoned
@@ -343,14 +309,14 @@ def test_abort_names_what_it_ended_and_may_be_repeated(folders):
 
 
 @pytest.mark.parametrize("one_call", [True, False])
-def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders, one_call):
+def test_an_abort_while_tensors_are_staged_answers_every_call_once(one_call):
     h = Harness()
     h.runner.may_stage.clear()
     if one_call:
-        calls = [h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))]
+        calls = [h.call(m.UpdateWeightsArgs(FolderSource("/w1")))]
     else:
         session = begin(h)
-        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+        calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
         calls.append(h.call(m.CommitUpdateArgs(session)))
     h.run_rounds(2)
     assert len(h.ask(m.AbortUpdateArgs()).result["aborted"]) == 1
@@ -359,17 +325,17 @@ def test_an_abort_while_tensors_are_being_staged_answers_every_call_once(folders
     h.run_rounds(4)
     assert {h.reply(call).failure.code for call in calls} == {"session_not_found"}
     assert "aborted" in h.reply(calls[-1]).failure.message and h.runner.stagings[0].abandoned
-    assert not h.runner.stagings[0].names, "a read that was given up adds nothing when it comes back"
+    assert not h.runner.stagings[0].names, "a read that ends after the abort adds nothing"
     assert_serves(h, 0)
-    assert h.update(folders / "w2").failure is None
+    assert h.update("/w2").failure is None
 
 
-def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
+def test_a_failing_engine_answers_every_call_of_a_session_once():
     h = Harness()
     h.add("r", PROMPT, max_tokens=50)
     session = begin(h)
     h.runner.may_stage.clear()
-    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(str(folders / w)))) for w in ("w1", "w2")]
+    calls = [h.call(m.UpdateChunkArgs(session, FolderSource(w))) for w in ("/w1", "/w2")]
     calls += [h.call(m.CommitUpdateArgs(session)), h.call(m.WeightInfoArgs(checksums=True))]
     h.run_rounds(2)
     h.runner.fail_next = True
@@ -379,19 +345,17 @@ def test_a_failing_engine_answers_every_call_of_a_session_once(folders):
     assert [h.reply(call).failure.code for call in calls] == ["engine_error"] * 4
 
 
-def test_an_engine_that_stops_answers_an_open_commit_and_is_not_woken_afterwards(folders, monkeypatch):
+def test_an_engine_that_stops_answers_an_open_update_and_is_not_woken_afterwards(monkeypatch):
     woken = []
     monkeypatch.setattr(ListTransport, "wake", lambda transport: woken.append(1))
     h = Harness()
     h.runner.may_stage.clear()
-    call = h.call(m.UpdateWeightsArgs(FolderSource(str(folders / "w1"))))
+    call = h.call(m.UpdateWeightsArgs(FolderSource("/w1")))
     h.run_rounds()
     h.engine.stop()
     woken.clear()
     h.engine.run()
     assert h.reply(call).failure.code == "engine_dead"
     h.runner.may_stage.set()
-    for thread in threading.enumerate():
-        if thread.name == "stage-weights":
-            thread.join()
-    assert not woken, "the transport is closed by now"
+    h.join_staging()
+    assert not woken, "the transport is closed"

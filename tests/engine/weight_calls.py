@@ -1,13 +1,11 @@
-"""What a trainer does to the weights of a harness."""
+"""Calls of a trainer to a harness."""
 
 from __future__ import annotations
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
-from support.harness import Harness
-
-PROMPT = [1, 2, 3]
+from support.harness import PROMPT, Harness
 
 
 def begin(h: Harness, **args) -> str:
@@ -16,18 +14,12 @@ def begin(h: Harness, **args) -> str:
     return reply.result["session_id"]
 
 
-def chunk(h: Harness, session: str, folder, **args) -> m.Reply:
-    return h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder)), **args), rounds=2)
+def chunk(h: Harness, session: str, folder: str, **args) -> m.Reply:
+    return h.ask(m.UpdateChunkArgs(session, FolderSource(folder), **args), rounds=2)
 
 
 def commit(h: Harness, session: str, **args) -> m.Reply:
     return h.ask(m.CommitUpdateArgs(session, **args), rounds=2)
-
-
-def failure(h: Harness, args: m.Args, rounds: int = 2) -> m.Failure:
-    reply = h.ask(args, rounds=rounds)
-    assert reply.failure is not None, reply
-    return reply.failure
 
 
 def hold_ids(h: Harness) -> list[str]:
@@ -35,6 +27,7 @@ def hold_ids(h: Harness) -> list[str]:
 
 
 def assert_serves(h: Harness, weights: int) -> None:
+    """Assert that a new request is computed with ``weights``."""
     name = f"probe{len(h.transport.sent['a'])}"
     h.add(name, PROMPT, max_tokens=4)
     h.run_out()

@@ -1,5 +1,4 @@
-"""Shares the tests among the processes of `make test`: by file, the longest first, so that none ends long after the
-others."""
+"""Distribution of the tests among the processes of `make test`: by file, the longest first."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ LONGEST = (
     "tests/fuzz/",
     "tests/rl/",
     "tests/benchmarks/",
-    "tests/test_readme.py",
+    "tests/test_docs_commands.py",
 )
 
 
@@ -33,5 +32,5 @@ class ByFile(LoadFileScheduling):
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Sort tests by LONGEST; what is in none of it stays behind, in its order."""
+    """Sort tests by LONGEST. All others follow in their order."""
     items.sort(key=lambda item: next((i for i, at in enumerate(LONGEST) if item.nodeid.startswith(at)), len(LONGEST)))

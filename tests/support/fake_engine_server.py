@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec.structs import replace
+
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
@@ -18,9 +20,11 @@ STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None
 
 
 class FakeEngine:
-    """Answers Hello and status calls by itself. With ``script`` it also answers every request: script(request) is the
-    list of outputs to send, one message each, and each once the client has had the one before and ``taken()``: else
-    its readers would now and then find several, and show them as one. ``seen`` gets every other message."""
+    """Answers Hello and status calls.
+
+    script: gives the outputs of a request. Each is sent once the client has received the one before and ``taken()`` is
+    true, since a reader that finds several outputs shows them as one. seen: every message without an answer of its own.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,8 @@ class FakeEngine:
         self._owner: dict[str, str] = {}
         self._script = script
         self.taken: Callable[[], bool] = lambda: True
-        self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the output before
-        self._next_fence = 1 << 32  # those of tests are small
+        self._unsent: dict[int, Iterator[m.Output]] = {}  # by the fence behind the last output that was sent
+        self._next_fence = 1 << 32  # above the fences of tests
         self._welcome = m.Welcome(boot_id=boot_id, pid=pid or NO_PROCESS, max_model_len=max_model_len)
         self._vocab_size = vocab_size
         self._transport = ZmqRouterTransport(endpoint)
@@ -53,7 +57,7 @@ class FakeEngine:
     # ------------------------------------------------------------------ for the test
 
     def send(self, message: m.ToClient, client: str | None = None) -> None:
-        """To ``client``, or to the one that connected last."""
+        """Send to ``client``, or to the client that connected last."""
         self.do(lambda: self._transport.send(client or self.clients[-1], message))
 
     def emit(self, request_id: str, token_ids: list[int], choice: int = 0, **fields: Any) -> None:
@@ -62,7 +66,7 @@ class FakeEngine:
         self.do(lambda: self._transport.send(self._owner[request_id], m.Outputs([output])))
 
     def expect(self, kind: type, timeout_s: float = 10.0) -> Any:
-        """The next message of ``kind`` that a client sent; others before it are dropped."""
+        """Return the next message of ``kind`` that a client sent, and drop those before it."""
         while True:
             message = self.seen.get(timeout=timeout_s)
             if isinstance(message.args if isinstance(message, m.Call) else message, kind):
@@ -72,7 +76,7 @@ class FakeEngine:
         """Close the socket, as the kernel does for a process that dies."""
         self.do(None)
         self._thread.join()
-        self._transport.close()  # not by the thread: it may be awake already, and end before do() has woken it
+        self._transport.close()  # not in the thread, which may end before do() has woken it
 
     def do(self, action: Callable[[], None] | None) -> None:
         """Run ``action`` on the engine's thread between two batches of messages; None ends it."""
@@ -133,7 +137,7 @@ class FakeEngine:
 
 
 def reply_with(token_ids: list[int], finish_reason: str = "length", version: str = "v1", step: int = 1):
-    """A script that gives every choice ``token_ids``, ``step`` per output, with spans and, if asked for, logprobs."""
+    """Return a script that gives every choice ``token_ids``, ``step`` per output, with spans and requested logprobs."""
 
     def script(request: AddRequest) -> list[m.Output]:
         outputs = []
@@ -158,7 +162,3 @@ def one_output(request: AddRequest, choice: int, ids: list[int], start: int, ver
         spans=[Span(version, 1, start, start + len(ids))],
         cached_tokens=2 if start == 0 else 0,
     )
-
-
-def replace(output: m.Output, **fields: Any) -> m.Output:
-    return m.Output(**{name: getattr(output, name) for name in output.__struct_fields__} | fields)

@@ -1,6 +1,8 @@
-"""A runner without a model that knows what KV is: it writes every computed token into simulated blocks, and refuses a
-step whose context is not, slot by slot, what the sequence says. The next token is a hash of the whole sequence and of
-the weights, so an undisturbed run can be computed from outside with :func:`expected_tokens`."""
+"""A runner without a model, with simulated blocks of KV.
+
+A step whose KV is not, slot by slot, that of its sequence fails. The next token is a hash of the sequence and of the
+weights, so a test can compute an undisturbed run with :func:`expected_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Slot(NamedTuple):
 
 @dataclass
 class Known:
-    """What the runner has been told of one sequence."""
+    """The parts of one sequence that the runner has received."""
 
     new: NewSequence
     tokens: list[int] = field(default_factory=list)
@@ -40,7 +42,7 @@ class Known:
 
 
 def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = ()) -> int:
-    """What the model with these weights says after ``token_ids``."""
+    """Return the token that the model with these weights samples after ``token_ids``."""
     token = zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
     while token in banned:
         token = (token + 1) % vocab
@@ -55,8 +57,9 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
 
 
 class FakeStaging:
-    """Chunks are folders "w<k>": the weights k, of which the last to come counts. Any other name is refused, and so is
-    one that came before. Partial: k is added to what serves. In place: there are no weights from the first chunk on."""
+    """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
+    and so is a repeated one. partial: k is added to the weights that serve. in_place: from the first part until the
+    commit the runner has no weights."""
 
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
         self._runner, self._partial, self._in_place = runner, partial, in_place
@@ -68,7 +71,7 @@ class FakeStaging:
         self._check_wanted()
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         if name == "garbage":
-            raise ValueError("a reader that did not expect this")
+            raise ValueError("an unexpected error of a reader")
         if not name.startswith("w") or name in self.names:
             raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
         if self._in_place:
@@ -95,15 +98,15 @@ class FakeStaging:
 
 
 class FakeRunner:
-    """``weights`` is an int, see FakeStaging. After a commit of
-    "w<k>" the KV that a sequence has may be read on; after one of "w<k>-recompute" none may.
+    """``weights`` is an int, see FakeStaging. Sequences may use their KV after a commit of "w<k>", but not after a
+    commit of "w<k>-recompute".
 
-    in_step: called in the middle of the next step, once. plans: those that were computed to the end.
-    mixed_ok: keys of sequences whose context may span weights, until they are computed from anew.
-    fail_next: the next execute raises, as a dead worker would. step_s: what StepResult claims a step took.
-    poison: tokens behind which the logits are not finite. bad_weights: weights that have none which are.
-    may_stage: staging takes until this is set (it is, to begin with). no_space: neither sleep nor wake finds room.
-    work_in_pieces(beat): the long part of a sleep or a wake-up.
+    in_step: called once, in the middle of the next step. plans: the steps that were completed.
+    mixed_ok: keys of sequences whose KV may be of several weights, until they are computed again.
+    fail_next: the next execute raises. step_s: the duration that StepResult names.
+    poison: tokens behind which the logits are not finite. bad_weights: weights whose logits are never finite.
+    may_stage: staging waits until this is set, as it is at first. no_space: sleep and wake fail.
+    work_in_pieces(beat): called by sleep and wake.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -136,7 +139,7 @@ class FakeRunner:
         for copy in plan.copies:
             self.slots[copy.target] = list(self.slots[copy.source])
         for chunk, known in zip(plan.chunks, sequences, strict=True):
-            for position in range(chunk.start, chunk.start + chunk.count):  # half-way, their KV is worth nothing
+            for position in range(chunk.start, chunk.start + chunk.count):  # an abandoned step leaves no usable KV
                 self.slots[known.blocks[position // self.info.block_size]][position % self.info.block_size] = None
         in_step, self.in_step = self.in_step, nothing
         in_step()
@@ -161,7 +164,7 @@ class FakeRunner:
         return self.weights in self.bad_weights or not self.poison.isdisjoint(tokens)
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, known: Known) -> list[Logprob] | NonFinite:
-        """Logprob -1 - weights of every prompt token, beside the token itself."""
+        """Return the logprob ``-1 - weights`` for every prompt token of the chunk."""
         for position in range(chunk.start, chunk.start + chunk.prompt_logprobs):
             if self._spoiled(known.tokens[: position + 1]):
                 return NonFinite(position + 1)
@@ -233,8 +236,6 @@ class FakeRunner:
             self.has_weights = self._spilled
         self.asleep -= set(tags)
 
-    def check_alive(self) -> None:
-        pass
+    def check_alive(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...

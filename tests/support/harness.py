@@ -1,14 +1,13 @@
-"""An engine on a fake runner, with a transport made of lists and a clock that stands. Tests run the loop by rounds,
-advance ``now`` (seconds), and see every message. ``running_pids``: the processes of clients that live and are not
-stopped, as the engine is told when a client is mute."""
+"""An engine on a fake runner, with lists in place of sockets and a clock that only tests move."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.outputs import Logprob, Span
@@ -21,14 +20,16 @@ from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing
 from support.runner_thread import serve_in_thread
 
+PROMPT = [1, 2, 3]
+
 
 class ListTransport:
-    """``inbox`` holds what the engine will receive; ``sent[client]`` what it sent. A client in ``gone`` is dead; one
-    in ``mute`` receives, but acknowledges no fence. ``acked[client]``: how much of sent it has acknowledged."""
+    """inbox: what the engine will receive. sent: by client, what the engine sent. gone: clients that have died. mute:
+    clients that receive, but acknowledge no fence. acked: by client, how many messages of ``sent`` it acknowledged."""
 
     def __init__(self) -> None:
         self.inbox: deque[tuple[str, m.ToEngine]] = deque()
-        self.sent: dict[str, list[m.ToClient]] = {}
+        self.sent: defaultdict[str, list[m.ToClient]] = defaultdict(list)
         self.gone: set[str] = set()
         self.mute: set[str] = set()
         self.acked: dict[str, int] = {}
@@ -41,21 +42,19 @@ class ListTransport:
     def send(self, client: str, message: m.ToClient) -> bool:
         if client in self.gone:
             return False
-        self.sent.setdefault(client, []).append(message)
+        self.sent[client].append(message)
         if isinstance(message, m.Fence) and client not in self.mute:
             self.inbox.append((client, m.FenceAck(message.fence_id)))
             self.acked[client] = len(self.sent[client])
         return True
 
-    def wake(self) -> None:
-        pass
+    def wake(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 class Stream:
-    """What a client has seen of one choice."""
+    """The outputs of one choice that a client has received."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -69,7 +68,11 @@ class Stream:
 
 
 class Harness:
-    """runner_over_zmq: the engine has the runner at the other end of a socket. ``runner`` is the runner itself."""
+    """Runs the loop of an engine round by round, and keeps every message.
+
+    now: the engine's clock, in seconds. running_pids: processes of clients that the engine takes for running.
+    runner_over_zmq: whether the engine reaches ``runner`` through a socket.
+    """
 
     runner_over_zmq = False
 
@@ -77,10 +80,9 @@ class Harness:
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
         self.close = nothing  # ends the runner's thread, where the runner is remote
+        served = self.runner
         if Harness.runner_over_zmq:
             served, self.close = serve_in_thread(self.runner)
-        else:
-            served = self.runner
         config = {"model": "fake", "max_num_seqs": 4, "max_num_batched_tokens": 32, "model_roots": ("/",), **config}
         self.now = 1000.0
         self.running_pids: set[int] = set()
@@ -105,9 +107,8 @@ class Harness:
         self.transport.inbox.append((client, message))
 
     def add(self, request_id: str, prompt: list[int], client: str = "a", **fields) -> None:
-        """Fields of AddRequest and of SamplingParams alike."""
-        own = {"n", "priority", "cache_salt", "group", "resumed_tokens", "first_choice", "scope"}
-        of_request = {k: fields.pop(k) for k in own & fields.keys()}
+        """Send a request. ``fields`` are of AddRequest or of SamplingParams."""
+        of_request = {k: fields.pop(k) for k in fields.keys() & set(AddRequest.__struct_fields__)}
         params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **fields})
         self.send(AddRequest(request_id, prompt, params, **of_request), client)
 
@@ -117,17 +118,32 @@ class Harness:
         return call_id
 
     def ask(self, args: m.Args, client: str = "a", rounds: int = 1) -> m.Reply:
-        """Call and run the loop until the answer is there (it must be, within ``rounds``)."""
+        """Call, and run the loop until the reply is there: at most ``rounds`` rounds."""
         call_id = self.call(args, client)
         for _ in range(rounds):
             self.run_rounds()
-            reply = self.reply(call_id, client)
-            if reply is not None:
+            if (reply := self.reply(call_id, client)) is not None:
                 return reply
         raise AssertionError(f"no reply to {args} within {rounds} rounds")
 
     def update(self, folder: str, rounds: int = 3, **args) -> m.Reply:
         return self.ask(m.UpdateWeightsArgs(FolderSource(str(folder)), **args), rounds=rounds)
+
+    def failure(self, args: m.Args, rounds: int = 2) -> m.Failure:
+        """Call, and return why the engine refused."""
+        reply = self.ask(args, rounds=rounds)
+        assert reply.failure is not None, reply
+        return reply.failure
+
+    def assert_refused(self, args: m.Args, param: str) -> None:
+        """Assert that the engine refuses the call as invalid, and names the field ``param``."""
+        failure = self.failure(args)
+        assert (failure.code, failure.detail["param"]) == ("invalid_field", param)
+
+    def acknowledge(self, client: str = "a") -> None:
+        """Acknowledge the last fence, as a client that is mute does late, and run one round."""
+        self.send(m.FenceAck(self.sent(m.Fence, client)[-1].fence_id), client)
+        self.run_rounds()
 
     def pause(self, rounds: int = 50, **args) -> m.Reply:
         return self.ask(m.PauseArgs(**args), rounds=rounds)
@@ -154,7 +170,7 @@ class Harness:
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:
-        """Staging runs on a thread: it ends between two rounds, never within one, so that each run is the same."""
+        """Keep the staging thread from ending within a round, so that every run of a test is the same."""
         free = self.runner.may_stage.is_set()
         self.runner.may_stage.clear()
         yield
@@ -162,7 +178,7 @@ class Harness:
             self.runner.may_stage.set()
 
     def join_staging(self) -> None:
-        """Wait for it, unless a test holds it up."""
+        """Wait for the staging thread, unless a test holds it up."""
         if self.runner.may_stage.is_set():
             for thread in threading.enumerate():
                 if thread.name == "stage-weights":
@@ -174,23 +190,31 @@ class Harness:
             self.run_rounds()
             if not len(self.engine.lifecycle.requests):
                 return
-        raise AssertionError("the engine does not run dry")
+        raise AssertionError(f"requests are left after {limit} rounds")
 
     # ---------------------------------------------------------------- what was seen
 
+    def sent(self, kind: type, client: str = "a") -> list[Any]:
+        """Return the messages of ``kind`` that the engine sent to ``client``, in order."""
+        return [message for message in self.transport.sent[client] if isinstance(message, kind)]
+
+    def metric(self, name: str) -> float:
+        """Return the value of ``fastdeploy:<name>``."""
+        lines = self.ask(m.MetricsArgs()).result["text"].splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith(f"fastdeploy:{name} "))
+
     def reply(self, call_id: int, client: str = "a") -> m.Reply | None:
-        found = [x for x in self.transport.sent[client] if isinstance(x, m.Reply) and x.call_id == call_id]
+        found = [reply for reply in self.sent(m.Reply, client) if reply.call_id == call_id]
         assert len(found) <= 1, "a call was answered twice"
         return found[0] if found else None
 
     def rejected(self, request_id: str, client: str = "a") -> m.Failure | None:
-        found = [x for x in self.transport.sent[client] if isinstance(x, m.Rejected) and x.request_id == request_id]
-        return found[0].failure if found else None
+        return next((x.failure for x in self.sent(m.Rejected, client) if x.request_id == request_id), None)
 
     def stream(self, request_id: str, choice: int = 0, client: str = "a") -> Stream:
         stream = Stream()
-        for message in self.transport.sent.get(client, []):
-            for output in message.outputs if isinstance(message, m.Outputs) else ():
+        for message in self.sent(m.Outputs, client):
+            for output in message.outputs:
                 if (output.request_id, output.choice) != (request_id, choice):
                     continue
                 assert not stream.finals, f"{request_id}: an output after the final one"
@@ -200,3 +224,11 @@ class Harness:
                 if output.finish_reason is not None:
                     stream.finals.append(output)
         return stream
+
+
+def one_running(max_tokens: int = 20, prompt: list[int] = PROMPT, rounds: int = 3, **config) -> Harness:
+    """Return a harness whose request "r" has run for ``rounds`` rounds."""
+    h = Harness(**config)
+    h.add("r", prompt, max_tokens=max_tokens)
+    h.run_rounds(rounds)
+    return h

@@ -1,5 +1,4 @@
-"""What `make test-quick` runs: tests that need no Paddle, no torch, no process and no server. A test that needs one of
-them all the same fails there, at the line that asks for it."""
+"""The tests of `make test-quick`: no Paddle, torch, process or server. A test that asks for one of them fails."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
 FOLDERS = ("cache_manager", "client", "core", "engine", "http", "inter_communicator", "metrics", "rl", "scheduler")
-# Files whose imports need Paddle, or all of whose tests start servers: they are not even imported.
+# Files that import Paddle, or whose tests all start servers. These files are not imported.
 LEFT_OUT = (
     "engine/test_update_exactness.py",
     "engine/test_weight_memory.py",
@@ -47,7 +46,7 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def forbid() -> None:
-    """From now on, raise at an import of Paddle or torch, and at the start of a process."""
+    """Make each later import of Paddle or torch, and each start of a process, raise an error."""
 
     def check(event: str, args: tuple[Any, ...]) -> None:
         if event in REFUSED_EVENTS or (event == "import" and args[0] in REFUSED_IMPORTS):

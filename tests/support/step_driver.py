@@ -1,4 +1,4 @@
-"""Plays the scheduler for a ModelRunner: hand-made step plans whose block tables are neither ordered nor adjacent."""
+"""Step plans for a ModelRunner without a scheduler, with blocks that are neither ordered nor adjacent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 
 @dataclass
 class Sequence:
-    """One choice: ``ids`` is the prompt and the output, ``computed`` how many of them are in the KV cache. non_finite:
-    set when a step could draw nothing for it; it runs no further. number: at the runner; told: the tokens and blocks
-    that the runner knows."""
+    """One choice. ids: prompt and output. computed: how many of them are in the KV cache. non_finite: set when the
+    logits of a step were not finite; the sequence ends there. number: the runner's number of the sequence. told: how
+    many tokens and blocks the runner knows."""
 
     name: str
     ids: list[int]
@@ -47,7 +47,7 @@ class Sequence:
 
     @property
     def trace(self) -> tuple[list[int], list[Logprob | None]]:
-        """What a test compares bit for bit."""
+        """The output and its logprobs, which tests compare bit for bit."""
         return self.output, self.logprobs
 
 
@@ -76,8 +76,7 @@ class Driver:
                 sequence.logprobs.append(sampled.logprob)
 
     def generate(self, sequences: list[Sequence], count: int, chunk: int | None = None) -> list[Sequence]:
-        """Run all of them together until each has ``count`` output tokens, or a row that is not finite; then give their
-        blocks back."""
+        """Run sequences together until each has ``count`` output tokens or is non_finite, and free their blocks."""
         while todo := [s for s in sequences if len(s.output) < count and s.non_finite is None]:
             self.step(todo, chunk)
         for sequence in sequences:
@@ -85,7 +84,7 @@ class Driver:
         return sequences
 
     def release(self, sequence: Sequence) -> None:
-        """What a preemption does: the blocks go back, everything is to be computed again."""
+        """Free the blocks of the sequence, as a preemption does."""
         self.free[:0] = sequence.table
         sequence.table, sequence.computed, sequence.number = [], 0, None
 
@@ -107,20 +106,20 @@ class Driver:
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
-    """The same request, not yet begun."""
+    """Return the same request before its first step."""
     prompt = sequence.ids[: sequence.prompt_len]
     return replace(sequence, ids=list(prompt), computed=0, table=[], logprobs=[], prompt_len=0, number=None, **changes)
 
 
 def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]]) -> Draws:
-    """What a sampler is told. Each row: known token ids, all of one length; how many are the prompt; settings; bans."""
+    """Return the input of a sampler. rows: known token ids, all of one length; prompt length; settings; bans."""
     new = [NewSequence(("r", i), params, count, banned, 1000) for i, (_, count, params, banned) in enumerate(rows)]
     tokens = np.array([ids for ids, *_ in rows], np.int32)
     return Draws(new, np.full(len(rows), tokens.shape[1]), tokens, np.arange(len(rows)))
 
 
 def stage(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> Any:
-    """Stage a whole folder: what ``commit`` takes."""
+    """Stage a whole folder, and return the argument of ``commit``."""
     staging = runner.begin_update(partial, in_place)
     staging.add(FolderSource(str(folder)), {})
     return staging.finish()

@@ -1,7 +1,7 @@
-"""What transformers makes of a generation whose weights change in the middle: the reference of the update tests.
+"""Generations of transformers whose weights change in the middle: the reference of the update tests.
 
-A continuation is checked along the tokens that the engine chose (if every one of them is the best of its position,
-greedy decoding would have chosen the same), so that each costs one forward pass and not one per token.
+A continuation is checked along the tokens that the engine chose. If each of them is the best at its position, greedy
+decoding would have chosen the same. So a continuation costs one forward pass, not one per token.
 """
 
 from __future__ import annotations

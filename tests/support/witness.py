@@ -1,4 +1,4 @@
-"""What the clients of a harness saw, held against what an undisturbed run of the model says, message by message."""
+"""Compares every message that the clients of a harness receive with an undisturbed run of the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from support.harness import Harness
 
 @dataclass
 class Expected:
-    """One choice of one accepted request. ``sent_epoch``: of the weights that served when it was sent. ``closed``: its
-    client wants no more of it, or is gone; ``closing``: it has said so, and only an abort that the engine reads before
-    that may still be answered."""
+    """One choice of an accepted request. sent_epoch: weight_epoch when the request was sent. closing: its client has
+    cancelled it, so that at most an abort handled before the cancel is still answered. closed: its client expects no
+    more outputs, or is dead."""
 
     add: AddRequest
     limit: int  # of output tokens
@@ -34,8 +34,7 @@ class Expected:
 
 
 class Witness:
-    """Follows all clients of one harness. ``weights[epoch]`` and ``versions[epoch]`` are what was committed as epoch;
-    whoever updates weights must tell. ``may_abort`` says why a request may end by an abort at present."""
+    """Follows all clients of one harness. weights, versions: by weight_epoch; a test that updates weights sets both."""
 
     def __init__(self, harness: Harness):
         self.h = harness
@@ -62,7 +61,7 @@ class Witness:
                 stream.closing = True
 
     def lost(self, client: str) -> None:
-        """It died, or the engine gave it up: nobody owes it anything."""
+        """Expect nothing more for a client that died or that the engine dropped."""
         self.dropped.add(client)
         self.undecided = [x for x in self.undecided if x[0] != client]
         self.calls = {key: args for key, args in self.calls.items() if key[0] != client}
@@ -72,7 +71,7 @@ class Witness:
     # ---------------------------------------------------------------- what they saw
 
     def look(self) -> int:
-        """Read every new message; returns how many tokens there were."""
+        """Check every new message, and return the number of new tokens."""
         self._accept()
         count = 0
         for client, sent in self.h.transport.sent.items():
@@ -92,7 +91,7 @@ class Witness:
         return count
 
     def _accept(self) -> None:
-        """What was sent has been handled by now: it is rejected (see _rejected) or accepted."""
+        """Expect streams for all requests that were sent and not rejected: the engine has handled them."""
         rejected = {
             (client, message.request_id)
             for client, sent in self.h.transport.sent.items()
@@ -132,15 +131,12 @@ class Witness:
         sampling = stream.add.sampling
         at = len(stream.tokens)
         assert (span.start, span.end) == (at, at + 1), f"{where}: {span}"
-        assert span.weight_epoch == self.h.served.weight_epoch and span.version == self.versions[span.weight_epoch], (
-            f"{where}: {span}"
-        )
+        assert span.weight_epoch == self.h.served.weight_epoch, f"{where}: {span}"
+        assert span.version == self.versions[span.weight_epoch], f"{where}: {span}"
         assert not stream.weight_epochs or stream.weight_epochs[-1] <= span.weight_epoch, where
         if span.recomputed:
-            # It may be its prompt alone that was computed under the earlier epoch, and lost after the first token.
-            assert stream.weight_epochs and stream.sent_epoch < span.weight_epoch, (
-                f"{where}: nothing of another epoch was lost"
-            )
+            # Perhaps only the KV of the prompt was of an earlier weight_epoch, and was lost after the first token.
+            assert stream.weight_epochs and stream.sent_epoch < span.weight_epoch, f"{where}: no old KV was lost"
         banned = (EOS, *sampling.stop_token_ids) if at < sampling.min_tokens else ()
         so_far = stream.add.prompt_token_ids + stream.tokens
         expected = next_token(so_far, self.weights[span.weight_epoch], self.h.runner.info.vocab_size, banned)
@@ -169,7 +165,7 @@ class Witness:
         stream.reason = output.finish_reason
 
     def assert_nothing_is_owed(self) -> None:
-        """Exactly one final output for each accepted choice whose client wants one, one reply for each call."""
+        """Assert that each open choice has had its final output, and each call its reply."""
         owed = [key for key, stream in self.streams.items() if stream.open]
         assert not owed, f"no final output for {owed}"
         assert not self.calls, f"no reply to {self.calls}"
