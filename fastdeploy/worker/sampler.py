@@ -35,6 +35,7 @@ class _Rows:
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
+        self.has_bans = bool(self.banned_before.any())
         self.temperature = np.array([p.temperature for p in params], np.float64)
         self.top_k = np.array([p.top_k for p in params], np.int32)
         self.top_p = np.array([p.top_p for p in params], np.float64)
@@ -62,7 +63,7 @@ class Sampler:
         row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its logprob is not a
         number."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
-        banned = np.flatnonzero(positions < rows.banned_before).tolist()
+        banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
         touched = rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)

@@ -42,26 +42,26 @@ class Sequences:
         self.tokens = np.zeros((0, 1), np.int32)
 
     def take(self, chunks: list[ScheduledChunk]) -> Batch:
-        """Take in what ``chunks`` tell. The same chunks may come again, after a step that was given up."""
+        """Store what ``chunks`` tell of their sequences, and return the batch of the step."""
         for chunk in chunks:
             if chunk.new is not None or chunk.blocks:
                 self._tell(chunk)
+            elif chunk.token_ids:
+                self.tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
         numbers = np.array([chunk.sequence for chunk in chunks])
         lengths = np.array([chunk.count for chunk in chunks], np.int32)
         starts = np.array([chunk.start for chunk in chunks], np.int32)
         needed = -(-(starts + lengths) // self._block_size)
         # A short table would be read beyond its end: the tokens would overwrite the keys of another sequence.
-        assert np.all(self._num_blocks[numbers] >= needed), "a block table is too short for its tokens"
-        tokens = self.tokens
-        for chunk in chunks:
-            if chunk.token_ids and chunk.new is None:
-                tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
+        assert (self._num_blocks[numbers] >= needed).all(), "a block table is too short for its tokens"
         cu_tokens = np.zeros(len(chunks) + 1, np.int32)
-        np.cumsum(lengths, out=cu_tokens[1:])
-        positions = np.arange(cu_tokens[-1], dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
+        lengths.cumsum(out=cu_tokens[1:])
         tables = self._blocks[:, : needed.max()].take(numbers, axis=0)
-        token_ids = tokens[np.repeat(numbers, lengths), positions]
-        return Batch(token_ids, AttentionBatch(cu_tokens, starts, tables, positions), numbers)
+        positions, rows = starts, numbers
+        if cu_tokens[-1] != len(chunks):  # not every chunk has one token
+            positions = np.arange(cu_tokens[-1], dtype=np.int32) + (starts - cu_tokens[:-1]).repeat(lengths)
+            rows = numbers.repeat(lengths)
+        return Batch(self.tokens[rows, positions], AttentionBatch(cu_tokens, starts, tables, positions), numbers)
 
     def draws(self, numbers: np.ndarray, positions: np.ndarray) -> Draws:
         """What the sampler must know to draw tokens at ``positions``."""
@@ -88,8 +88,8 @@ class Sequences:
         self._blocks = _grown(self._blocks, (number + 1, end))
         self._blocks[number, at:end] = chunk.blocks
         self.tokens = _grown(self.tokens, (number + 1, max(len(chunk.token_ids), end * self._block_size)))
-        if chunk.new is not None:
-            self.tokens[number, : len(chunk.token_ids)] = chunk.token_ids
+        first = 0 if chunk.new is not None else chunk.start
+        self.tokens[number, first : first + len(chunk.token_ids)] = chunk.token_ids
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
