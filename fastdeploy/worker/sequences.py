@@ -1,4 +1,4 @@
-"""The sequences of the batch as the runner knows them: told once, and kept up to date by the plans."""
+"""The sequences of the batch, kept at the runner. The plan tells of a sequence once, and then only what is new."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Batch(NamedTuple):
 
 
 class Sequences:
-    """Token ids and block tables, int32, one row for each sequence. The rows grow with the largest number and with the
-    longest sequence that a plan has named. A row is stale until its number is given to a new sequence."""
+    """Token ids and block tables, int32, one row for each sequence number. The arrays grow with the largest number and
+    with the longest sequence. The row of a sequence that has left stays until its number gets a new sequence."""
 
     def __init__(self, block_size: int):
         self._block_size = block_size
@@ -64,13 +64,13 @@ class Sequences:
         return Batch(self.tokens[rows, positions], AttentionBatch(cu_tokens, starts, tables, positions), numbers)
 
     def draws(self, numbers: np.ndarray, positions: np.ndarray) -> Draws:
-        """What the sampler must know to draw tokens at ``positions``."""
+        """Return the sampler's input for tokens at ``positions``."""
         return Draws([self._told[number] for number in numbers.tolist()], positions, self.tokens, numbers)
 
     def told(self, number: int) -> NewSequence:
-        """What the runner was told of the sequence ``number``."""
+        """Return the settings of the sequence ``number``."""
         told = self._told[number]
-        assert told is not None, "a sequence that was never told"
+        assert told is not None, "an unknown sequence"
         return told
 
     def _tell(self, chunk: ScheduledChunk) -> None:
@@ -81,7 +81,7 @@ class Sequences:
         if chunk.new is not None:
             self._told[number] = chunk.new
             self._num_blocks[number] = 0
-        assert self._told[number] is not None, "a chunk of a sequence that was never told"
+        assert self._told[number] is not None, "a chunk of an unknown sequence"
         at = int(self._num_blocks[number])
         end = at + len(chunk.blocks)
         self._num_blocks[number] = end
@@ -93,7 +93,7 @@ class Sequences:
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """``array``, or a copy of it with at least ``shape``; each side that is too short doubles, or more."""
+    """Return ``array``, or a copy with at least ``shape``. Each side that is too short at least doubles."""
     if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
         return array
     sides = [have if have >= want else max(want, 2 * have) for have, want in zip(array.shape, shape, strict=True)]

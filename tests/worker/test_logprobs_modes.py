@@ -85,7 +85,7 @@ def told(sequence: Sequence) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_bf16"])
-def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, checkpoints, torch_process, monkeypatch):
+def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoints, torch_process, monkeypatch):
     """known failure 34: "sampled from" logprobs of another distribution than the trainer computes."""
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
@@ -106,7 +106,7 @@ def test_each_mode_is_the_distribution_that_torch_computes(name, make_runner, ch
     assert name == "qwen3" or np.mean(np.concatenate(errors)) < BFLOAT16_MEAN
 
 
-def test_the_mode_changes_no_token_and_a_row_depends_on_no_other(make_runner):
+def test_the_mode_changes_no_token_and_rows_are_independent(make_runner):
     runner, cases = make_runner("qwen3"), sequences()
     Driver(runner).generate([s for _, s in cases], STEPS)
     for k in range(len(SETTINGS)):
@@ -117,7 +117,7 @@ def test_the_mode_changes_no_token_and_a_row_depends_on_no_other(make_runner):
         assert alone.trace == together.trace
 
 
-def test_alternatives_that_cannot_be_drawn_are_not_told(make_runner):
+def test_tokens_that_cannot_be_drawn_are_not_among_the_top_logprobs(make_runner):
     params = SamplingParams(top_k=2, logprobs=TOP, logprobs_mode="processed", seed=1, max_tokens=8)
     sequence = Driver(make_runner("qwen3")).generate([Sequence("a", prompt(9, 211), params)], 6)[0]
     for token, entry in zip(sequence.output, sequence.logprobs, strict=True):

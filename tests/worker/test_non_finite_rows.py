@@ -61,14 +61,14 @@ def test_in_every_mode_a_spoiled_row_draws_nothing_and_the_others_have_the_same_
     assert all(s.output == [] and s.non_finite == NonFinite(12) for s in bad)
 
 
-def test_blocks_that_a_spoiled_sequence_had_spoil_nobody_who_gets_them(make_runner, poisoned):
+def test_blocks_of_a_spoiled_sequence_can_be_reused(make_runner, poisoned):
     undisturbed = Driver(make_runner(poisoned)).generate([clean(40)], 12)[0].trace
     driver = Driver(make_runner(poisoned, num_blocks=8, max_model_len=64))
     driver.generate([spoiled(60)], 1)
     assert driver.generate([clean(40)], 12)[0].trace == undisturbed
 
 
-def test_a_prefix_that_a_spoiled_sequence_computed_is_as_good_as_any(poisoned):
+def test_a_prefix_before_the_spoiled_token_can_be_shared(poisoned):
     ids, params = prompt(50, POISON), SamplingParams(seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
     settings = {"num_gpu_blocks_override": 64, "max_model_len": 128}
     with LLM(str(poisoned), **settings) as llm:
@@ -98,7 +98,7 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_ban_does_not_hide_that_raw_logprobs_are_no_numbers(bad):
+def test_a_raw_logprob_that_is_no_number_is_reported_although_a_ban_hides_the_token(bad):
     logits = paddle.to_tensor(np.array([[bad, 1.0, 2.0]] * 3, np.float32))
     sampler = Sampler(ReferenceOps("float32"))
     params = [SamplingParams(seed=1, logprobs=kind, logprobs_mode=mode)

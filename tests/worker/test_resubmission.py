@@ -34,7 +34,7 @@ def params(tokens: int, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, **PARAMS, **more)
 
 
-def test_resubmitted_at_any_point_it_draws_what_an_undisturbed_run_draws(llm):
+def test_a_request_resubmitted_at_any_point_continues_with_the_same_tokens(llm):
     ids = prompt(21, 211)
     whole = llm.generate([ids], params(LENGTH))[0].choices[0]
     assert len(set(whole.token_ids)) > 10, "nothing to tell apart"

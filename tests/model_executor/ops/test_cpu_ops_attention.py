@@ -153,19 +153,17 @@ def test_bits_do_not_depend_on_the_block_size(ops, rng):
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape):
-    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [150])
-    whole = sequences.run(ops, spec, [[150]])[0]
-    for cut in ([64, 64, 22], [1, 149], [33, 50, 67], [10] * 15, [100, *[1] * 50]):
-        np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
+SHORT_CUTS = [[64, 64, 22], [1, 149], [33, 50, 67], [10] * 15, [100, *[1] * 50]]
+# As a whole, one task computes all partitions of its keys. A short step becomes several tasks.
+LONG_CUTS = [[1024, 1024, 52], [700, 700, 700], [1020, *[1] * 8, 1072], [2040, *[1] * 16, 44]]
 
 
-def test_a_long_prompt_has_the_same_bits_in_any_cut(ops, rng):
-    """Across partitions: whole, where each task goes through all of its keys, and in steps that are split into more."""
-    spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [2100])
-    whole = sequences.run(ops, spec, [[2100]])[0]
-    for cut in ([1024, 1024, 52], [700, 700, 700], [1020, *[1] * 8, 1072], [2040, *[1] * 16, 44]):
+@pytest.mark.parametrize(("shape", "cuts"), [*((shape, SHORT_CUTS) for shape in SHAPES), (SMALL, LONG_CUTS)], ids=str)
+def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape, cuts):
+    length = sum(cuts[0])
+    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [length])
+    whole = sequences.run(ops, spec, [[length]])[0]
+    for cut in cuts:
         np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
 
 
@@ -196,7 +194,7 @@ def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng
     assert tasks([1020], [8]) == 2, "of which the second is of the last four tokens alone"
 
 
-def test_a_row_behind_the_last_partition_is_spoilt_by_nothing_in_it(ops, rng):
+def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task(ops, rng):
     """Tokens of one task on both sides of a boundary; the later ones' keys and values are not finite."""
     spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [PARTITION + 4])
     cuts = [[PARTITION - 4, 8]]
@@ -219,7 +217,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads, long):
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
+def test_old_values_in_a_reused_block_are_not_read(ops, rng):
     """NaN and infinity in the slots behind a sequence must not reach it, not even multiplied by a weight of 0."""
     spec = make_spec(rng, SMALL)
     sequences = Sequences(rng, SMALL, [45])
@@ -238,7 +236,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
     ("shape", "bad"), [(SHAPES[0], -np.inf), (SHAPES[0], 3.4e38), *((shape, np.nan) for shape in SHAPES)], ids=str
 )
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_what_is_not_finite_spoils_the_rows_behind_it_and_none_before_it(ops, reference, dtype, rng, shape, bad, part):
+def test_a_key_or_value_that_is_not_finite_changes_later_rows_only(ops, reference, dtype, rng, shape, bad, part):
     """The KV of the rows before it may be another request's too. 3.4e38 is infinite in bfloat16."""
     spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [90])
     clean = sequences.run(ops, spec, [[90]])[0]

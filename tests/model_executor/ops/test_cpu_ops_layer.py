@@ -93,7 +93,7 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
         assert difference.max() < 0.1 and difference.mean() < 0.01
 
 
-def test_the_rows_asked_for_are_those_of_the_whole_and_the_cache_is_complete(ops, rng, layer):
+def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((50, layer.hidden)).astype(np.float32)
     caches = [layer.cache(ops, 2) for _ in range(2)]
     batch = make_batch([0, 1], [0, 0], [30, 20])
@@ -159,7 +159,7 @@ def test_logits_of_a_row_have_the_same_bits_in_any_batch(ops, threads, rng):
             )
 
 
-def test_several_layers_are_one_after_another_and_what_is_raised_between_them_ends_them(ops, reference, rng):
+def test_layers_run_in_order_and_an_error_between_them_ends_the_step(ops, reference, rng):
     layer, batch = Layer(rng, *SHAPES["small"]), make_batch([0], [0], [5])
     x, rows = rng.standard_normal((5, layer.hidden)).astype(np.float32), np.array([4], np.int64)
     for one in (ops, reference):

@@ -63,7 +63,7 @@ def test_a_file_that_is_no_library_counts_as_missing(tmp_path):
         cpu_library.load_library(broken)
 
 
-def test_a_library_of_other_sources_counts_as_missing_and_the_error_says_why(caplog, monkeypatch):
+def test_a_library_built_from_other_sources_counts_as_missing_and_the_error_names_the_reason(caplog, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(cpu_library.SIGNATURES, "fd_of_tomorrow", (None, []))
         with pytest.raises(OSError, match="fd_of_tomorrow"):
@@ -110,7 +110,7 @@ def test_the_library_carries_the_stamp_that_the_build_looks_for(builder):
     assert builder.fingerprint().encode() in cpu_library.LIBRARY.read_bytes()
 
 
-def test_without_a_compiler_the_build_says_so_in_one_line_and_leaves_no_stale_library(tmp_path):
+def test_without_a_compiler_the_build_prints_one_line_and_removes_a_stale_library(tmp_path):
     stale = tmp_path / "library.so"
     stale.write_bytes(b"made of other sources")
     code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import build, pathlib; "
@@ -164,7 +164,7 @@ def test_packing_beside_a_running_op_disturbs_neither(rng):
         np.testing.assert_array_equal(ops.linear(x, other).numpy(), expected)
 
 
-def test_two_threads_may_call_ops_at_once(rng):
+def test_two_threads_may_call_ops_at_the_same_time(rng):
     """The pool serves one of them; the other computes alone. Same bits."""
     ops = CpuOps("bfloat16")
     inputs = [paddle.to_tensor(rng.standard_normal((m, 640)).astype(np.float32)) for m in (1, 33)]

@@ -37,7 +37,7 @@ def run_alone(code: str, threads: int) -> None:
     assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr}"
 
 
-def test_after_a_buffer_that_could_not_grow_a_smaller_call_gets_one_of_its_own():
+def test_a_smaller_call_succeeds_after_a_buffer_could_not_grow():
     run_alone(
         """
 ops = CpuOps("bfloat16")
@@ -52,7 +52,7 @@ assert (ops.linear(small, weight).numpy() == 1024).all()
     )
 
 
-def test_a_job_that_fails_on_any_thread_fails_on_the_caller_and_the_next_one_runs():
+def test_an_error_on_any_thread_reaches_the_caller_and_the_next_op_runs():
     """Candidates of a flat row of 8 Mi tokens take 64 MiB. One row each is what caller and worker begin with."""
     run_alone(
         """
@@ -72,7 +72,7 @@ for turn in range(5):
     )
 
 
-def test_threads_that_cannot_be_started_are_an_error_of_the_op_that_needs_them():
+def test_an_op_whose_threads_cannot_start_raises_an_error():
     run_alone(
         """
 ops = CpuOps("float32")
