@@ -40,7 +40,7 @@ SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}
 
 @pytest.fixture
 def segment():
-    """Path of a shared memory segment that does not exist yet."""
+    """Return the path of a shared memory segment that does not exist yet."""
     path = Path("/dev/shm") / f"fastdeploy-test-{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -51,7 +51,7 @@ def _file(path: Path, tensors: dict[str, np.ndarray]) -> FileSource:
     return FileSource(str(path))
 
 
-def refused(source: Source, match: str = "", roots: Sequence[str] = ANYWHERE) -> None:
+def refused(source: Source, match: str | None = None, roots: Sequence[str] = ANYWHERE) -> None:
     """Check that the source cannot be opened."""
     with pytest.raises(WeightUpdateRefused, match=match):
         open_source(source, roots)
@@ -93,7 +93,7 @@ def test_a_tensor_read_from_shared_memory_is_a_copy(segment):
 def test_a_segment_that_is_cut_while_it_is_read_is_refused(segment):
     write_safetensors(segment, {"w": np.ones((1000, 10), np.float32)})
     with open_source(SharedMemorySource(segment.name)) as reader:
-        os.truncate(segment, 2000)  # a mapping would now be a SIGBUS
+        os.truncate(segment, 2000)  # reading a mapping would now raise SIGBUS
         with pytest.raises(WeightUpdateRefused, match="cut short"):
             reader.read("w")
 

@@ -1,4 +1,4 @@
-"""Which distribution a logprob is of: raw, temperature and processed, against torch."""
+"""Logprobs of the modes raw, temperature and processed, compared with torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.checkpoints import prompt
 from support.step_driver import Driver, Sequence
 
 TOP, STEPS = 4, 10
-# Rounding to bfloat16 on the way moves a logit by a hundredth on average and by up to 0.2 at the far end of some 1,400
+# Rounding to bfloat16 moves a logit by a hundredth on average and by up to 0.2 in the worst of some 1,400
 # (0.0192 and 0.165 seen with AMX, 0.0108 and 0.138 with AVX-512).
 BFLOAT16_MAX, BFLOAT16_MEAN = 0.2, 0.02
 
@@ -45,7 +45,7 @@ SETTINGS = [
 
 
 def sequences(lengths: tuple[int, ...] = (9, 40)) -> list[tuple[Setting, Sequence]]:
-    """Every setting in every mode, to be run in one batch."""
+    """Return one sequence for each setting and mode, for one batch."""
     made = []
     for k, setting in enumerate(SETTINGS):
         fields = {name: value for name, value in asdict(setting).items() if name != "banned"}
@@ -57,7 +57,7 @@ def sequences(lengths: tuple[int, ...] = (9, 40)) -> list[tuple[Setting, Sequenc
 
 
 def run(runner, made: list[Sequence], monkeypatch) -> list[np.ndarray]:
-    """Generate together; returns the raw logits [steps, V] that each drew from."""
+    """Generate all sequences together. Returns the raw logits of each, [steps, V]."""
     seen: list[np.ndarray] = []
     logits = runner.model.logits
 
@@ -71,7 +71,7 @@ def run(runner, made: list[Sequence], monkeypatch) -> list[np.ndarray]:
 
 
 def described(cases: list[tuple[Setting, Sequence]]) -> list[dict[str, Any]]:
-    """The cases of torch_logprobs.told."""
+    """Return the sequences as the cases of torch_logprobs.told."""
     return [
         {"ids": s.ids, "prompt": s.prompt_len, "mode": s.sampling.logprobs_mode} | asdict(setting)
         for setting, s in cases
@@ -79,14 +79,13 @@ def described(cases: list[tuple[Setting, Sequence]]) -> list[dict[str, Any]]:
 
 
 def told(sequence: Sequence) -> np.ndarray:
-    """[steps, 1 + TOP], as the reference has it: -inf where fewer could be drawn."""
+    """Return the logprobs [steps, 1 + TOP] in the form of the reference: -inf where fewer tokens could be drawn."""
     rows = [[entry.logprob, *(logprob for _, logprob in entry.top)] for entry in sequence.logprobs]
     return np.array([row + [-np.inf] * (1 + TOP - len(row)) for row in rows])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_bf16"])
 def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoints, torch_process, monkeypatch):
-    """known failure 34: "sampled from" logprobs of another distribution than the trainer computes."""
     runner, cases = make_runner(name), sequences()
     logits = run(runner, [s for _, s in cases], monkeypatch)
     asked = described(cases)
@@ -95,11 +94,11 @@ def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoin
     errors = []
     for i, (setting, sequence) in enumerate(cases):
         got, label = told(sequence), f"{setting} {sequence.sampling.logprobs_mode}"
-        assert np.isfinite(got[:, 0]).all(), f"{label}: a token was drawn that could not be"
+        assert np.isfinite(got[:, 0]).all(), f"{label}: a token of probability 0 was drawn"
         np.testing.assert_allclose(got, given[i], atol=2e-5, rtol=1e-5, err_msg=label)
         if name == "qwen3":
             np.testing.assert_allclose(got, own[i], atol=3e-3, err_msg=label)
-        elif sequence.sampling.logprobs_mode != "processed":  # else a token at the edge may be in or out
+        elif sequence.sampling.logprobs_mode != "processed":  # a token at the edge of the kept set may be in or out
             bound = BFLOAT16_MAX / (setting.temperature or 1.0)
             np.testing.assert_allclose(got, own[i], atol=bound, err_msg=label)
             errors.append(np.abs(got - own[i]) * (setting.temperature or 1.0))
@@ -130,7 +129,6 @@ def kept_ids(sequence: Sequence) -> list[list[int]]:
 
 
 def test_the_kept_ids_are_those_that_the_processed_logprobs_are_over(make_runner):
-    """A trainer renormalises over them: logprobs of kept tokens, and of no others, are told where all are asked for."""
     common = {"logprobs_mode": "processed", "return_kept": True, "max_tokens": 8}
     asked = [
         SamplingParams(top_k=12, top_p=0.9, temperature=1.2, seed=1, logprobs=20, **common),
@@ -152,11 +150,10 @@ def test_the_kept_ids_are_those_that_the_processed_logprobs_are_over(make_runner
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_bf16"])
 def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make_runner, checkpoints, torch_process):
-    """A chunk of 300 rows is more than one slice of logits."""
     runner = make_runner(name)
     ids = prompt(311, 211)
 
-    def computed(chunk: int) -> list:
+    def computed(chunk: int) -> list:  # a chunk of 311 rows takes several slices of logits
         driver = Driver(runner)
         sequence, found = Sequence("p", ids, SamplingParams(temperature=0.0, prompt_logprobs=TOP)), []
         beside = Sequence("other", prompt(64, 211))

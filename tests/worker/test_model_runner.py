@@ -1,4 +1,4 @@
-"""The runner computes what transformers computes, whatever else is in the step."""
+"""The runner computes what transformers computes, with any other sequences in the step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(
     errors = []
     for length, reference in expected[name].items():
         whole = _sequence(length).ids + reference["ids"].tolist()
-        for step in range(0, 48, 4):  # along transformers' own tokens, so that one flip does not spoil the rest
+        for step in range(0, 48, 4):  # along the tokens of transformers: one other choice does not change later steps
             sequence = Sequence("s", whole[: length + step], top20)
             driver.step([sequence])
             driver.release(sequence)
@@ -104,7 +104,7 @@ def test_a_copied_partial_block_and_shared_full_blocks_serve_like_the_original(m
     driver = Driver(make_runner("qwen3"))
     tail = prompt(40, 211)
     donor = Sequence("donor", prompt(40, 211) + [7, 8, 9, 10])
-    undisturbed = [driver.generate([fresh(donor, name=n)], 16)[0].trace for n in ("a",)][0]
+    undisturbed = driver.generate([fresh(donor, name="a")], 16)[0].trace
     other = driver.generate([Sequence("other", tail + [11, 12])], 16)[0].trace
     driver.step([donor])
     # 40 shared tokens: blocks 0 and 1 are full and shared, half of block 2 is copied before both go on
@@ -146,7 +146,6 @@ def test_a_step_can_be_given_up_after_any_layer_and_repeated(make_runner):
 
 
 def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
-    """It would be filled up with block 0, and the tokens would overwrite another request's keys."""
     driver = Driver(make_runner("qwen2"))
     first, other = _sequence(100), _sequence(17)
     chunks = [driver.chunk(first, None), driver.chunk(other, None)]

@@ -1,5 +1,5 @@
-"""Weights that are finite can give logits that are not. Such a row draws nothing and says so; the others in the batch
-get the same bits as without it."""
+"""Finite weights can give logits that are not finite. Such a row draws nothing and reports it; the other rows of the
+batch keep their bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SETTINGS = [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 7, "top_
 
 @pytest.fixture(scope="module", params=NAMES)
 def poisoned(request, tmp_path_factory) -> Path:
-    """A checkpoint whose weights are finite: one dimension of the first norm is huge, and only POISON's embedding has a
-    value there, so that no other token's sequence notices."""
+    """Write a checkpoint with finite weights: one dimension of the first norm is huge, and only the embedding of POISON
+    is not 0 there."""
     spec = SPECS[request.param]
     tensors = random_tensors(spec)
     tensors["model.embed_tokens.weight"][:, 5] = 0.0
@@ -86,7 +86,7 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
     runner = make_runner(poisoned)
     driver = Driver(runner)
     asks = clean(20, prompt_logprobs=2)
-    asks.ids[10] = POISON  # the logits behind it, for position 11, are the first that are not finite
+    asks.ids[10] = POISON  # its logits, for position 11, are the first that are not finite
     told = []
     while asks.computed < len(asks.ids) and not any(isinstance(t, NonFinite) for t in told):
         scheduled = driver.chunk(asks, chunk)

@@ -1,4 +1,4 @@
-"""What is drawn: by seed, choice and position alone; penalties and bans as documented; logprobs of the raw logits."""
+"""Draws depend on seed, choice and position only. Penalties and bans work as documented."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
 
 
 def test_each_step_uses_the_settings_of_its_own_rows():
-    """One sampler, steps of equal size: other settings under the same id, other rows, the same rows in other order."""
     ids, logits = [1, 2, 3], np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
     hot, greedy = SamplingParams(temperature=5.0, seed=3), SamplingParams(temperature=0.0, logprobs=0)
     penalised = SamplingParams(temperature=0.0, repetition_penalty=1e9)

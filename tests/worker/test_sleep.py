@@ -1,4 +1,4 @@
-"""Sleep gives memory back to the system, and wake-up takes the same weights again, bit for bit."""
+"""Sleep returns memory to the system, and wake-up restores the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_no_update_begins_while_the_weights_sleep_but_one_does_while_the_kv_cach
 
 @pytest.fixture
 def file_size_limit():
-    """A function that sets the size beyond which writing a file fails, as it does on a full disk."""
+    """Return a function that limits the size of files: a longer write fails, as it does on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -174,7 +174,7 @@ def test_a_wake_up_without_enough_memory_fails_and_can_be_repeated(shortage, mak
 
 
 def _measure(folder: str, ops: str, dtype: str) -> None:
-    """In a process of its own: what the kernel says of its memory before, during and after a sleep."""
+    """Print the resident memory of this process before, during and after a sleep."""
 
     def resident() -> int:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -197,7 +197,7 @@ def _measure(folder: str, ops: str, dtype: str) -> None:
     print(json.dumps(report))
 
 
-# The C++ ops pack each dtype in another way. The reference holds tensors of Paddle: one dtype tells for both.
+# The C++ ops pack each dtype in another way. The reference holds Paddle tensors of float32 for both.
 @pytest.mark.parametrize(
     ("ops", "dtype"), sorted({(get_ops("float32").name, "float32"), (get_ops("float32").name, "bfloat16"),
                               ("reference", "float32")}),
@@ -214,13 +214,12 @@ def test_sleep_returns_the_memory_to_the_system(ops, dtype, tmp_path):
     assert report["weights"] > 40 * MIB
     assert report["before"] - report["asleep"] > 0.9 * report["weights"]
     assert report["freed"] > 0.9 * report["weights"]
-    assert report["awake"] < report["before"] + 20 * MIB, "waking up must not cost more than sleeping gave"
-    assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache's pages too"
+    assert report["awake"] < report["before"] + 20 * MIB, "wake-up takes more memory than sleep returned"
+    assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache kept pages"
     assert report["freed_again"] > 0.9 * (report["weights"] + report["cache"])
 
 
 def test_sleep_and_wake_call_beat_between_pieces_of_the_weights(make_runner):
-    """Weights of some gigabytes take longer than the silence after which an engine counts as stuck."""
     runner = make_runner("qwen2")
     linears = sum(not parameter.is_vector for parameter in runner.model.parameters)
     beats: list[str] = []

@@ -114,7 +114,7 @@ def test_only_tensors_that_wait_for_the_rest_of_their_linear_are_held_unpacked(m
     finally:
         tracemalloc.stop()
     total = sum(Path(source.path).stat().st_size for source in sources)
-    assert peak < 3 * largest < total / 2  # numpy's arrays are traced: the parts, their stacked copy, small change
+    assert peak < 3 * largest < total / 2  # tracemalloc sees numpy's arrays: the parts and their stacked copy
 
 
 PARTIAL = {
@@ -262,7 +262,7 @@ def test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing(
             write_safetensors(path, tensors)
             with pytest.raises(WeightUpdateRefused, match=named):
                 staging.add(source, {})
-            with pytest.raises(WeightUpdateRefused, match="begin again"):  # half a chunk must never be committed
+            with pytest.raises(WeightUpdateRefused, match="begin again"):
                 staging.finish()
             staging.abandon()
             assert runner.weights is weights
@@ -349,7 +349,7 @@ def test_in_place_never_holds_a_linear_twice(make_runner, tmp_path, monkeypatch)
 
     monkeypatch.setattr(runner.ops, "pack_linear", counting)
     staged = stage(runner, folder, in_place=True)
-    assert len(alive) == total and max(alive) == total - 1  # one is gone before its successor is made
+    assert len(alive) == total and max(alive) == total - 1  # each linear is freed before its successor is packed
     runner.commit(staged)
     assert outputs(runner) == fresh
 
@@ -358,7 +358,7 @@ def test_nothing_executes_between_the_first_tensor_in_place_and_the_commit(make_
     runner, new = make_runner("qwen2"), new_tensors()
     before = outputs(runner)
     staging = runner.begin_update(False, True)
-    with pytest.raises(WeightUpdateRefused):  # told by the header: nothing was given up yet
+    with pytest.raises(WeightUpdateRefused):  # the header is refused before weights are taken
         staging.add(part({"other": new[Q]}), {})
     assert runner.has_weights and outputs(runner) == before
     staging = runner.begin_update(False, True)
@@ -439,7 +439,6 @@ def test_checksums_run_beside_steps_and_describe_one_set_of_weights(make_runner,
 @pytest.mark.parametrize("where", ["before it opens the source", "in a read"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_abandoned_add_that_hung_takes_no_weights_when_it_returns(where, in_place, make_runner, part, monkeypatch):
-    """A dead mount: the read ends after the engine has gone on."""
     runner, source = make_runner("qwen2"), part(new_tensors())
     before, entered, mended = outputs(runner), threading.Event(), threading.Event()
     owner, name = (staging_module, "open_source") if where.startswith("before") else (SafetensorsReader, "read")

@@ -1,4 +1,4 @@
-"""A whole decoder layer and the logits: equal to the reference, and a row's bits are its own."""
+"""A decoder layer and the logits equal the reference. The bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 class Layer:
-    """Random weights of one layer; ``on(ops)`` packs them. A sequence's tokens lie in blocks of its own."""
+    """Random weights of one layer; ``on(ops)`` packs them."""
 
     def __init__(self, rng, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, biased: bool):
         def weight(n: int, k: int) -> np.ndarray:
@@ -52,13 +52,13 @@ class Layer:
 
 
 def with_attention(packed: DecoderLayer, **changes) -> DecoderLayer:
-    """The same layer, with changes to the spec of its attention."""
+    """Return the layer with changes to the spec of its attention."""
     attention, mlp = packed.blocks
     return DecoderLayer((replace(attention, attention=attention.attention._replace(**changes)), mlp))
 
 
 def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> AttentionBatch:
-    """``lengths`` tokens of each of these sequences behind ``starts``."""
+    """Return a batch of ``lengths`` tokens from positions ``starts`` on. Each sequence has its own blocks."""
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tables = np.array([range(s * 16, s * 16 + 16) for s in sequences], np.int32)
     positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]).astype(np.int32)
@@ -88,7 +88,7 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
     ]
     if dtype == "float32":
         np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
-    else:  # what is rounded to bfloat16 on the way (norms, queries, probabilities, the MLP's inside): 8 bits each
+    else:  # norms, queries, probabilities and the input of down are rounded to 8 bits
         difference = np.abs(found[0] - found[1])
         assert difference.max() < 0.1 and difference.mean() < 0.01
 
@@ -208,7 +208,6 @@ def test_a_batch_that_grows_row_by_row_seldom_allocates_logits_anew(ops, rng, mo
 
 
 def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(ops, rng):
-    """The kernels write where the batch says: what fits one cache may lie behind the end of another."""
     layer = Layer(rng, *SHAPES["small"])
     packed, batch, x = layer.on(ops), make_batch([0], [0], [20]), paddle.zeros([20, layer.hidden])
     roomy = layer.cache(ops, 1)
