@@ -218,7 +218,7 @@ class ModelRunner:
     ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
         """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch, numbers = self._sequences.take(chunks)
-        sampling = np.array([i for i, chunk in enumerate(chunks) if chunk.sample], np.int64)
+        [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
         of_prompts: dict[int, list[Logprob] | NonFinite] = {}

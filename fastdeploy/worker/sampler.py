@@ -74,7 +74,8 @@ class Sampler:
         ]
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0]
-            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, draws.sequences, drawn) if drawn else []
+            of_mode = logits if mode == PROCESSED else raw
+            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled(token, logprob)
@@ -139,17 +140,11 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
 
 
 def _logprobs(
-    ops: Ops,
-    mode: str,
-    raw: paddle.Tensor,
-    processed: paddle.Tensor,
-    token_ids: np.ndarray,
-    sequences: list[NewSequence],
-    rows: list[int],
+    ops: Ops, mode: str, logits: paddle.Tensor, token_ids: np.ndarray, sequences: list[NewSequence], rows: list[int]
 ) -> list[Logprob | None]:
-    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after
-    penalties and bans. None for a row that is not finite: a ban can hide this from the draw."""
-    logits, params = processed if mode == PROCESSED else raw, [sequences[i].sampling for i in rows]
+    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with penalties and bans in
+    mode processed, else without. None for a row that is not finite: a ban can hide this from the draw."""
+    params = [sequences[i].sampling for i in rows]
     if len(rows) < len(sequences):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
     kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}

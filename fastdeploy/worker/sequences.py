@@ -39,7 +39,7 @@ class Sequences:
         self._told: list[NewSequence | None] = []
         self._num_blocks = np.zeros(0, np.int64)
         self._blocks = np.zeros((0, 1), np.int32)
-        self.tokens = np.zeros((0, 1), np.int32)
+        self.tokens = np.zeros((0, block_size), np.int32)
 
     def take(self, chunks: list[ScheduledChunk]) -> Batch:
         """Store what ``chunks`` tell of their sequences, and return the batch of the step."""
@@ -85,17 +85,17 @@ class Sequences:
         at = int(self._num_blocks[number])
         end = at + len(chunk.blocks)
         self._num_blocks[number] = end
-        self._blocks = _grown(self._blocks, (number + 1, end))
+        width = max(end, -(-len(chunk.token_ids) // self._block_size))
+        if number >= len(self._blocks) or width > self._blocks.shape[1]:
+            self._blocks = _grown(self._blocks, (number + 1, width))
+            self.tokens = _grown(self.tokens, (number + 1, width * self._block_size))
         self._blocks[number, at:end] = chunk.blocks
-        self.tokens = _grown(self.tokens, (number + 1, max(len(chunk.token_ids), end * self._block_size)))
         first = 0 if chunk.new is not None else chunk.start
         self.tokens[number, first : first + len(chunk.token_ids)] = chunk.token_ids
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return ``array``, or a copy with at least ``shape``. Each side that is too short at least doubles."""
-    if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
-        return array
+    """Return a copy with at least ``shape``. Each side that is too short at least doubles."""
     sides = [have if have >= want else max(want, 2 * have) for have, want in zip(array.shape, shape, strict=True)]
     grown = np.zeros(sides, array.dtype)
     grown[tuple(slice(have) for have in array.shape)] = array

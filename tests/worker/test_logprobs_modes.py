@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,26 +20,18 @@ TOP, STEPS = 4, 10
 BFLOAT16_MAX, BFLOAT16_MEAN = 0.2, 0.02
 
 
-@dataclass(frozen=True)
-class Setting:
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    banned: tuple[int, ...] = ()
-
-
-SETTINGS = [
-    Setting(),
-    Setting(temperature=0.7),
-    Setting(temperature=1.3, top_k=7, top_p=0.9),
-    Setting(temperature=0.9, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.3),
-    Setting(temperature=1.1, top_p=0.6, repetition_penalty=1.2, banned=(2, 3)),
-    Setting(temperature=0.8, top_k=300, top_p=0.95, min_p=0.01),  # top_k beyond the vocabulary
-    Setting(temperature=0.0, repetition_penalty=1.5, banned=(2, 3)),
+Setting = dict[str, Any]
+PLAIN: Setting = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "banned": ()}
+PENALTIES: Setting = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3}
+SETTINGS: list[Setting] = [
+    PLAIN,
+    PLAIN | {"temperature": 0.7},
+    PLAIN | {"temperature": 1.3, "top_k": 7, "top_p": 0.9},
+    PLAIN | PENALTIES | {"temperature": 0.9, "min_p": 0.05},
+    PLAIN | {"temperature": 1.1, "top_p": 0.6, "repetition_penalty": 1.2, "banned": (2, 3)},
+    PLAIN | {"temperature": 0.8, "top_k": 300, "top_p": 0.95, "min_p": 0.01},  # top_k beyond the vocabulary
+    PLAIN | {"temperature": 0.0, "repetition_penalty": 1.5, "banned": (2, 3)},
 ]
 
 
@@ -48,11 +39,11 @@ def sequences(lengths: tuple[int, ...] = (9, 40)) -> list[tuple[Setting, Sequenc
     """Return one sequence for each setting and mode, for one batch."""
     made = []
     for k, setting in enumerate(SETTINGS):
-        fields = {name: value for name, value in asdict(setting).items() if name != "banned"}
+        fields = {name: value for name, value in setting.items() if name != "banned"}
         for mode in LOGPROBS_MODES:
             params = SamplingParams(**fields, seed=7 + k, logprobs=TOP, logprobs_mode=mode, max_tokens=64)
             ids = prompt(lengths[k % len(lengths)], 211)
-            made.append((setting, Sequence(f"{k}-{mode}", ids, params, banned=setting.banned)))
+            made.append((setting, Sequence(f"{k}-{mode}", ids, params, banned=setting["banned"])))
     return made
 
 
@@ -72,10 +63,7 @@ def run(runner, made: list[Sequence], monkeypatch) -> list[np.ndarray]:
 
 def described(cases: list[tuple[Setting, Sequence]]) -> list[dict[str, Any]]:
     """Return the sequences as the cases of torch_logprobs.told."""
-    return [
-        {"ids": s.ids, "prompt": s.prompt_len, "mode": s.sampling.logprobs_mode} | asdict(setting)
-        for setting, s in cases
-    ]
+    return [{"ids": s.ids, "prompt": s.prompt_len, "mode": s.sampling.logprobs_mode} | setting for setting, s in cases]
 
 
 def told(sequence: Sequence) -> np.ndarray:
@@ -99,9 +87,9 @@ def test_logprobs_of_each_mode_equal_those_of_torch(name, make_runner, checkpoin
         if name == "qwen3":
             np.testing.assert_allclose(got, own[i], atol=3e-3, err_msg=label)
         elif sequence.sampling.logprobs_mode != "processed":  # a token at the edge of the kept set may be in or out
-            bound = BFLOAT16_MAX / (setting.temperature or 1.0)
-            np.testing.assert_allclose(got, own[i], atol=bound, err_msg=label)
-            errors.append(np.abs(got - own[i]) * (setting.temperature or 1.0))
+            scale = setting["temperature"] or 1.0
+            np.testing.assert_allclose(got, own[i], atol=BFLOAT16_MAX / scale, err_msg=label)
+            errors.append(np.abs(got - own[i]) * scale)
     assert name == "qwen3" or np.mean(np.concatenate(errors)) < BFLOAT16_MEAN
 
 
@@ -169,7 +157,7 @@ def test_prompt_logprobs_are_those_of_torch_however_the_prompt_is_cut(name, make
     whole = computed(311)
     assert computed(50) == whole and len(whole) == 310
     case = Sequence("p", ids, SamplingParams(temperature=0.0), prompt_len=1)
-    (expected,) = torch_process.run(torch_logprobs.told, checkpoints[name], described([(Setting(), case)]), TOP)
+    (expected,) = torch_process.run(torch_logprobs.told, checkpoints[name], described([(PLAIN, case)]), TOP)
     got = np.array([[e.logprob, *(logprob for _, logprob in e.top)] for e in whole])
     np.testing.assert_allclose(got, expected, atol=2e-3 if name == "qwen3" else BFLOAT16_MAX)
     assert np.abs(got - expected).mean() < 0.02
