@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +25,8 @@ LIBRARY = ROOT / "fastdeploy" / "model_executor" / "ops" / "libfastdeploy_cpu_op
 
 # -ffp-contract=off: the compiler never fuses a product and a sum on its own, so that two paths through a kernel cannot
 # differ in the last bit.
-COMMON = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fvisibility-inlines-hidden",
-    "-Wall",
-    "-Wextra",
-    "-pthread",
-]
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fvisibility-inlines-hidden"]
+COMMON += ["-Wall", "-Wextra", "-pthread"]
 AVX2 = ["-DFD_ISA=avx2", "-mavx2", "-mfma"]
 AVX512 = ["-DFD_ISA=avx512", "-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 AMX = ["-DFD_ISA=amx", *AVX512[1:], "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
@@ -78,30 +71,20 @@ def fingerprint() -> str:
 
 def compile_library(compiler: str, target: Path, stamp: str) -> None:
     """Compile all units in parallel and link them to ``target``. Raises CalledProcessError with the output."""
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
     with tempfile.TemporaryDirectory(prefix="cpu_ops_") as folder:
 
         def compile_unit(unit: Unit) -> str:
             out = os.path.join(folder, unit.object_name)
-            command = [
-                compiler,
-                *COMMON,
-                *unit.flags,
-                f'-DFD_FINGERPRINT="{stamp}"',
-                "-c",
-                str(SOURCES / unit.source),
-                "-o",
-                out,
-            ]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            flags = [*COMMON, *unit.flags, f'-DFD_FINGERPRINT="{stamp}"']
+            run([compiler, *flags, "-c", str(SOURCES / unit.source), "-o", out])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as executor:
             objects = list(executor.map(compile_unit, UNITS))
         # Link under another name, then rename: a process that has mapped the old library keeps its file.
         staged = target.with_suffix(f".{os.getpid()}.tmp")
-        subprocess.run(
-            [compiler, "-shared", "-pthread", *objects, "-o", str(staged)], check=True, capture_output=True, text=True
-        )
+        run([compiler, "-shared", "-pthread", *objects, "-o", str(staged)])
         staged.replace(target)
 
 

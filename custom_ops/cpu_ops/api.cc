@@ -111,14 +111,8 @@ int fd_embedding(const int32_t* ids, int64_t m, const Weight* w, float* out) {
 }
 
 Cache* fd_new_cache(int bf16, int64_t layers, int64_t blocks, int64_t block_size, int64_t kv_heads, int64_t head_dim) {
-  auto* c = new (std::nothrow) Cache{};
+  auto* c = new (std::nothrow) Cache{bf16 != 0, layers, blocks, block_size, kv_heads, head_dim, 0, 0, 0, nullptr};
   if (c == nullptr) return nullptr;
-  c->bf16 = bf16;
-  c->layers = layers;
-  c->blocks = blocks;
-  c->block_size = block_size;
-  c->kv_heads = kv_heads;
-  c->head_dim = head_dim;
   c->dim_padded = round_up(head_dim, bf16 ? 32 : 16);
   c->block_elements = kv_heads * block_size * c->dim_padded;
   c->bytes = layers * 2 * blocks * c->block_elements * (bf16 ? 2 : 4);

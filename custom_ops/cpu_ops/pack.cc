@@ -72,12 +72,8 @@ void pack_columns_from_f32(Weight& w, const char* source, int64_t row_bytes, int
 }  // namespace
 
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias) {
-  auto* w = new (std::nothrow) Weight{};
+  auto* w = new (std::nothrow) Weight{bf16, n, k, bf16 ? round_up(k, kDepth) : k, 0, nullptr, nullptr};
   if (w == nullptr) return nullptr;
-  w->bf16 = bf16;
-  w->n = n;
-  w->k = k;
-  w->k_padded = bf16 ? round_up(k, kDepth) : k;
   w->bytes = w->tiles() * w->tile_elements() * (bf16 ? 2 : 4);
   w->data = allocate_pages(static_cast<size_t>(w->bytes));
   if (with_bias) w->bias = static_cast<float*>(std::calloc(static_cast<size_t>(w->tiles() * kColumns), 4));

@@ -10,8 +10,3 @@ from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).parent / "model"
 """The checkpoint folder of the embedded model, in Hugging Face format."""
-
-
-def default_model() -> str:
-    """Return the model folder to serve if the user names none."""
-    return str(MODEL_DIR)

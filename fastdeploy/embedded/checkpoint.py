@@ -36,11 +36,7 @@ def save(model: Qwen3, folder: Path) -> None:
         "use_cache": True,
         "use_sliding_window": False,
     }
-    generation = {
-        "do_sample": False,
-        "eos_token_id": tokenizer.END_ID,
-        "pad_token_id": tokenizer.PAD_ID,
-    }
+    generation = {"do_sample": False, "eos_token_id": tokenizer.END_ID, "pad_token_id": tokenizer.PAD_ID}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
     _write_safetensors(folder / "model.safetensors", {name: _to_bf16(w.numpy()) for name, w in model.weights.items()})

@@ -1,6 +1,6 @@
 """The part of a model's config that all architectures share, and checks of the values in ``config.json``.
 
-A key that would change the result and is not supported is never ignored: it raises InvalidField, which names it.
+An unsupported key that changes the result is never ignored: it raises InvalidField with its name.
 """
 
 from __future__ import annotations

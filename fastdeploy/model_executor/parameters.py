@@ -1,5 +1,5 @@
 """Packing of checkpoint tensors into the parameters of a model, and back. All values are in the serving dtype: a
-float32 tensor for a bfloat16 engine is rounded to nearest even, so that a checksum tells which values serve."""
+float32 tensor is rounded to nearest even for a bfloat16 engine, and checksums are those of the rounded values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import paddle
 from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
-# Tensors are rounded and unpacked in slices of so many rows, so that none is ever copied whole.
-SLICE = 4096
+SLICE = 4096  # rows that are rounded or unpacked at once: a whole copy of a tensor could be large
 # The smallest float32 that rounds to infinity in bfloat16.
 BFLOAT16_OVERFLOW = np.array(0x7F7F8000, np.uint32).view(np.float32)
 
 
 class Parameter(NamedTuple):
-    """One object that the model computes with, and the checkpoint tensors that it is made of.
+    """One packed object that the model uses, and the checkpoint tensors that it contains.
 
     A linear stacks ``weights`` [rows[i], columns] along the output (a fused projection has several); ``biases`` has one
     name for each weight, or none. A vector (the weight of a norm) is one tensor [columns] and has no ``rows``.
@@ -62,13 +61,13 @@ def linear(key: str, projections: Mapping[str, int], columns: int, bias: bool = 
 
 
 def as_vector(value: Value) -> paddle.Tensor:
-    """Return a packed value that is known to be a vector."""
+    """Return a packed value, which must be a vector."""
     assert isinstance(value, paddle.Tensor)
     return value
 
 
 def as_linear(value: Value) -> PackedLinear:
-    """Return a packed value that is known to be a linear."""
+    """Return a packed value, which must be a linear."""
     assert not isinstance(value, paddle.Tensor)
     return value
 

@@ -1,7 +1,7 @@
 """Reading of tensors in safetensors layout from a checkpoint folder, a file, or POSIX shared memory.
 
-Every byte is read once, with ``pread`` into our own memory, and that copy is what is checked. Nothing is mapped, so the
-source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
+Every byte is read once, with ``pread`` into memory of this process, and the checks use that copy. Nothing is mapped, so
+the source may be overwritten, cut or deleted at any time. Pickles (.bin, .pt) are never opened.
 
 Format: 8 bytes little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data. Every
 error is a WeightUpdateRefused whose ``detail`` names the ``file`` or the ``tensor``. Sizes are checked before anything
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -81,7 +81,7 @@ def open_source(source: Source, roots: Sequence[str] = ANYWHERE) -> SafetensorsR
             case FolderSource():
                 _open_folder(reader, source.path, roots)
             case FileSource():
-                _open_file(reader, source.path)
+                _add(reader, source.path, open_regular)
             case SharedMemorySource():
                 _open_shared_memory(reader, source)
     except BaseException:
@@ -192,7 +192,7 @@ def _open_folder(reader: SafetensorsReader, path: str, roots: Sequence[str]) -> 
     if not has_index:
         if not has_single:
             raise refuse_file(path, f"has neither {SINGLE} nor {INDEX} (pickled weights are never read)")
-        _add_from_folder(reader, folder, SINGLE)
+        _add(reader, SINGLE, folder.open)
         return
     weight_map = read_json(folder, INDEX, _Index).weight_map
     files = sorted(set(weight_map.values()))
@@ -201,40 +201,32 @@ def _open_folder(reader: SafetensorsReader, path: str, roots: Sequence[str]) -> 
     for file in files:
         if file != os.path.basename(file):
             raise refuse_file(INDEX, f"expected plain file names in weight_map, got {file!r}")
-        _add_from_folder(reader, folder, file)
+        _add(reader, file, folder.open)
     for name, file in weight_map.items():
         if name not in reader.entries or reader.entries[name].file != file:
             raise refuse_tensor(name, f"is not in {file}, where {INDEX} says it is")
 
 
-def _add_from_folder(reader: SafetensorsReader, folder: Folder, file: str) -> None:
-    try:
-        fd = folder.open(file)
-    except OSError as error:
-        raise refuse_file(file, f"cannot be opened: {error.strerror}") from error
-    reader.add_file(file, fd)
-
-
-def _open_file(reader: SafetensorsReader, path: str, limit: int = 0) -> None:
+def _add(reader: SafetensorsReader, path: str, open_file: Callable[[str], int], limit: int = 0) -> None:
     file = os.path.basename(path)
     try:
-        fd = open_regular(path)
+        fd = open_file(path)
     except OSError as error:
         raise refuse_file(file, f"cannot be opened: {error.strerror}") from error
     reader.add_file(file, fd, limit)
 
 
 def _open_shared_memory(reader: SafetensorsReader, source: SharedMemorySource) -> None:
-    """Open a segment. The segment is not unlinked and no resource tracker knows of it: it remains the trainer's."""
+    """Open a segment. The trainer stays its owner: no resource tracker learns of it, and nothing here unlinks it."""
     name = source.name.removeprefix("/")
     if name in ("", ".", "..") or "/" in name:
         raise refuse_file(source.name, "is not the name of a shared memory segment")
-    _open_file(reader, f"{SHARED_MEMORY}/{name}", source.nbytes)
+    _add(reader, f"{SHARED_MEMORY}/{name}", open_regular, source.nbytes)
 
 
 def _parse_header(raw: bytes, file: str) -> dict[str, _HeaderEntry]:
-    """Return the entries by name. A parsed object has only the last of two equal names, so the colons are counted to
-    find a name that appears twice. So a name with a colon in it is refused too."""
+    """Return the entries by name. Counting colons finds a name that appears twice, of which the parser keeps only the
+    last. A name with a colon in it is refused too."""
     num_colons = raw.count(b":")  # an entry has three, and its name one
     if num_colons > 4 * MAX_TENSORS:
         raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS}")

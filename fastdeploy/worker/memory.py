@@ -19,10 +19,8 @@ def free_memory() -> int:
 
 def resident_memory() -> int:
     """Return the bytes of this process that are in memory."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Rss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("smaps_rollup has no Rss")
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
 
 def give_back_freed_memory() -> None:

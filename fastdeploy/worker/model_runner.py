@@ -22,7 +22,7 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import KVCache, Ops
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
-from fastdeploy.worker.sampler import Sampler, prompt_logprobs
+from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
 from fastdeploy.worker.spill import Spill, spill
 from fastdeploy.worker.staging import WeightStaging
@@ -187,7 +187,7 @@ class ModelRunner:
         give_back_freed_memory()
 
     def check_alive(self) -> None:
-        """See ``Runner.check_alive``: this runner lives and dies with the engine."""
+        """See ``Runner.check_alive``. Does nothing: this runner is part of the engine's process."""
 
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
@@ -196,10 +196,9 @@ class ModelRunner:
         del self.weights, self.cache, self.model, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
-        weights = self.weights
-        if weights is None:
+        if self.weights is None:
             raise WrongOrder("there are no whole weights")
-        return weights.values
+        return self.weights.values
 
     def _give_up_weights(self) -> Mapping[str, Value]:
         """Give the weights up for an update in place. Nothing can execute from here to its commit."""
@@ -217,9 +216,9 @@ class ModelRunner:
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] | None
     ) -> tuple[list[Sampled | NonFinite | None], dict[int, list[Logprob] | NonFinite]]:
-        """The draw of each chunk, and the prompt logprobs by index of the chunk."""
+        """Return the draw of each chunk, and the prompt logprobs by index of the chunk."""
         token_ids, batch, numbers = self._sequences.take(chunks)
-        sampling = np.flatnonzero([chunk.sample for chunk in chunks])
+        [sampling] = np.array([chunk.sample for chunk in chunks]).nonzero()
         last_rows = batch.cu_tokens[1:][sampling].astype(np.int64) - 1
         asking = [i for i, chunk in enumerate(chunks) if chunk.prompt_logprobs]
         of_prompts: dict[int, list[Logprob] | NonFinite] = {}
@@ -229,9 +228,8 @@ class ModelRunner:
         assert weights is not None and cache is not None
         hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers)
         for i, span in zip(asking, spans, strict=True):
-            of_prompts[i] = self._prompt_logprobs(
-                chunks[i], hidden, int(np.searchsorted(rows, span[0])), between_layers
-            )
+            first = int(np.searchsorted(rows, span[0]))
+            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers)
         if asking and len(sampling):
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
@@ -246,8 +244,9 @@ class ModelRunner:
     def _prompt_logprobs(
         self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int, between_slices: Callable[[], None] | None
     ) -> list[Logprob] | NonFinite:
-        """hidden: rows from ``first`` on are those of the chunk's first tokens. A slice at a time, since the logits of
-        a whole prompt may be larger than the model. The first row that is not finite stands for all."""
+        """Return the logprobs that the chunk asks for, or the first row that is not finite. hidden: row ``first`` is
+        that of the chunk's first token. Logits are computed in slices of rows: those of a whole prompt may be larger
+        than the model."""
         count, top = chunk.prompt_logprobs, self._sequences.told(chunk.sequence).sampling.prompt_logprobs or 0
         targets = self._sequences.tokens[chunk.sequence, chunk.start + 1 : chunk.start + 1 + count]
         weights, found = self.weights, list[Logprob]()
@@ -255,7 +254,7 @@ class ModelRunner:
         for at in range(0, count, LOGITS_ROWS):
             end = min(at + LOGITS_ROWS, count)
             logits = self.model.logits(weights, hidden[first + at : first + end])
-            for logprob in prompt_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
+            for logprob in token_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
                 if logprob is None:
                     return NonFinite(chunk.start + 1 + len(found))
                 found.append(logprob)
@@ -265,11 +264,11 @@ class ModelRunner:
 
 
 class _StepGivenUp(Exception):
-    """Ends the layers of a step. Raised and caught in this file only."""
+    """Ends the layers of a step. Only this file raises and catches it."""
 
 
 def _raising(between_layers: Callable[[], bool] | None) -> Callable[[], None] | None:
-    """``between_layers`` as the ops take it: they end where it raises."""
+    """Return a ``between_layers`` for the ops: a function that raises to give the step up."""
     if between_layers is None:
         return None
 

@@ -3,8 +3,8 @@
 Logprobs are of one of three distributions, per row:
     raw          log softmax(logits)
     temperature  log softmax(logits / temperature); greedy: raw
-    processed    of what was drawn from: after penalties and bans, temperature, top_k, top_p and min_p, renormalised;
-                 greedy: log softmax of the logits after penalties and bans, as vLLM has it
+    processed    the distribution that the token is drawn from: after penalties and bans, temperature, top_k, top_p and
+                 min_p, renormalised; greedy: log softmax of the logits after penalties and bans, as in vLLM
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fastdeploy.model_executor.rng import uniform
 from fastdeploy.worker.sequences import Draws
 
 RAW, TEMPERATURE, PROCESSED = LOGPROBS_MODES
-NUCLEUS_GUESS = 256  # of top_p: so many best tokens are looked at first, then 8 times as many, and so on
-MIN_TEMPERATURE = 1e-30  # what is smaller divides by zero in float32
+NUCLEUS_GUESS = 256  # top_p sorts this number of best tokens first; if they do not suffice, 8 times as many
+MIN_TEMPERATURE = 1e-30  # a division by a smaller temperature overflows float32
 
 
 class _Rows:
@@ -35,6 +35,7 @@ class _Rows:
         self.by_mode = _rows_by_mode(params)
         self.penalised = {i for i, p in enumerate(params) if p.has_penalties}
         self.banned_before = np.array([sequence.banned_before for sequence in sequences], np.int64)
+        self.has_bans = bool(self.banned_before.any())
         self.temperature = np.array([p.temperature for p in params], np.float64)
         self.top_k = np.array([p.top_k for p in params], np.int32)
         self.top_p = np.array([p.top_p for p in params], np.float64)
@@ -51,7 +52,7 @@ class _Rows:
 
 
 class Sampler:
-    """Draws the tokens of one step after the other."""
+    """Draws the tokens of each step."""
 
     def __init__(self, ops: Ops):
         self._ops = ops
@@ -62,7 +63,7 @@ class Sampler:
         row asks for. The result of a row is NonFinite if no token can be drawn from it, or if its logprob is not a
         number."""
         rows, positions = self._rows_of(draws.sequences), draws.positions
-        banned = np.flatnonzero(positions < rows.banned_before).tolist()
+        banned = np.flatnonzero(positions < rows.banned_before).tolist() if rows.has_bans else []
         touched = rows.penalised or banned
         raw = logits.clone() if touched and rows.by_mode.keys() - {PROCESSED} else logits
         apply_penalties_and_bans(logits, draws, sorted(rows.penalised), banned)
@@ -73,7 +74,8 @@ class Sampler:
         ]
         for mode, asking in rows.by_mode.items():
             drawn = [i for i in asking if token_ids[i] >= 0]
-            logprobs = _logprobs(self._ops, mode, raw, logits, token_ids, draws.sequences, drawn) if drawn else []
+            of_mode = logits if mode == PROCESSED else raw
+            logprobs = _logprobs(self._ops, mode, of_mode, token_ids, draws.sequences, drawn) if drawn else []
             for i, logprob in zip(drawn, logprobs, strict=True):
                 token, position = int(token_ids[i]), int(positions[i])
                 sampled[i] = NonFinite(position) if logprob is None else Sampled(token, logprob)
@@ -85,14 +87,8 @@ class Sampler:
         return self._rows
 
 
-def prompt_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob | None]:
-    """Raw logprobs of given tokens [S], each from its row of logits [S, V], and of the ``top`` best beside each. None
-    for a row that is not finite."""
-    return _of_rows(ops, logits, token_ids, top)
-
-
 def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
-    """Rows that ask for logprobs, by mode. Temperature 1 changes nothing and greedy has none: both are raw."""
+    """Group the rows that ask for logprobs by mode. With temperature 0 or 1, mode temperature equals mode raw."""
     rows: dict[str, list[int]] = {}
     for i, p in enumerate(params):
         if p.logprobs is not None:
@@ -102,8 +98,7 @@ def _rows_by_mode(params: list[SamplingParams]) -> dict[str, list[int]]:
 
 
 def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: list[int], banned: list[int]) -> None:
-    """In place, on the entries of the ``penalised`` and ``banned`` rows that a penalty or a ban is about, and on no
-    others."""
+    """Change the logits in place: penalties in the ``penalised`` rows, bans in the ``banned`` ones."""
     if penalised:
         ids, values = _penalised_entries(logits, draws, penalised)
         _put(logits, penalised, ids, np.concatenate(values))
@@ -116,8 +111,9 @@ def apply_penalties_and_bans(logits: paddle.Tensor, draws: Draws, penalised: lis
 def _penalised_entries(
     logits: paddle.Tensor, draws: Draws, rows: list[int]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """For each row: the ids it has seen and their new logits. Repetition (CTRL, Keskar et al. 2019: divide a positive
-    logit, multiply a negative one) counts prompt and output; presence and frequency (OpenAI) count the output."""
+    """Return, for each row, the ids of its known tokens and their new logits. The repetition penalty (CTRL, Keskar et
+    al. 2019: divide a positive logit, multiply a negative one) counts prompt and output; presence and frequency
+    (OpenAI) count the output only."""
     ids, counts = [], []
     for i in rows:
         known = draws.tokens[draws.numbers[i], : draws.positions[i]].astype(np.int64)
@@ -134,7 +130,7 @@ def _penalised_entries(
 
 
 def _indices(rows: list[int], ids: list[np.ndarray]) -> np.ndarray:
-    """(row, id) pairs, int64 [N, 2]."""
+    """Return the (row, id) pairs, int64 [N, 2]."""
     return np.stack([np.repeat(rows, [len(i) for i in ids]), np.concatenate(ids)], axis=1)
 
 
@@ -144,23 +140,17 @@ def _put(logits: paddle.Tensor, rows: list[int], ids: list[np.ndarray], values: 
 
 
 def _logprobs(
-    ops: Ops,
-    mode: str,
-    raw: paddle.Tensor,
-    processed: paddle.Tensor,
-    token_ids: np.ndarray,
-    sequences: list[NewSequence],
-    rows: list[int],
+    ops: Ops, mode: str, logits: paddle.Tensor, token_ids: np.ndarray, sequences: list[NewSequence], rows: list[int]
 ) -> list[Logprob | None]:
-    """Logprobs of ``rows``, which all ask for ``mode`` and have a token. processed: the logits after penalties and
-    bans. None for a row that is not finite: a ban may have hidden that from the draw."""
-    logits, params = processed if mode == PROCESSED else raw, [sequences[i].sampling for i in rows]
+    """Return the logprobs of ``rows``, which all ask for ``mode`` and have a token. logits: with penalties and bans in
+    mode processed, else without. None for a row that is not finite: a ban can hide this from the draw."""
+    params = [sequences[i].sampling for i in rows]
     if len(rows) < len(sequences):
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
     kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
     if mode != RAW:
         logits = _masked(_scaled(logits, params), kept)
-    found = _of_rows(ops, logits, token_ids, [p.logprobs or 0 for p in params])
+    found = token_logprobs(ops, logits, token_ids, [p.logprobs or 0 for p in params])
     for i, p in enumerate(params):
         one = found[i]
         if one is not None and p.return_kept and (i in kept or p.temperature == 0.0):
@@ -169,39 +159,36 @@ def _logprobs(
     return found
 
 
-def _of_rows(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, wanted: list[int]) -> list[Logprob | None]:
-    """Log softmax of each row at its token, and its best; those that cannot be drawn at all are not among them. None
-    for a row that is not finite."""
-    chosen, best, ids = ops.logprobs(logits, token_ids, min(max(wanted), logits.shape[1]))
-    rows = zip(chosen.tolist(), ids.tolist(), best.tolist(), wanted, strict=True)
+def token_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: list[int]) -> list[Logprob | None]:
+    """Return the log softmax of each row of logits [S, V] at its token [S], and at the ``top`` [S] best tokens without
+    those of probability 0. None for a row that is not finite."""
+    chosen, best, best_ids = ops.logprobs(logits, token_ids, min(max(top), logits.shape[1]))
     result: list[Logprob | None] = []
-    for value, its_ids, its_best, k in rows:
-        if math.isnan(value):
-            result.append(None)
-            continue
-        top = zip(its_ids[:k], its_best[:k], strict=True)
-        result.append(Logprob(value, tuple((token, logprob) for token, logprob in top if logprob > -np.inf)))
+    for value, ids, values, k in zip(chosen.tolist(), best_ids.tolist(), best.tolist(), top, strict=True):
+        pairs = zip(ids[:k], values[:k], strict=True)
+        kept = tuple((token, logprob) for token, logprob in pairs if logprob > -np.inf)
+        result.append(None if math.isnan(value) else Logprob(value, kept))
     return result
 
 
 def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tensor:
-    """(logits - their largest) / temperature; at temperature 0 they are only shifted."""
+    """Return (logits - largest logit) / temperature; the divisor is 1 if the temperature is 0."""
     divisors = np.array([[max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0] for p in params], np.float32)
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 
 def _kept_of_rows(logits: paddle.Tensor, params: list[SamplingParams], token_ids: np.ndarray) -> dict[int, np.ndarray]:
-    """The tokens that top_k, top_p and min_p leave, as bool [V] by row. Rows that use none of the three are absent."""
+    """Return the tokens that top_k, top_p and min_p leave, bool [V], by row. Rows that use none of them are absent."""
     kept = {}
     for i, p in enumerate(params):
         if p.temperature and (p.top_k or p.top_p < 1.0 or p.min_p):
             kept[i] = _kept(logits[i].numpy(), p)
-            kept[i][token_ids[i]] = True  # it was drawn, whatever this sum and the op's made of the last place
+            kept[i][token_ids[i]] = True  # the op drew it, although sums here may differ in the last place
     return kept
 
 
 def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor:
-    """``scaled``, -inf where ``kept`` is False."""
+    """Return ``scaled`` with -inf where ``kept`` is False."""
     if not kept:
         return scaled
     values = scaled.numpy()
@@ -211,7 +198,7 @@ def _masked(scaled: paddle.Tensor, kept: dict[int, np.ndarray]) -> paddle.Tensor
 
 
 def _kept(row: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """bool [V]: the tokens that ``Ops.sample`` draws from, given logits float32 [V]."""
+    """Return the tokens that ``Ops.sample`` draws from, bool [V]. row: logits, float32 [V]."""
     divisor = max(params.temperature, MIN_TEMPERATURE)
     weights = np.exp((row.astype(np.float64) - row.max()) / divisor)
     kept = weights >= params.min_p * weights.max() if params.min_p else np.ones(len(row), bool)
@@ -223,7 +210,7 @@ def _kept(row: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def _nucleus(row: np.ndarray, weights: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Ids of the top_k best and, of these, of the smallest best-first set whose share reaches top_p."""
+    """Return the ids of the smallest set of best tokens, of the top_k best, whose share reaches top_p."""
     limit = params.top_k or len(row)
     guess = NUCLEUS_GUESS
     total = weights[_best_first(row, limit)].sum() if limit < len(row) else weights.sum()
@@ -238,7 +225,7 @@ def _nucleus(row: np.ndarray, weights: np.ndarray, params: SamplingParams) -> np
 
 
 def _best_first(row: np.ndarray, count: int) -> np.ndarray:
-    """Ids of the ``count`` largest, largest first, the lower id first among equals."""
+    """Return the ids of the ``count`` largest logits, largest first, the lower id first among equals."""
     if count >= len(row):
         return np.argsort(-row, kind="stable")
     among = np.flatnonzero(row >= np.partition(row, -count)[-count])

@@ -1,4 +1,4 @@
-"""The sequences of the batch as the runner knows them: told once, and kept up to date by the plans."""
+"""The sequences of the batch, kept at the runner. The plan tells of a sequence once, and then only what is new."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ class Batch(NamedTuple):
 
 
 class Sequences:
-    """Token ids and block tables, int32, one row for each sequence. The rows grow with the largest number and with the
-    longest sequence that a plan has named. A row is stale until its number is given to a new sequence."""
+    """Token ids and block tables, int32, one row for each sequence number. The arrays grow with the largest number and
+    with the longest sequence. The row of a sequence that has left stays until its number gets a new sequence."""
 
     def __init__(self, block_size: int):
         self._block_size = block_size
         self._told: list[NewSequence | None] = []
         self._num_blocks = np.zeros(0, np.int64)
         self._blocks = np.zeros((0, 1), np.int32)
-        self.tokens = np.zeros((0, 1), np.int32)
+        self.tokens = np.zeros((0, block_size), np.int32)
 
     def take(self, chunks: list[ScheduledChunk]) -> Batch:
-        """Take in what ``chunks`` tell. The same chunks may come again, after a step that was given up."""
+        """Store what ``chunks`` tell of their sequences, and return the batch of the step."""
         for chunk in chunks:
             if chunk.new is not None or chunk.blocks:
                 self._tell(chunk)
+            elif chunk.token_ids:
+                self.tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
         numbers = np.array([chunk.sequence for chunk in chunks])
         lengths = np.array([chunk.count for chunk in chunks], np.int32)
         starts = np.array([chunk.start for chunk in chunks], np.int32)
         needed = -(-(starts + lengths) // self._block_size)
         # A short table would be read beyond its end: the tokens would overwrite the keys of another sequence.
-        assert np.all(self._num_blocks[numbers] >= needed), "a block table is too short for its tokens"
-        tokens = self.tokens
-        for chunk in chunks:
-            if chunk.token_ids and chunk.new is None:
-                tokens[chunk.sequence, chunk.start] = chunk.token_ids[0]
+        assert (self._num_blocks[numbers] >= needed).all(), "a block table is too short for its tokens"
         cu_tokens = np.zeros(len(chunks) + 1, np.int32)
-        np.cumsum(lengths, out=cu_tokens[1:])
-        positions = np.arange(cu_tokens[-1], dtype=np.int32) + np.repeat(starts - cu_tokens[:-1], lengths)
+        lengths.cumsum(out=cu_tokens[1:])
         tables = self._blocks[:, : needed.max()].take(numbers, axis=0)
-        token_ids = tokens[np.repeat(numbers, lengths), positions]
-        return Batch(token_ids, AttentionBatch(cu_tokens, starts, tables, positions), numbers)
+        positions, rows = starts, numbers
+        if cu_tokens[-1] != len(chunks):  # not every chunk has one token
+            positions = np.arange(cu_tokens[-1], dtype=np.int32) + (starts - cu_tokens[:-1]).repeat(lengths)
+            rows = numbers.repeat(lengths)
+        return Batch(self.tokens[rows, positions], AttentionBatch(cu_tokens, starts, tables, positions), numbers)
 
     def draws(self, numbers: np.ndarray, positions: np.ndarray) -> Draws:
-        """What the sampler must know to draw tokens at ``positions``."""
+        """Return the sampler's input for tokens at ``positions``."""
         return Draws([self._told[number] for number in numbers.tolist()], positions, self.tokens, numbers)
 
     def told(self, number: int) -> NewSequence:
-        """What the runner was told of the sequence ``number``."""
+        """Return the settings of the sequence ``number``."""
         told = self._told[number]
-        assert told is not None, "a sequence that was never told"
+        assert told is not None, "an unknown sequence"
         return told
 
     def _tell(self, chunk: ScheduledChunk) -> None:
@@ -81,21 +81,21 @@ class Sequences:
         if chunk.new is not None:
             self._told[number] = chunk.new
             self._num_blocks[number] = 0
-        assert self._told[number] is not None, "a chunk of a sequence that was never told"
+        assert self._told[number] is not None, "a chunk of an unknown sequence"
         at = int(self._num_blocks[number])
         end = at + len(chunk.blocks)
         self._num_blocks[number] = end
-        self._blocks = _grown(self._blocks, (number + 1, end))
+        width = max(end, -(-len(chunk.token_ids) // self._block_size))
+        if number >= len(self._blocks) or width > self._blocks.shape[1]:
+            self._blocks = _grown(self._blocks, (number + 1, width))
+            self.tokens = _grown(self.tokens, (number + 1, width * self._block_size))
         self._blocks[number, at:end] = chunk.blocks
-        self.tokens = _grown(self.tokens, (number + 1, max(len(chunk.token_ids), end * self._block_size)))
-        if chunk.new is not None:
-            self.tokens[number, : len(chunk.token_ids)] = chunk.token_ids
+        first = 0 if chunk.new is not None else chunk.start
+        self.tokens[number, first : first + len(chunk.token_ids)] = chunk.token_ids
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """``array``, or a copy of it with at least ``shape``; each side that is too short doubles, or more."""
-    if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
-        return array
+    """Return a copy with at least ``shape``. Each side that is too short at least doubles."""
     sides = [have if have >= want else max(want, 2 * have) for have, want in zip(array.shape, shape, strict=True)]
     grown = np.zeros(sides, array.dtype)
     grown[tuple(slice(have) for have in array.shape)] = array

@@ -1,4 +1,4 @@
-"""Sleeping weights on disk, in a file without a name, so that a process that is killed leaves no file behind."""
+"""Sleeping weights on disk. Their file has no name: it vanishes with the process, even one that is killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""New weights under construction. Start-up, full updates and partial updates, in one part or many, use this one
-path."""
+"""Staging of new weights: start-up, full updates and partial updates, in one part or many."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ class WeightStaging:
     take: like ``serving``, but the runner gives the values up (update in place): each one is freed just before its
     successor is packed. roots: folders must lie below one of these.
 
-    ``abandon`` may be called by another thread during ``add`` or ``finish``, which may hang in a read for ever. The
-    lock ensures that nothing is taken from the runner after ``abandon``.
+    Another thread may call ``abandon`` while ``add`` or ``finish`` hangs in a read. The lock ensures that nothing is
+    taken from the runner after ``abandon``.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class WeightStaging:
     def finish(self) -> ModelWeights:
         """See ``Staging.finish``. Returns the argument of ``ModelRunner.commit``."""
         if self._failed:
-            raise WeightUpdateRefused("a chunk of this update was refused: begin again")
+            raise WeightUpdateRefused("a part of this update was refused: begin again")
         with paddle.no_grad():
             if self._partial:
                 self._complete()

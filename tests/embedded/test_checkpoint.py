@@ -11,7 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.embedded import MODEL_DIR, arithmetic, default_model, tokenizer
+from fastdeploy.embedded import MODEL_DIR, arithmetic, tokenizer
 from fastdeploy.embedded.checkpoint import load, save
 from fastdeploy.embedded.evaluate import generate
 from fastdeploy.embedded.model import ModelConfig, Qwen3, initial_weights
@@ -20,7 +20,6 @@ from support.torch_process import TorchProcess
 
 
 def test_the_checkpoint_is_whole_and_a_few_megabytes():
-    assert default_model() == str(MODEL_DIR)
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in MODEL_DIR.iterdir()} == names
     assert 1e6 < sum(path.stat().st_size for path in MODEL_DIR.iterdir()) < 5e6
@@ -68,7 +67,7 @@ def chats() -> list[Answer]:
     return answers(chat=True)
 
 
-def test_our_batched_decoding_gives_the_completions_of_transformers(chats: list[Answer], torch_process: TorchProcess):
+def test_batched_decoding_gives_the_completions_of_transformers(chats: list[Answer], torch_process: TorchProcess):
     some = chats[::10]
     reply = torch_process.run(solve, MODEL_DIR, [a.problem.prompt for a in some], chat=True, max_tokens=400)
     wanted = zip(reply["completions"], reply["lengths"], reply["ended"], strict=True)

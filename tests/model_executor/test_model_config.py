@@ -1,4 +1,4 @@
-"""A config key that changes the result is honoured or refused by name, never ignored."""
+"""A config key that changes the result is used or refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from support.checkpoints import SPECS, config_json
 
 QWEN2, QWEN3 = config_json(SPECS["qwen2_tied"]), config_json(SPECS["qwen3"])
 LLAMA = config_json(SPECS["llama"])
+ROPE = LLAMA["rope_scaling"]
+
+
+def refused_key(raw: dict) -> str:
+    """Return the key of the config that is refused."""
+    with pytest.raises(InvalidField) as error:
+        parse_config(raw)
+    assert len(error.value.message) <= 800
+    return error.value.field
 
 
 @pytest.mark.parametrize(
@@ -45,13 +54,8 @@ LLAMA = config_json(SPECS["llama"])
         ({"rms_norm_eps": None}, "rms_norm_eps"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes, field):
-    with pytest.raises(InvalidField) as error:
-        parse_config(QWEN3 | changes)
-    assert error.value.field == field
-
-
-ROPE = LLAMA["rope_scaling"]
+def test_an_unsupported_value_is_refused_by_key(changes, field):
+    assert refused_key(QWEN3 | changes) == field
 
 
 @pytest.mark.parametrize(
@@ -72,10 +76,8 @@ ROPE = LLAMA["rope_scaling"]
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_what_is_not_supported_of_llama_is_refused_by_name(changes, field):
-    with pytest.raises(InvalidField) as error:
-        parse_config(LLAMA | changes)
-    assert error.value.field == field
+def test_an_unsupported_value_of_llama_is_refused_by_key(changes, field):
+    assert refused_key(LLAMA | changes) == field
 
 
 def test_llama_has_the_defaults_of_transformers():
@@ -91,9 +93,7 @@ def test_llama_has_the_defaults_of_transformers():
     "key", ["vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "architectures"]
 )
 def test_a_missing_key_is_named(key):
-    with pytest.raises(InvalidField) as error:
-        parse_config({k: v for k, v in QWEN3.items() if k != key})
-    assert error.value.field == key
+    assert refused_key({k: v for k, v in QWEN3.items() if k != key}) == key
 
 
 @pytest.mark.parametrize(
@@ -161,26 +161,19 @@ def test_first_difference_names_a_key_that_changes_the_model_and_ignores_labels(
 
 @pytest.mark.parametrize("value", [2**31, 10**400, 0, -1, True, 1.0, "2", None])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "num_key_value_heads"])
-def test_a_size_that_no_model_has_is_refused_by_name(key, value):
-    if (key, value) == ("num_key_value_heads", None):
-        return  # as many as there are heads
-    with pytest.raises(InvalidField) as error:
-        parse_config(QWEN3 | {key: value})
-    assert error.value.field == key and len(error.value.message) <= 800
+def test_an_impossible_size_is_refused_by_key(key, value):
+    # null for num_key_value_heads means num_attention_heads
+    assert (key, value) == ("num_key_value_heads", None) or refused_key(QWEN3 | {key: value}) == key
 
 
 def test_layer_types_are_compared_with_a_number_of_layers_without_a_list_of_that_length():
-    with pytest.raises(InvalidField, match="layer_types"):
-        parse_config(QWEN3 | {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]})
+    assert refused_key(QWEN3 | {"num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]}) == "layer_types"
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 10**400, 1e300, 0, -1.0, True])
 @pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
-def test_a_number_that_cannot_be_computed_with_is_refused_by_name(key, value):
-    raw = {k: v for k, v in QWEN3.items() if k != "rope_parameters"}
-    with pytest.raises(InvalidField) as error:
-        parse_config(raw | {key: value})
-    assert error.value.field == key
+def test_a_number_outside_the_range_of_float_arithmetic_is_refused_by_key(key, value):
+    assert refused_key({k: v for k, v in QWEN3.items() if k != "rope_parameters"} | {key: value}) == key
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])

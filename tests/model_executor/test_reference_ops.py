@@ -1,4 +1,4 @@
-"""The reference ops against formulas written out in numpy float64, and the promise that a row's bits are its own."""
+"""The reference ops compared with formulas in numpy float64. The bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ Q_NORM, K_NORM = _normal(DIM, seed=7), _normal(DIM, seed=8)
 
 
 def _attend(ops: ReferenceOps, chunks: list[int], neighbour: int = 0) -> np.ndarray:
-    """The sequence's rows, computed in these chunks, each beside ``neighbour`` rows of another sequence."""
+    """Compute the sequence in these chunks, each beside ``neighbour`` rows of another sequence. Returns its rows."""
     spec = AttentionSpec(
         0, HEADS, KV_HEADS, DIM, DIM**-0.5, *map(paddle.to_tensor, (COS, SIN, Q_NORM, K_NORM)), norm_eps=1e-6
     )
@@ -120,7 +120,7 @@ def _naive_attention() -> np.ndarray:
 def test_attention_is_the_textbook_formula():
     np.testing.assert_allclose(_attend(OPS, [TOKENS]), _naive_attention(), rtol=1e-4, atol=1e-5)
     rounded = _attend(ReferenceOps("bfloat16"), [TOKENS])
-    assert 1e-5 < np.abs(rounded - _naive_attention()).max() < 0.05  # keys and values were rounded, and only they
+    assert 1e-5 < np.abs(rounded - _naive_attention()).max() < 0.05  # only keys and values were rounded
 
 
 @pytest.mark.parametrize("chunks", [[1] * TOKENS, [7] * 21 + [3], [16] * 9 + [6], [64, 64, 22], [149, 1]], ids=len)
@@ -142,7 +142,7 @@ def test_blocks_are_copied_in_order_in_every_layer():
 
 
 def _support(logits: list[float], **settings: float) -> set[int]:
-    """Ids drawn over a fine grid of uniforms, 0 left out (there a token of any probability above 0 may be drawn)."""
+    """Return the ids drawn over a fine grid of uniforms without 0, which may draw a token of any probability."""
     grid = np.linspace(0, 1, 4000, endpoint=False)[1:]
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
     batch = SampleBatch(**{k: np.full(len(grid), v) for k, v in values.items()}, uniform=grid)

@@ -1,4 +1,4 @@
-"""Tensors come out of a folder, a file or shared memory as they were written; what is wrong is refused by name."""
+"""Tensors are read from a folder, a file or shared memory with the bits that were written; errors name the cause."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -18,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.core.safe_files import Folder
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.core.safe_files import ANYWHERE, Folder
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 from fastdeploy.model_executor.safetensors_source import (
     CHECKSUMS,
+    DTYPES,
     INDEX,
     MAX_FILES,
     MAX_HEADER_BYTES,
@@ -38,7 +40,7 @@ SHAPES = {name: array.shape for name, array in random_tensors(SPEC).items()}
 
 @pytest.fixture
 def segment():
-    """Path of a shared memory segment that does not exist yet."""
+    """Return the path of a shared memory segment that does not exist yet."""
     path = Path("/dev/shm") / f"fastdeploy-test-{uuid.uuid4().hex}"
     yield path
     path.unlink(missing_ok=True)
@@ -47,6 +49,12 @@ def segment():
 def _file(path: Path, tensors: dict[str, np.ndarray]) -> FileSource:
     write_safetensors(path, tensors)
     return FileSource(str(path))
+
+
+def refused(source: Source, match: str | None = None, roots: Sequence[str] = ANYWHERE) -> None:
+    """Check that the source cannot be opened."""
+    with pytest.raises(WeightUpdateRefused, match=match):
+        open_source(source, roots)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -73,7 +81,7 @@ def test_a_scalar_and_an_empty_tensor_are_read(tmp_path):
         assert reader.read("s") == 3 and reader.read("e").shape == (0, 4)
 
 
-def test_what_was_read_from_shared_memory_is_a_copy_that_a_trainer_cannot_change(segment):
+def test_a_tensor_read_from_shared_memory_is_a_copy(segment):
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     write_safetensors(segment, {"w": values})
     with open_source(SharedMemorySource("/" + segment.name)) as reader:
@@ -85,12 +93,12 @@ def test_what_was_read_from_shared_memory_is_a_copy_that_a_trainer_cannot_change
 def test_a_segment_that_is_cut_while_it_is_read_is_refused(segment):
     write_safetensors(segment, {"w": np.ones((1000, 10), np.float32)})
     with open_source(SharedMemorySource(segment.name)) as reader:
-        os.truncate(segment, 2000)  # a mapping would now be a SIGBUS
+        os.truncate(segment, 2000)  # reading a mapping would now raise SIGBUS
         with pytest.raises(WeightUpdateRefused, match="cut short"):
             reader.read("w")
 
 
-def test_nbytes_bounds_what_is_looked_at_of_a_segment(segment):
+def test_nothing_beyond_nbytes_of_a_segment_is_read(segment):
     write_safetensors(segment, {"w": np.ones((3, 4), np.float32)})
     size = segment.stat().st_size
     with open(segment, "ab") as file:
@@ -98,11 +106,10 @@ def test_nbytes_bounds_what_is_looked_at_of_a_segment(segment):
     with open_source(SharedMemorySource(segment.name, size)) as reader:
         assert reader.read("w").shape == (3, 4)
     for nbytes in (0, size - 4, size + 4097, -5):
-        with pytest.raises(WeightUpdateRefused, match=segment.name):
-            open_source(SharedMemorySource(segment.name, nbytes))
+        refused(SharedMemorySource(segment.name, nbytes), segment.name)
 
 
-def test_the_segment_stays_the_trainers(segment, monkeypatch):
+def test_reading_a_segment_neither_unlinks_nor_tracks_it(segment, monkeypatch):
     monkeypatch.setattr(resource_tracker, "register", lambda *args: pytest.fail("the tracker would unlink it"))
     write_safetensors(segment, {"w": np.ones(4, np.float32)})
     with open_source(SharedMemorySource(segment.name)) as reader:
@@ -111,16 +118,14 @@ def test_the_segment_stays_the_trainers(segment, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "/", "..", "a/b", "../etc/passwd", "/a/b", "a\0b", "no-such-segment"])
-def test_the_name_of_a_segment_cannot_lead_elsewhere(name):
-    with pytest.raises(WeightUpdateRefused):
-        open_source(SharedMemorySource(name))
+def test_a_segment_name_with_a_path_is_refused(name):
+    refused(SharedMemorySource(name))
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     for source in (FolderSource(str(tmp_path)), FileSource(str(tmp_path / "model.safetensors"))):
-        with pytest.raises(WeightUpdateRefused, match="not a regular file"):
-            open_source(source)
+        refused(source, "not a regular file")
 
 
 class _Bomb:
@@ -134,16 +139,7 @@ def test_a_pickle_is_never_opened_whatever_its_name(name, tmp_path, segment):
     segment.write_bytes(pickle.dumps({"w": _Bomb()}))
     sources = (FolderSource(str(tmp_path)), FileSource(str(tmp_path / name)), SharedMemorySource(segment.name))
     for source in sources:
-        with pytest.raises(WeightUpdateRefused):
-            open_source(source)
-
-
-def test_a_name_that_appears_twice_in_a_header_is_refused(tmp_path):
-    source = _file(tmp_path / "x", {"v": np.ones(2, np.float32), "w": np.ones(2, np.float32)})
-    data = Path(source.path).read_bytes()
-    Path(source.path).write_bytes(data.replace(b'"v"', b'"w"'))
-    with pytest.raises(WeightUpdateRefused, match="twice"):
-        open_source(source)
+        refused(source)
 
 
 def test_a_header_is_bounded(tmp_path):
@@ -151,8 +147,7 @@ def test_a_header_is_bounded(tmp_path):
     with open(path, "wb") as file:  # sparse: it takes no space
         file.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
         file.truncate(MAX_HEADER_BYTES + 100)
-    with pytest.raises(WeightUpdateRefused, match="cannot hold the header"):
-        open_source(FileSource(str(path)))
+    refused(FileSource(str(path)), "cannot hold the header")
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
@@ -166,19 +161,18 @@ def test_a_checksum_is_that_of_the_bytes_in_the_source(kind, tmp_path):
             reader.read("w", right[::-1])
 
 
-def test_no_file_stays_open_whether_reading_succeeds_or_fails(tmp_path):
+def test_no_file_stays_open_after_success_or_failure(tmp_path):
     good = write_checkpoint(tmp_path / "good", replace(SPEC, shards=4))
     bad = write_checkpoint(tmp_path / "bad", replace(SPEC, shards=4))
     os.truncate(bad / "model-00004-of-00004.safetensors", 100)
     before = sorted(os.listdir("/proc/self/fd"))
     with open_source(FolderSource(str(good))) as reader:
         reader.read("model.norm.weight")
-    with pytest.raises(WeightUpdateRefused):
-        open_source(FolderSource(str(bad)))
+    refused(FolderSource(str(bad)))
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_damaged_header_is_refused_or_harmless_but_never_anything_else(tmp_path):
+def test_a_damaged_header_is_refused_or_read(tmp_path):
     folder = write_checkpoint(tmp_path / "c", SPEC)
     path = folder / "model.safetensors"
     good, rng, refused = path.read_bytes(), np.random.default_rng(0), 0
@@ -210,20 +204,6 @@ def test_a_tensor_that_is_not_finite_is_refused_by_name(kind, value, tmp_path):
             reader.read("diverged")
 
 
-def test_an_entry_that_lies_about_its_size_is_refused(tmp_path):
-    source = _file(tmp_path / "x", {"w": np.ones((4, 4), np.float32)})
-    data = Path(source.path).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["w"]["shape"] = [4, 5]
-    Path(source.path).write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
-    with pytest.raises(WeightUpdateRefused, match="tensor w"):
-        open_source(source)
-
-
-# ---------------------------------------------------------------------- foreign JSON
-
-
 def _raw(path: Path, header: bytes, data: bytes = b"") -> FileSource:
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
     return FileSource(str(path))
@@ -237,6 +217,7 @@ HUGE = 2**63 - 1
 BAD_HEADERS = {
     "many dimensions": f'{{"w": {_entry(shape=[HUGE] * 30_000)}}}',
     "nine dimensions": f'{{"w": {_entry(shape=[1] * 9)}}}',
+    "a shape of another size": f'{{"w": {_entry(shape=[2])}}}',
     "a product beyond all memory": f'{{"w": {_entry(shape=[HUGE] * 8)}}}',
     "a dimension beyond 64 bits": f'{{"w": {_entry(shape=[2**70])}}}',
     "thousands of digits": f'{{"w": {_entry(shape=[1])}}}'.replace("[1]", "[" + "1" * 3000 + "]"),
@@ -276,23 +257,20 @@ def test_more_tensors_than_any_model_has_are_refused_over_all_files(tmp_path):
         _raw(tmp_path / file, header.encode())
         weight_map |= dict.fromkeys(names[:2], file)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(WeightUpdateRefused, match="too many tensors"):
-        open_source(FolderSource(str(tmp_path)))
+    refused(FolderSource(str(tmp_path)), "too many tensors")
 
 
-def test_an_index_of_more_files_than_may_be_open_is_refused_before_any_is(tmp_path):
+def test_an_index_with_too_many_files_is_refused_before_any_is_opened(tmp_path):
     weight_map = {f"t{i}": f"f{i}" for i in range(MAX_FILES + 1)}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(WeightUpdateRefused, match=f"names {MAX_FILES + 1} files"):
-        open_source(FolderSource(str(tmp_path)))
+    refused(FolderSource(str(tmp_path)), f"names {MAX_FILES + 1} files")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"weight_map": {"w": 3}}', b"\xff", b"[" * 100_000, "large"])
-def test_an_index_that_is_none_or_too_large_is_refused(content, tmp_path):
+def test_a_malformed_or_too_large_index_is_refused(content, tmp_path):
     with (tmp_path / INDEX).open("wb") as file:  # sparse: it takes no space
         file.truncate(MAX_JSON_BYTES + 1) if content == "large" else file.write(content)
-    with pytest.raises(WeightUpdateRefused, match="index.json"):
-        open_source(FolderSource(str(tmp_path)))
+    refused(FolderSource(str(tmp_path)), "index.json")
 
 
 @pytest.mark.parametrize("name", [INDEX, CHECKSUMS])
@@ -316,19 +294,24 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text(max_size=8), ENTRIES | JSON, max_size=4) | JSON, st.binary(max_size=80))
-def test_whatever_a_header_says_it_is_read_or_refused_and_nothing_else(tmp_path, header, data):
-    source = _raw(tmp_path / "x", json.dumps(header).encode(), data)
+def read_or_refuse(source: Source, most_bytes: int) -> None:
+    """Read all tensors of the source. The only error may be a refusal with a short message."""
     try:
         with open_source(source) as reader:
-            assert sum(entry.nbytes for entry in reader.entries.values()) <= 10 * len(data)
+            assert sum(entry.nbytes for entry in reader.entries.values()) <= most_bytes
             for name, entry in reader.entries.items():
-                if entry.dtype in ("F32", "F16", "BF16"):
+                if entry.dtype in DTYPES:
                     reader.read(name)
     except WeightUpdateRefused as error:
         assert len(error.message) <= 800
         error.message.encode()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(st.text(max_size=8), ENTRIES | JSON, max_size=4) | JSON, st.binary(max_size=80))
+def test_a_random_header_is_read_or_refused(tmp_path, header, data):
+    source = _raw(tmp_path / "x", json.dumps(header).encode(), data)
+    read_or_refuse(source, 10 * len(data))
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -341,17 +324,7 @@ def test_a_valid_file_with_pieces_cut_out_doubled_or_changed_is_read_or_refused(
         first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(raw))] * 2)))
         raw = raw[:first] + data.draw(st.sampled_from([b"", raw[first:last] * 2]) | st.binary(max_size=9)) + raw[last:]
     path.write_bytes(raw)
-    try:
-        with open_source(FileSource(str(path))) as reader:
-            for name, entry in reader.entries.items():
-                if entry.dtype in ("F32", "F16", "BF16"):
-                    reader.read(name)
-    except WeightUpdateRefused as error:
-        assert len(error.message) <= 800
-        error.message.encode()
-
-
-# ---------------------------------------------------------------------- links
+    read_or_refuse(FileSource(str(path)), 10 * len(raw))
 
 
 def test_a_link_is_followed_within_the_roots_and_never_out_of_them(tmp_path):
@@ -372,16 +345,13 @@ def test_a_link_is_followed_within_the_roots_and_never_out_of_them(tmp_path):
         with open_source(FolderSource(str(good)), roots) as reader:
             assert reader.read("model.norm.weight").shape == (64,)
     for bad in (inside / "out", secret, inside / "bad", inside / "real" / ".." / ".." / "outside" / "secret"):
-        with pytest.raises(WeightUpdateRefused, match="--model-root"):
-            open_source(FolderSource(str(bad)), roots)
-    with pytest.raises(WeightUpdateRefused, match="not a regular file"):
-        open_source(FolderSource(str(inside / "pipe")), roots)
+        refused(FolderSource(str(bad)), "--model-root", roots)
+    refused(FolderSource(str(inside / "pipe")), "not a regular file", roots)
 
 
-def test_an_upload_and_a_segment_are_no_links(tmp_path, segment):
+def test_an_upload_or_a_segment_that_is_a_link_is_refused(tmp_path, segment):
     target = Path(_file(tmp_path / "x", {"w": np.ones(2, np.float32)}).path)
     (tmp_path / "link").symlink_to(target)
     segment.symlink_to(target)
     for source in (FileSource(str(tmp_path / "link")), SharedMemorySource(segment.name)):
-        with pytest.raises(WeightUpdateRefused, match="not a regular file"):
-            open_source(source)
+        refused(source, "not a regular file")

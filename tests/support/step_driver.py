@@ -12,9 +12,10 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.sequences import Draws
+from support.checkpoints import prompt
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 
@@ -106,9 +107,9 @@ class Driver:
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
-    """Return the same request before its first step."""
-    prompt = sequence.ids[: sequence.prompt_len]
-    return replace(sequence, ids=list(prompt), computed=0, table=[], logprobs=[], prompt_len=0, number=None, **changes)
+    """Return the same request, not yet begun."""
+    ids = sequence.ids[: sequence.prompt_len]
+    return replace(sequence, ids=ids, computed=0, table=[], logprobs=[], prompt_len=0, number=None, **changes)
 
 
 def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]]) -> Draws:
@@ -118,12 +119,20 @@ def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]])
     return Draws(new, np.full(len(rows), tokens.shape[1]), tokens, np.arange(len(rows)))
 
 
-def stage(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> Any:
-    """Stage a whole folder, and return the argument of ``commit``."""
+def outputs(runner: ModelRunner) -> list:
+    """Return the tokens and logprobs that the runner generates for two fixed prompts."""
+    sequences = [Sequence(f"s{n}", prompt(n, 211)) for n in (3, 40)]
+    return [s.trace for s in Driver(runner).generate(sequences, 6)]
+
+
+def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> Any:
+    """Stage the sources, of which a Path is a folder. Returns the argument of ``commit``."""
     staging = runner.begin_update(partial, in_place)
-    staging.add(FolderSource(str(folder)), {})
+    for source in sources:
+        staging.add(FolderSource(str(source)) if isinstance(source, Path) else source, {})
     return staging.finish()
 
 
-def update(runner: ModelRunner, folder: Path | str, partial: bool = False, in_place: bool = False) -> None:
-    runner.commit(stage(runner, folder, partial, in_place))
+def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> None:
+    """Stage the sources and commit them."""
+    runner.commit(stage(runner, *sources, partial=partial, in_place=in_place))

@@ -26,13 +26,13 @@ Expected = dict[int, dict[str, np.ndarray]]
 
 @pytest.fixture(scope="session")
 def expected(checkpoints: dict[str, Path], torch_process: TorchProcess) -> dict[str, Expected]:
-    """transformers' greedy output for every checkpoint and prompt length, float32 (of bf16-rounded weights)."""
+    """Return transformers' greedy output for every checkpoint and prompt length, in float32 (weights as stored)."""
     return {name: torch_process.run(greedy, at, PROMPT_LENGTHS, STEPS) for name, at in checkpoints.items()}
 
 
 @pytest.fixture(params=sorted(OPS))
 def make_runner(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Callable[..., ModelRunner]:
-    """A function (checkpoint name or folder, **settings) -> ModelRunner, once for each of OPS."""
+    """Return a function that makes a ModelRunner of a checkpoint (its name or folder). Each test runs with all OPS."""
 
     def make(model: str | Path, **settings: object) -> ModelRunner:
         folder = checkpoints[model] if model in SPECS else model

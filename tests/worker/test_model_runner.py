@@ -1,4 +1,4 @@
-"""The runner computes what transformers computes, whatever else is in the step."""
+"""The runner computes what transformers computes, with any other sequences in the step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_bfloat16_logprobs_are_near_transformers_in_float32_on_the_same_weights(
     errors = []
     for length, reference in expected[name].items():
         whole = _sequence(length).ids + reference["ids"].tolist()
-        for step in range(0, 48, 4):  # along transformers' own tokens, so that one flip does not spoil the rest
+        for step in range(0, 48, 4):  # along the tokens of transformers: one other choice does not change later steps
             sequence = Sequence("s", whole[: length + step], top20)
             driver.step([sequence])
             driver.release(sequence)
@@ -79,7 +79,7 @@ def test_bits_do_not_depend_on_the_batch_or_the_chunk_size(name, make_runner):
         assert [s.trace for s in together] == alone, f"chunk size {chunk}"
 
 
-def test_a_sequence_that_joins_late_changes_nobody(make_runner):
+def test_a_sequence_that_joins_late_changes_no_other(make_runner):
     driver = Driver(make_runner("qwen3"))
     alone = driver.generate([_sequence(31)], 12)[0].trace
     first = _sequence(31)
@@ -104,7 +104,7 @@ def test_a_copied_partial_block_and_shared_full_blocks_serve_like_the_original(m
     driver = Driver(make_runner("qwen3"))
     tail = prompt(40, 211)
     donor = Sequence("donor", prompt(40, 211) + [7, 8, 9, 10])
-    undisturbed = [driver.generate([fresh(donor, name=n)], 16)[0].trace for n in ("a",)][0]
+    undisturbed = driver.generate([fresh(donor, name="a")], 16)[0].trace
     other = driver.generate([Sequence("other", tail + [11, 12])], 16)[0].trace
     driver.step([donor])
     # 40 shared tokens: blocks 0 and 1 are full and shared, half of block 2 is copied before both go on
@@ -126,7 +126,7 @@ def test_a_chunk_that_does_not_sample_returns_none_and_the_step_still_fills_the_
     assert driver.generate([cut], 4)[0].trace == whole
 
 
-def test_a_step_may_be_given_up_after_any_layer_and_done_again(make_runner):
+def test_a_step_can_be_given_up_after_any_layer_and_repeated(make_runner):
     driver = Driver(make_runner("qwen2_tied"))
     layers = driver.runner.config.num_hidden_layers
     undisturbed = [driver.generate([_sequence(length)], 6)[0].trace for length in (17, 40)]
@@ -146,7 +146,6 @@ def test_a_step_may_be_given_up_after_any_layer_and_done_again(make_runner):
 
 
 def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
-    """It would be filled up with block 0, and the tokens would overwrite another request's keys."""
     driver = Driver(make_runner("qwen2"))
     first, other = _sequence(100), _sequence(17)
     chunks = [driver.chunk(first, None), driver.chunk(other, None)]
@@ -170,7 +169,7 @@ def test_a_plan_of_copies_only_is_executed(make_runner):
     assert result.sampled == [] and result.step_id == 3 and result.elapsed_s >= 0
 
 
-def test_info_tells_the_engine_what_it_must_know(make_runner):
+def test_info_describes_the_model_and_the_cache(make_runner):
     info = make_runner("qwen2", max_model_len=300).info
     assert info.eos_token_ids == (2, 3)
     assert (info.name, info.vocab_size, info.max_model_len) == ("qwen2", 211, 300)
@@ -205,7 +204,7 @@ def test_the_cache_is_sized_by_blocks_by_bytes_or_by_need(make_runner):
         ("block_size", {"block_size": 24}),
     ],
 )
-def test_a_setting_that_cannot_be_met_is_refused_by_name(field, settings, make_runner):
+def test_an_impossible_setting_is_refused_by_name(field, settings, make_runner):
     with pytest.raises(InvalidField) as error:
         make_runner("qwen2", **settings)
     assert error.value.field == field

@@ -1,5 +1,5 @@
-"""Weights that are finite can give logits that are not. Such a row draws nothing and says so; the others in the batch
-get the same bits as without it."""
+"""Finite weights can give logits that are not finite. Such a row draws nothing and reports it; the other rows of the
+batch keep their bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SETTINGS = [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 7, "top_
 
 @pytest.fixture(scope="module", params=NAMES)
 def poisoned(request, tmp_path_factory) -> Path:
-    """A checkpoint whose weights are finite: one dimension of the first norm is huge, and only POISON's embedding has a
-    value there, so that no other token's sequence notices."""
+    """Write a checkpoint with finite weights: one dimension of the first norm is huge, and only the embedding of POISON
+    is not 0 there."""
     spec = SPECS[request.param]
     tensors = random_tensors(spec)
     tensors["model.embed_tokens.weight"][:, 5] = 0.0
@@ -61,14 +61,14 @@ def test_in_every_mode_a_spoiled_row_draws_nothing_and_the_others_have_the_same_
     assert all(s.output == [] and s.non_finite == NonFinite(12) for s in bad)
 
 
-def test_blocks_that_a_spoiled_sequence_had_spoil_nobody_who_gets_them(make_runner, poisoned):
+def test_blocks_of_a_spoiled_sequence_can_be_reused(make_runner, poisoned):
     undisturbed = Driver(make_runner(poisoned)).generate([clean(40)], 12)[0].trace
     driver = Driver(make_runner(poisoned, num_blocks=8, max_model_len=64))
     driver.generate([spoiled(60)], 1)
     assert driver.generate([clean(40)], 12)[0].trace == undisturbed
 
 
-def test_a_prefix_that_a_spoiled_sequence_computed_is_as_good_as_any(poisoned):
+def test_a_prefix_before_the_spoiled_token_can_be_shared(poisoned):
     ids, params = prompt(50, POISON), SamplingParams(seed=3, max_tokens=10, ignore_eos=True, logprobs=1)
     settings = {"num_gpu_blocks_override": 64, "max_model_len": 128}
     with LLM(str(poisoned), **settings) as llm:
@@ -86,7 +86,7 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
     runner = make_runner(poisoned)
     driver = Driver(runner)
     asks = clean(20, prompt_logprobs=2)
-    asks.ids[10] = POISON  # the logits behind it, for position 11, are the first that are not finite
+    asks.ids[10] = POISON  # its logits, for position 11, are the first that are not finite
     told = []
     while asks.computed < len(asks.ids) and not any(isinstance(t, NonFinite) for t in told):
         scheduled = driver.chunk(asks, chunk)
@@ -98,7 +98,7 @@ def test_prompt_logprobs_name_the_first_position_that_has_none(make_runner, pois
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_ban_does_not_hide_that_raw_logprobs_are_no_numbers(bad):
+def test_a_raw_logprob_that_is_no_number_is_reported_although_a_ban_hides_the_token(bad):
     logits = paddle.to_tensor(np.array([[bad, 1.0, 2.0]] * 3, np.float32))
     sampler = Sampler(ReferenceOps("float32"))
     params = [SamplingParams(seed=1, logprobs=kind, logprobs_mode=mode)

@@ -1,4 +1,4 @@
-"""Abort and resubmit: prompt plus the tokens so far, the same seed, go on as if nothing had happened."""
+"""Abort and resubmit: the prompt with the tokens so far and the same seed continues with the same tokens."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def params(tokens: int, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, **PARAMS, **more)
 
 
-def test_resubmitted_at_any_point_it_draws_what_an_undisturbed_run_draws(llm):
+def test_a_request_resubmitted_at_any_point_continues_with_the_same_tokens(llm):
     ids = prompt(21, 211)
     whole = llm.generate([ids], params(LENGTH))[0].choices[0]
-    assert len(set(whole.token_ids)) > 10, "nothing to tell apart"
+    assert len(set(whole.token_ids)) > 10, "too few different tokens for a comparison"
     prompts = [ids + whole.token_ids[:k] for k in range(LENGTH)]
     each = [params(LENGTH - k) for k in range(LENGTH)]
     replies = llm.generate(prompts, each, resumed_tokens=range(LENGTH), first_choice=[0] * LENGTH)

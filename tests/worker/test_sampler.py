@@ -1,4 +1,4 @@
-"""What is drawn: by seed, choice and position alone; penalties and bans as documented; logprobs of the raw logits."""
+"""Draws depend on seed, choice and position only. Penalties and bans work as documented."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_draws_do_not_depend_on_batch_chunks_or_an_abort_and_resubmit(make_runne
     assert driver.generate([resubmitted], 14)[0].output == undisturbed[10:]
 
 
-def test_choices_and_seeds_draw_apart(make_runner):
+def test_choices_and_seeds_draw_different_tokens(make_runner):
     driver = Driver(make_runner("qwen3"))
     requests = [Sequence("r", prompt(31, 211), RANDOM, choice=i) for i in range(3)]
     requests += [Sequence("r", prompt(31, 211), SamplingParams(seed=s, max_tokens=64)) for s in (1, 2)]
@@ -61,8 +61,7 @@ def test_banned_ids_are_never_drawn_and_logprobs_stay_raw():
     assert [token for token, _ in first.logprob.top] == [0, 1]
 
 
-def test_each_step_draws_by_what_its_own_rows_ask_for():
-    """One sampler, steps of equal size: other settings under the same id, other rows, the same rows in other order."""
+def test_each_step_uses_the_settings_of_its_own_rows():
     ids, logits = [1, 2, 3], np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
     hot, greedy = SamplingParams(temperature=5.0, seed=3), SamplingParams(temperature=0.0, logprobs=0)
     penalised = SamplingParams(temperature=0.0, repetition_penalty=1e9)

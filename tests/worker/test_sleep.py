@@ -1,4 +1,4 @@
-"""Sleep gives memory back to the system, and wake-up takes the same weights again, bit for bit."""
+"""Sleep returns memory to the system, and wake-up restores the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
-from support.step_driver import Driver, Sequence, update
+from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from support.step_driver import outputs, update
 
 MIB = 1 << 20
-
-
-def outputs(runner: ModelRunner) -> list:
-    sequences = [Sequence(f"s{n}", prompt(n, 211)) for n in (3, 40)]
-    return [s.trace for s in Driver(runner).generate(sequences, 6)]
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_wide", "qwen2_bf16"])
@@ -46,13 +41,11 @@ def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runne
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_updated_in_part_is_what_wakes_up(make_runner, tmp_path):
+def test_a_partial_update_survives_a_sleep(make_runner, tmp_path):
     runner, name = make_runner("qwen2_bf16"), "model.layers.0.self_attn.k_proj.weight"
     new = bfloat16_bits(random_tensors(replace(SPECS["qwen2_bf16"], seed=9))[name])
     write_safetensors(tmp_path / "x", {name: new})
-    staging = runner.begin_update(True, False)
-    staging.add(FileSource(str(tmp_path / "x")), {})
-    runner.commit(staging.finish())
+    update(runner, FileSource(str(tmp_path / "x")), partial=True)
     before, checksums = outputs(runner), runner.checksums()
     runner.sleep(("weight",), discard=False)
     runner.wake(("weight",))
@@ -70,7 +63,7 @@ def test_the_tags_sleep_and_wake_apart(make_runner):
     assert outputs(runner) == before
 
 
-def test_sleeping_leaves_no_name_in_the_folder_that_a_killed_process_could_forget(make_runner, tmp_path):
+def test_the_file_of_sleeping_weights_has_no_name_and_is_closed_on_wake_up(make_runner, tmp_path):
     runner = make_runner("qwen2", spill_dir=str(tmp_path))
     runner.sleep(("weight",), discard=False)
     assert list(tmp_path.iterdir()) == []
@@ -79,7 +72,7 @@ def test_sleeping_leaves_no_name_in_the_folder_that_a_killed_process_could_forge
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
 
 
-def test_a_tag_that_is_in_the_other_state_or_unknown_is_refused_and_nothing_changes(make_runner):
+def test_an_unknown_tag_or_one_in_the_wrong_state_is_refused_and_nothing_changes(make_runner):
     runner = make_runner("qwen2")
     before = outputs(runner)
     with pytest.raises(WrongOrder):
@@ -130,7 +123,7 @@ def test_no_update_begins_while_the_weights_sleep_but_one_does_while_the_kv_cach
 
 @pytest.fixture
 def file_size_limit():
-    """A function that sets the size beyond which writing a file fails, as it does on a full disk."""
+    """Return a function that limits the size of files: a longer write fails, as it does on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -156,7 +149,7 @@ def test_a_spill_folder_that_is_not_there_refuses_the_sleep(make_runner, tmp_pat
 
 
 @pytest.mark.parametrize("shortage", ["told by the system", "while packing", "while allocating the cache"])
-def test_where_memory_is_short_it_sleeps_on_and_may_wake_later(shortage, make_runner, monkeypatch):
+def test_a_wake_up_without_enough_memory_fails_and_can_be_repeated(shortage, make_runner, monkeypatch):
     runner = make_runner("qwen2")
     before, calls = outputs(runner), []
     runner.sleep(("weight", "kv_cache"), discard=False)
@@ -181,7 +174,7 @@ def test_where_memory_is_short_it_sleeps_on_and_may_wake_later(shortage, make_ru
 
 
 def _measure(folder: str, ops: str, dtype: str) -> None:
-    """In a process of its own: what the kernel says of its memory before, during and after a sleep."""
+    """Print the resident memory of this process before, during and after a sleep."""
 
     def resident() -> int:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -204,12 +197,12 @@ def _measure(folder: str, ops: str, dtype: str) -> None:
     print(json.dumps(report))
 
 
-# The C++ ops pack each dtype in another way. The reference holds tensors of Paddle: one dtype tells for both.
+# The C++ ops pack each dtype in another way. The reference holds Paddle tensors of float32 for both.
 @pytest.mark.parametrize(
     ("ops", "dtype"), sorted({(get_ops("float32").name, "float32"), (get_ops("float32").name, "bfloat16"),
                               ("reference", "float32")}),
 )  # fmt: skip
-def test_the_memory_is_really_back_with_the_system(ops, dtype, tmp_path):
+def test_sleep_returns_the_memory_to_the_system(ops, dtype, tmp_path):
     spec = replace(SPECS["qwen2"], hidden=512, inner=3072, layers=4, vocab=8000, seed=7)
     folder = write_checkpoint(tmp_path / "large", spec)
     code = f"from worker.test_sleep import _measure; _measure({str(folder)!r}, {ops!r}, {dtype!r})"
@@ -221,13 +214,12 @@ def test_the_memory_is_really_back_with_the_system(ops, dtype, tmp_path):
     assert report["weights"] > 40 * MIB
     assert report["before"] - report["asleep"] > 0.9 * report["weights"]
     assert report["freed"] > 0.9 * report["weights"]
-    assert report["awake"] < report["before"] + 20 * MIB, "waking up must not cost more than sleeping gave"
-    assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache's pages too"
+    assert report["awake"] < report["before"] + 20 * MIB, "wake-up takes more memory than sleep returned"
+    assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache kept pages"
     assert report["freed_again"] > 0.9 * (report["weights"] + report["cache"])
 
 
-def test_both_beat_between_the_pieces_of_the_weights(make_runner):
-    """Weights of some gigabytes take longer than the silence after which an engine counts as stuck."""
+def test_sleep_and_wake_call_beat_between_pieces_of_the_weights(make_runner):
     runner = make_runner("qwen2")
     linears = sum(not parameter.is_vector for parameter in runner.model.parameters)
     beats: list[str] = []

@@ -1,5 +1,5 @@
-"""Weight sessions at the worker: whatever the pieces and their order, the weights become what the trainer sent, or stay
-what they were."""
+"""Weight sessions at the worker: for any parts in any order, the weights become those of the trainer, or stay as they
+were."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import threading
 import tracemalloc
 import uuid
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +25,8 @@ from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemory
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader
 from fastdeploy.worker import staging as staging_module
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS, bfloat16_bits, prompt, random_tensors, write_checkpoint, write_safetensors
-from support.step_driver import Driver, Sequence, stage, update
+from support.checkpoints import SPECS, Spec, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
+from support.step_driver import outputs, stage, update
 
 SPEC = replace(SPECS["qwen2"], shards=1)
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
@@ -31,35 +34,31 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Tensors = dict[str, np.ndarray]
 
 
-def outputs(runner: ModelRunner) -> list:
-    sequences = [Sequence(f"s{n}", prompt(n, 211)) for n in (3, 40)]
-    return [s.trace for s in Driver(runner).generate(sequences, 6)]
-
-
 def new_tensors(spec=SPEC, seed: int = 99) -> Tensors:
     return random_tensors(replace(spec, seed=seed))
 
 
-class Chunks:
-    """Writes tensors to files: one source per call."""
+@pytest.fixture
+def part(tmp_path: Path) -> Callable[[Tensors], FileSource]:
+    """Write tensors to a file: one source per call."""
+    count = itertools.count()
 
-    def __init__(self, folder: Path):
-        self._folder, self._count = folder, itertools.count()
-
-    def __call__(self, tensors: Tensors) -> FileSource:
-        path = self._folder / f"chunk-{next(self._count)}.safetensors"
+    def write(tensors: Tensors) -> FileSource:
+        path = tmp_path / f"part-{next(count)}.safetensors"
         write_safetensors(path, tensors)
         return FileSource(str(path))
 
+    return write
 
-@pytest.fixture
-def chunk(tmp_path: Path) -> Chunks:
-    return Chunks(tmp_path)
+
+def stored(array: np.ndarray, spec: Spec) -> np.ndarray:
+    """Return the tensor in the dtype of the checkpoint."""
+    return bfloat16_bits(array) if spec.dtype == "bfloat16" else array
 
 
 @pytest.fixture
 def fresh(make_runner, tmp_path):
-    """A function (spec, tensors) -> what a server started on them says."""
+    """Return the outputs of a runner that starts with these tensors."""
     count = itertools.count()
 
     def outputs_of(spec, tensors):
@@ -70,7 +69,7 @@ def fresh(make_runner, tmp_path):
 
 
 @pytest.mark.parametrize("order", ["as written", "reversed", "shuffled"])
-def test_tensors_that_arrive_one_by_one_in_any_order_make_the_weights_that_were_sent(order, make_runner, chunk, fresh):
+def test_tensors_that_arrive_one_by_one_in_any_order_make_the_weights_that_were_sent(order, make_runner, part, fresh):
     runner, tensors = make_runner("qwen2"), new_tensors()
     before, names = outputs(runner), list(tensors)
     if order == "reversed":
@@ -79,33 +78,32 @@ def test_tensors_that_arrive_one_by_one_in_any_order_make_the_weights_that_were_
         names = np.random.default_rng(1).permutation(names).tolist()
     staging = runner.begin_update(False, False)
     for name in names:
-        receipt = staging.add(chunk({name: tensors[name]}), {})
+        receipt = staging.add(part({name: tensors[name]}), {})
         assert receipt == (1, tensors[name].nbytes)
     assert outputs(runner) == before
     runner.commit(staging.finish())
     assert outputs(runner) == fresh(SPEC, tensors)
 
 
-def test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there(make_runner, chunk, monkeypatch):
+def test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there(make_runner, part, monkeypatch):
     runner, tensors = make_runner("qwen2"), new_tensors()
     packed, pack = [], runner.ops.pack_linear
     monkeypatch.setattr(runner.ops, "pack_linear", lambda parts, bias=None: packed.append(parts) or pack(parts, bias))
     staging = runner.begin_update(True, False)
-    staging.add(chunk({Q: tensors[Q], V: tensors[V]}), {})
+    staging.add(part({Q: tensors[Q], V: tensors[V]}), {})
     biases = [name.replace("weight", "bias") for name in (Q, K, V)]
-    staging.add(chunk({name: tensors[name] for name in biases}), {})
+    staging.add(part({name: tensors[name] for name in biases}), {})
     assert packed == []
-    staging.add(chunk({K: tensors[K]}), {})
+    staging.add(part({K: tensors[K]}), {})
     assert len(packed) == 1
     for part, name in zip(packed[0], (Q, K, V), strict=True):
         np.testing.assert_array_equal(part, tensors[name])
 
 
-def test_only_what_waits_for_its_siblings_is_held_unpacked(make_runner, chunk):
+def test_only_tensors_that_wait_for_the_rest_of_their_linear_are_held_unpacked(make_runner, part, tmp_path):
     spec = replace(SPEC, layers=4, hidden=128, inner=512)
-    folder = chunk._folder / "model"
-    runner = make_runner(write_checkpoint(folder, spec))
-    sources = [chunk({name: array}) for name, array in new_tensors(spec).items()]
+    runner = make_runner(write_checkpoint(tmp_path / "model", spec))
+    sources = [part({name: array}) for name, array in new_tensors(spec).items()]
     largest = 4 * 2 * 512 * 128  # gate and up
     tracemalloc.start()
     try:
@@ -116,7 +114,7 @@ def test_only_what_waits_for_its_siblings_is_held_unpacked(make_runner, chunk):
     finally:
         tracemalloc.stop()
     total = sum(Path(source.path).stat().st_size for source in sources)
-    assert peak < 3 * largest < total / 2  # numpy's arrays are traced: the parts, their stacked copy, small change
+    assert peak < 3 * largest < total / 2  # tracemalloc sees numpy's arrays: the parts and their stacked copy
 
 
 PARTIAL = {
@@ -132,37 +130,30 @@ PARTIAL = {
 @pytest.mark.parametrize("names", PARTIAL.values(), ids=PARTIAL.keys())
 @pytest.mark.parametrize("base", ["llama_tied", "qwen2_bf16"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_partial_update_equals_a_start_on_the_mixture(base, names, in_place, make_runner, chunk, fresh):
+def test_a_partial_update_equals_a_start_on_the_mixture(base, names, in_place, make_runner, part, fresh):
     spec = replace(SPECS[base], shards=1)
     runner, old, new = make_runner(base), random_tensors(spec), new_tensors(spec)
     before = outputs(runner)
-    staging = runner.begin_update(True, in_place)
-    for name in names:
-        staging.add(chunk({name: bfloat16_bits(new[name]) if spec.dtype == "bfloat16" else new[name]}), {})
-    runner.commit(staging.finish())
+    update(runner, *(part({name: stored(new[name], spec)}) for name in names), partial=True, in_place=in_place)
     mixture = old | {name: new[name] for name in names}
     assert outputs(runner) == fresh(spec, mixture) != before
 
 
-def test_a_partial_update_repacks_only_what_it_changed(make_runner, chunk, monkeypatch):
+def test_a_partial_update_repacks_only_what_it_changed(make_runner, part, monkeypatch):
     runner, tensors = make_runner("qwen2"), new_tensors()
     packed, pack, old = [], runner.ops.pack_linear, runner.weights
     monkeypatch.setattr(runner.ops, "pack_linear", lambda parts, bias=None: packed.append(1) or pack(parts, bias))
-    staging = runner.begin_update(True, False)
-    staging.add(chunk({Q: tensors[Q], "model.norm.weight": tensors["model.norm.weight"]}), {})
-    runner.commit(staging.finish())
+    update(runner, part({Q: tensors[Q], "model.norm.weight": tensors["model.norm.weight"]}), partial=True)
     assert len(packed) == 1
     changed = {key for key, value in runner.weights.values.items() if value is not old.values[key]}
     assert changed == {"layers.1.qkv", "norm"}
 
 
-def test_partial_updates_add_up_and_complete_from_what_serves_at_the_commit(make_runner, chunk, fresh):
+def test_partial_updates_add_up_and_complete_from_what_serves_at_the_commit(make_runner, part, fresh):
     runner, tensors = make_runner("qwen2"), random_tensors(SPEC)
     for seed, name in enumerate((Q, K, V, Q, EMBEDDING), 70):
         tensors[name] = new_tensors(seed=seed)[name]
-        staging = runner.begin_update(True, False)
-        staging.add(chunk({name: tensors[name]}), {})
-        runner.commit(staging.finish())
+        update(runner, part({name: tensors[name]}), partial=True)
     assert outputs(runner) == fresh(SPEC, tensors)
 
 
@@ -178,7 +169,7 @@ def test_a_partial_folder_needs_no_config_but_must_not_have_another_models(make_
 
 
 @pytest.mark.parametrize("tensors", ["float32", "bfloat16", "mixed"])
-def test_float32_tensors_are_rounded_to_nearest_even_on_every_way_in(tensors, make_runner, chunk, fresh, tmp_path):
+def test_float32_tensors_are_rounded_to_nearest_even_on_every_way_in(tensors, make_runner, part, fresh, tmp_path):
     spec = replace(SPECS["qwen2_bf16"], shards=1)
     new = new_tensors(spec)
     expected = fresh(spec, new)  # written as bfloat16
@@ -187,74 +178,56 @@ def test_float32_tensors_are_rounded_to_nearest_even_on_every_way_in(tensors, ma
         for i, (name, array) in enumerate(new.items())
     }
     runner = make_runner("qwen2_bf16")
-    staging = runner.begin_update(False, False)
-    staging.add(chunk(as_sent), {})
-    runner.commit(staging.finish())
+    update(runner, part(as_sent))
     assert outputs(runner) == expected
     float32_folder = write_checkpoint(tmp_path / "f32", replace(spec, dtype="float32"), new)
     at_start = ModelRunner(str(float32_folder), dtype="bfloat16", num_blocks=96, ops=type(runner.ops)("bfloat16"))
     assert outputs(at_start) == expected
     assert at_start.checksums() == runner.checksums()
     update(at_start, write_checkpoint(tmp_path / "base", spec))
-    staging = at_start.begin_update(True, False)
-    staging.add(chunk(as_sent), {})
-    at_start.commit(staging.finish())
+    update(at_start, part(as_sent), partial=True)
     assert outputs(at_start) == expected
 
 
-def test_a_value_that_bfloat16_cannot_hold_is_refused(make_runner, chunk):
+def test_a_value_that_bfloat16_cannot_hold_is_refused(make_runner, part):
     runner = make_runner("qwen2_bf16")
     array = new_tensors(SPECS["qwen2_bf16"])[Q]
     array[0, 0] = 3.4e38  # finite, but rounds to infinity
     with pytest.raises(WeightUpdateRefused, match=Q):
-        runner.begin_update(True, False).add(chunk({Q: array}), {})
+        stage(runner, part({Q: array}), partial=True)
 
-
-# ------------------------------------------------------------------------------------------------ tied embeddings
 
 TIED = replace(SPECS["qwen2_tied"], shards=1)
 
 
-def test_an_update_of_a_tied_embedding_changes_the_head_too(make_runner, chunk, fresh):
+def test_an_update_of_a_tied_embedding_changes_the_head_too(make_runner, part, fresh):
     runner, new = make_runner("qwen2_tied"), new_tensors(TIED)
-    staging = runner.begin_update(True, False)
-    staging.add(chunk({EMBEDDING: new[EMBEDDING]}), {})
-    runner.commit(staging.finish())
+    update(runner, part({EMBEDDING: new[EMBEDDING]}), partial=True)
     assert runner.weights.lm_head is runner.weights.embedding
     assert outputs(runner) == fresh(TIED, random_tensors(TIED) | {EMBEDDING: new[EMBEDDING]})
 
 
 @pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_bf16"])
-def test_the_head_of_a_tied_model_must_be_the_embedding_that_arrives_before_or_after_it(
-    name, order, make_runner, chunk
-):
+def test_the_head_of_a_tied_model_must_be_the_embedding_that_arrives_before_or_after_it(name, order, make_runner, part):
     runner, spec = make_runner(name), SPECS[name]
     embedding = new_tensors(spec)[EMBEDDING]
     before = outputs(runner)
     serving = random_tensors(spec)[EMBEDDING]
-    for head, fine in ((embedding, True), (embedding * 2, False), (serving, False)):
+    for head in (embedding, embedding * 2, serving):
         staging = runner.begin_update(True, False)
-        tensors = {HEAD: head, EMBEDDING: embedding}
-        staging.add(chunk({order[0]: tensors[order[0]]}), {})
-        if fine:
-            staging.add(chunk({order[1]: tensors[order[1]]}), {})
-            staging.finish()
-        else:
-            with pytest.raises(WeightUpdateRefused, match=HEAD):
-                staging.add(chunk({order[1]: tensors[order[1]]}), {})
+        first, second = (part({name: {HEAD: head, EMBEDDING: embedding}[name]}) for name in order)
+        staging.add(first, {})
+        with nullcontext() if head is embedding else pytest.raises(WeightUpdateRefused, match=HEAD):
+            staging.add(second, {})
     assert outputs(runner) == before
 
 
-def test_the_head_of_a_tied_model_alone_must_be_the_embedding_that_serves(make_runner, chunk):
+def test_the_head_of_a_tied_model_alone_must_be_the_embedding_that_serves(make_runner, part):
     runner, old = make_runner("qwen2_tied"), random_tensors(TIED)
-    staging = runner.begin_update(True, False)
-    staging.add(chunk({HEAD: old[EMBEDDING]}), {})
-    staging.finish()
-    staging = runner.begin_update(True, False)
-    staging.add(chunk({HEAD: old[EMBEDDING] + 1}), {})
+    stage(runner, part({HEAD: old[EMBEDDING]}), partial=True)
     with pytest.raises(WeightUpdateRefused, match=HEAD):
-        staging.finish()
+        stage(runner, part({HEAD: old[EMBEDDING] + 1}), partial=True)
 
 
 def test_a_whole_tied_checkpoint_may_carry_the_head_if_it_is_the_embedding(make_runner, tmp_path):
@@ -263,9 +236,6 @@ def test_a_whole_tied_checkpoint_may_carry_the_head_if_it_is_the_embedding(make_
     other = write_checkpoint(tmp_path / "b", TIED, tensors | {HEAD: tensors[EMBEDDING] + 1})
     with pytest.raises(WeightUpdateRefused, match=HEAD):
         make_runner(other)
-
-
-# ------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize("kind", ["file", "shared memory"])
@@ -292,7 +262,7 @@ def test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing(
             write_safetensors(path, tensors)
             with pytest.raises(WeightUpdateRefused, match=named):
                 staging.add(source, {})
-            with pytest.raises(WeightUpdateRefused, match="begin again"):  # half a chunk must never be committed
+            with pytest.raises(WeightUpdateRefused, match="begin again"):
                 staging.finish()
             staging.abandon()
             assert runner.weights is weights
@@ -304,13 +274,11 @@ def test_every_kind_of_damage_in_a_chunk_is_refused_by_name_and_changes_nothing(
     assert outputs(runner) == before
 
 
-def test_a_full_update_that_lacks_a_tensor_names_it(make_runner, chunk):
+def test_a_full_update_that_lacks_a_tensor_names_it(make_runner, part):
     runner, tensors = make_runner("qwen2"), new_tensors()
     for gone in (K, "model.norm.weight", HEAD):
-        staging = runner.begin_update(False, False)
-        staging.add(chunk({name: array for name, array in tensors.items() if name != gone}), {})
         with pytest.raises(WeightUpdateRefused, match=gone) as error:
-            staging.finish()
+            stage(runner, part({name: array for name, array in tensors.items() if name != gone}))
         assert error.value.detail == {"tensor": gone}
 
 
@@ -318,9 +286,9 @@ def sha(array: np.ndarray) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def test_a_checksum_that_does_not_match_or_names_nothing_is_refused(make_runner, chunk):
+def test_a_checksum_that_does_not_match_or_names_nothing_is_refused(make_runner, part):
     runner, new = make_runner("qwen2"), new_tensors()
-    source = chunk({Q: new[Q], K: new[K]})
+    source = part({Q: new[Q], K: new[K]})
     assert runner.begin_update(True, False).add(source, {Q: sha(new[Q])}).tensors == 2
     for checksums, named in (({Q: sha(new[K])}, Q), ({V: sha(new[V])}, V)):
         with pytest.raises(WeightUpdateRefused, match=named):
@@ -357,21 +325,15 @@ def test_verify_checksum_asks_for_a_checksum_of_every_tensor_of_a_folder(make_ru
         add(json.dumps(table), {Q: table[K]})
 
 
-def test_no_memory_for_the_new_weights_is_told_as_such_and_changes_nothing(make_runner, chunk, monkeypatch):
+def test_a_lack_of_memory_while_staging_is_reported_and_changes_nothing(make_runner, part, monkeypatch):
     runner = make_runner("qwen2")
     before = outputs(runner)
 
-    def no_memory(*args):
-        raise MemoryError("no memory for a packed weight")
-
     with monkeypatch.context() as patch:
-        patch.setattr(runner.ops, "pack_linear", no_memory)
+        patch.setattr(runner.ops, "pack_linear", Mock(side_effect=MemoryError("no memory for a packed weight")))
         with pytest.raises(OutOfSpace):
-            runner.begin_update(False, False).add(chunk(new_tensors()), {})
+            stage(runner, part(new_tensors()))
     assert outputs(runner) == before
-
-
-# ------------------------------------------------------------------------------------------------ in place
 
 
 def test_in_place_never_holds_a_linear_twice(make_runner, tmp_path, monkeypatch):
@@ -387,40 +349,40 @@ def test_in_place_never_holds_a_linear_twice(make_runner, tmp_path, monkeypatch)
 
     monkeypatch.setattr(runner.ops, "pack_linear", counting)
     staged = stage(runner, folder, in_place=True)
-    assert len(alive) == total and max(alive) == total - 1  # one is gone before its successor is made
+    assert len(alive) == total and max(alive) == total - 1  # each linear is freed before its successor is packed
     runner.commit(staged)
     assert outputs(runner) == fresh
 
 
-def test_nothing_executes_between_the_first_tensor_in_place_and_the_commit(make_runner, chunk, fresh):
+def test_nothing_executes_between_the_first_tensor_in_place_and_the_commit(make_runner, part, fresh):
     runner, new = make_runner("qwen2"), new_tensors()
     before = outputs(runner)
     staging = runner.begin_update(False, True)
-    with pytest.raises(WeightUpdateRefused):  # told by the header: nothing was given up yet
-        staging.add(chunk({"other": new[Q]}), {})
+    with pytest.raises(WeightUpdateRefused):  # the header is refused before weights are taken
+        staging.add(part({"other": new[Q]}), {})
     assert runner.has_weights and outputs(runner) == before
     staging = runner.begin_update(False, True)
-    staging.add(chunk({Q: new[Q]}), {})
+    staging.add(part({Q: new[Q]}), {})
     assert not runner.has_weights
     for call in (lambda: runner.execute(StepPlan(0, [], [])), runner.checksums):
         with pytest.raises(WrongOrder):
             call()
-    staging.add(chunk({name: array for name, array in new.items() if name != Q}), {})
+    staging.add(part({name: array for name, array in new.items() if name != Q}), {})
     runner.commit(staging.finish())
     assert runner.has_weights and outputs(runner) == fresh(SPEC, new)
 
 
 @pytest.mark.parametrize("how", ["refused", "abandoned", "missing"])
-def test_after_a_failure_in_place_only_a_whole_update_makes_it_serve_again(how, make_runner, chunk, fresh):
+def test_after_a_failure_in_place_only_a_whole_update_makes_it_serve_again(how, make_runner, part, fresh):
     runner, new = make_runner("qwen2"), new_tensors()
     staging = runner.begin_update(False, True)
     if how == "refused":
         new_k = new[K].copy()
         new_k[0, 0] = np.inf
         with pytest.raises(WeightUpdateRefused):
-            staging.add(chunk(new | {K: new_k}), {})
+            staging.add(part(new | {K: new_k}), {})
     else:
-        staging.add(chunk({Q: new[Q], HEAD: new[HEAD]}), {})
+        staging.add(part({Q: new[Q], HEAD: new[HEAD]}), {})
     if how == "missing":
         with pytest.raises(WeightUpdateRefused):
             staging.finish()
@@ -432,25 +394,18 @@ def test_after_a_failure_in_place_only_a_whole_update_makes_it_serve_again(how, 
     with pytest.raises(WrongOrder):
         runner.begin_update(True, False)
     for in_place in (True, False):
-        staging = runner.begin_update(False, in_place)
-        staging.add(chunk(new), {})
-        runner.commit(staging.finish())
+        update(runner, part(new), in_place=in_place)
         assert outputs(runner) == fresh(SPEC, new)
 
 
-# ------------------------------------------------------------------------------------------------ checksums
-
-
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_wide", "qwen3_bf16", "qwen2_bf16"])
-def test_checksums_are_those_of_the_folders_tensors(name, make_runner, chunk):
+def test_checksums_are_those_of_the_folders_tensors(name, make_runner, part):
     runner, spec = make_runner(name), SPECS[name]
-    stored = {n: sha(bfloat16_bits(a) if spec.dtype == "bfloat16" else a) for n, a in random_tensors(spec).items()}
-    assert runner.checksums() == stored
-    new = bfloat16_bits(new_tensors(spec)[K]) if spec.dtype == "bfloat16" else new_tensors(spec)[K]
-    staging = runner.begin_update(True, False)
-    staging.add(chunk({K: new}), {})
-    runner.commit(staging.finish())
-    assert runner.checksums() == stored | {K: sha(new)}
+    expected = {name: sha(stored(array, spec)) for name, array in random_tensors(spec).items()}
+    assert runner.checksums() == expected
+    new = stored(new_tensors(spec)[K], spec)
+    update(runner, part({K: new}), partial=True)
+    assert runner.checksums() == expected | {K: sha(new)}
 
 
 def test_checksums_never_unpack_a_whole_tensor_of_a_large_model(make_runner, monkeypatch):
@@ -483,11 +438,8 @@ def test_checksums_run_beside_steps_and_describe_one_set_of_weights(make_runner,
 
 @pytest.mark.parametrize("where", ["before it opens the source", "in a read"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_was_abandoned_while_it_hung_takes_nothing_when_it_comes_back(
-    where, in_place, make_runner, chunk, monkeypatch
-):
-    """A dead mount: the read ends after the engine has gone on."""
-    runner, source = make_runner("qwen2"), chunk(new_tensors())
+def test_an_abandoned_add_that_hung_takes_no_weights_when_it_returns(where, in_place, make_runner, part, monkeypatch):
+    runner, source = make_runner("qwen2"), part(new_tensors())
     before, entered, mended = outputs(runner), threading.Event(), threading.Event()
     owner, name = (staging_module, "open_source") if where.startswith("before") else (SafetensorsReader, "read")
     real = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""The architectures, by the name that config.json gives in ``architectures``, and the way from a folder to a config."""
+"""The architectures by their name in config.json, and reading of a config from a folder."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class ModelWeights:
 class Model(Protocol):
     """The computation of a model, without weights.
 
-    parameters: everything that weights consist of. aliases: tensors that a checkpoint may have although another tensor
-    serves in their place, which must have the same values (lm_head.weight where embeddings are tied: transformers
-    ignores it, but a trainer that sends a tensor does not mean it to be ignored).
+    parameters: all parameters of the model. aliases: further tensors that a checkpoint may have, each with the name of
+    the tensor that it must equal (lm_head.weight if embeddings are tied: transformers ignores it, but a trainer that
+    sends other values for it would expect them to serve).
     """
 
     config: ModelConfig

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2 (text), and models of other makers that say LlamaForCausalLM of themselves."""
+"""Llama 2, 3, 3.1 and 3.2 (text), and other models whose config.json names LlamaForCausalLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ops for a place. Model code asks :func:`get_ops` once and is written against ``interface.Ops``."""
+"""Ops for a place. Model code gets them from :func:`get_ops` and uses ``interface.Ops`` only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def get_ops(dtype: str, place: str = "cpu") -> Ops:
-    """The C++ ops where they are built and load, else the Paddle reference ops with one warning.
+    """Return the C++ ops if their library loads, else the Paddle reference ops after one warning.
 
-    dtype: "float32" or "bfloat16", that of weights and KV cache. Raises InvalidField for a place without ops.
+    dtype: the type of weights and KV cache, "float32" or "bfloat16". Raises InvalidField for a place without ops.
     """
     if place != "cpu":
         raise InvalidField("place", f"there are no ops for {place!r} yet, only for cpu")
@@ -26,8 +26,8 @@ def get_ops(dtype: str, place: str = "cpu") -> Ops:
         from fastdeploy.model_executor.ops.reference import ReferenceOps
 
         logger.warning(
-            "the C++ CPU ops are not available (%s): running the Paddle reference ops, in float32 and several times "
-            "slower; where there is a C++ compiler `python custom_ops/build.py` builds them, or `pip install` anew",
+            "the C++ CPU ops are not available (%s): using the Paddle reference ops, in float32 and several times "
+            "slower; with a C++ compiler, `python custom_ops/build.py` or another `pip install` builds the C++ ops",
             error,
         )
         return ReferenceOps(dtype)

@@ -36,7 +36,7 @@ from fastdeploy.model_executor.ops.interface import (
 MAX_HEAD_DIM = 512
 
 _CPU = paddle.CPUPlace()
-_FLOAT32 = (paddle.float32,)  # `x in` takes the same object for equal; `==` between dtypes costs five times as much
+_FLOAT32 = (paddle.float32,)  # `x in` compares identity first; `==` between dtypes costs five times as much
 
 
 def _empty(shape: list[int]) -> paddle.Tensor:
@@ -53,8 +53,8 @@ class _Limits(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """Arguments of all blocks, kept from step to step, with weak references to the layers and the cache that they were
-    made of: weights and cache are freed when their owner drops them. hidden: the width of the residual."""
+    """Arguments of all blocks, reused in every step. References to layers and cache are weak, so that their owner can
+    free them. hidden: the width of the residual."""
 
     layers: list[weakref.ref[DecoderLayer]]
     cache: weakref.ref[CpuKVCache]
@@ -97,8 +97,8 @@ class CpuLinear:
 
 
 class CpuKVCache:
-    """KV blocks of all layers in the memory of the library. The memory is freed together with this object; its pages
-    are taken on first use."""
+    """KV blocks of all layers in the memory of the library. The system provides each page on first use. The memory is
+    freed together with this object."""
 
     handle: int
 
@@ -120,8 +120,7 @@ class CpuKVCache:
 
 
 class CpuOps:
-    """Implements ``interface.Ops``. One thread at a time may call an op, except that packing and unpacking may run at
-    the same time as the others."""
+    """Implements ``interface.Ops``. One thread at a time may call an op; packing and unpacking may run beside it."""
 
     name = "cpu"
 
@@ -131,7 +130,7 @@ class CpuOps:
         self._bf16 = dtype == "bfloat16"
         self._lib = library if library is not None else load_library()
         self._prepared: _Prepared | None = None
-        self._logits: paddle.Tensor | None = None  # kept: fresh pages for [M, V] would cost more than the product
+        self._logits: paddle.Tensor | None = None  # kept: new pages for [M, V] cost more than the product
 
     @property
     def isa(self) -> str:
@@ -318,12 +317,8 @@ class CpuOps:
     def sample(self, logits: paddle.Tensor, batch: SampleBatch) -> np.ndarray:
         rows, vocab = logits.shape
         out = np.empty(rows, np.int32)
-        temperature = np.ascontiguousarray(batch.temperature, np.float32)
-        top_k = np.ascontiguousarray(batch.top_k, np.int32)
-        top_p = np.ascontiguousarray(batch.top_p, np.float32)
-        min_p = np.ascontiguousarray(batch.min_p, np.float32)
-        uniform = np.ascontiguousarray(batch.uniform, np.float64)
-        parameters: list[np.ndarray] = [temperature, top_k, top_p, min_p, uniform]
+        kinds = (np.float32, np.int32, np.float32, np.float32, np.float64)
+        parameters = [np.ascontiguousarray(field, kind) for field, kind in zip(batch, kinds, strict=True)]
         assert all(p.shape == (rows,) for p in parameters)
         self._check(self._lib.fd_sample(_data(logits), rows, vocab, *map(_address, parameters), _address(out)))
         return out
@@ -345,8 +340,8 @@ class CpuOps:
 
 
 def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> int:
-    """Call ``between_layers`` from C++. An error cannot pass through C++: put it into ``raised`` and return 1, which
-    ends the step."""
+    """Call ``between_layers`` from C++, which errors cannot pass. Returns 1, which ends the step, after an error, and
+    appends the error to ``raised``."""
     try:
         between_layers()
     except BaseException as error:

@@ -52,54 +52,37 @@ SIGNATURES = {
 }
 
 
+def _integers(names: str) -> list[tuple[str, type[c_int64]]]:
+    return [(name, c_int64) for name in names.split()]
+
+
+def _pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
+    return [(name, c_void_p) for name in names.split()]
+
+
 class Batch(ctypes.Structure):
     """Batch of kernels.h."""
 
-    _fields_ = [
-        ("tokens", c_int64),
-        ("sequences", c_int64),
-        ("table_width", c_int64),
-        ("cu_tokens", c_void_p),
-        ("starts", c_void_p),
-        ("tables", c_void_p),
-        ("positions", c_void_p),
-    ]
+    _fields_ = [*_integers("tokens sequences table_width"), *_pointers("cu_tokens starts tables positions")]
 
 
 class AttentionArgs(Batch):
     """AttentionArgs of kernels.h."""
 
-    _fields_ = [
-        ("qkv", c_void_p),
-        ("out", c_void_p),
-        ("cache", c_void_p),
-        ("layer", c_int64),
-        ("heads", c_int64),
-        ("scale", c_float),
-        ("rope_cos", c_void_p),
-        ("rope_sin", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-    ]
+    _fields_ = [*_pointers("qkv out cache"), *_integers("layer heads"), ("scale", c_float)]
+    _fields_ += [*_pointers("rope_cos rope_sin q_norm k_norm"), ("eps", c_float)]
 
 
 class AttentionBlockArgs(ctypes.Structure):
     """AttentionBlock of kernels.h."""
 
-    _fields_ = [
-        ("norm", c_void_p),
-        ("qkv", c_void_p),
-        ("o", c_void_p),
-        ("norm_eps", c_float),
-        ("attention", AttentionArgs),
-    ]
+    _fields_ = [*_pointers("norm qkv o"), ("norm_eps", c_float), ("attention", AttentionArgs)]
 
 
 class MlpBlockArgs(ctypes.Structure):
     """MlpBlock of kernels.h."""
 
-    _fields_ = [("norm", c_void_p), ("gate_up", c_void_p), ("down", c_void_p), ("norm_eps", c_float)]
+    _fields_ = [*_pointers("norm gate_up down"), ("norm_eps", c_float)]
 
 
 class _AnyBlockArgs(ctypes.Union):
@@ -120,16 +103,8 @@ BetweenLayers = ctypes.CFUNCTYPE(c_int)
 class StepArgs(ctypes.Structure):
     """StepArgs of kernels.h."""
 
-    _fields_ = [
-        ("batch", Batch),
-        ("bf16", c_int64),
-        ("residual", c_void_p),
-        ("rows", c_void_p),
-        ("num_rows", c_int64),
-        ("blocks", c_void_p),
-        ("count", c_int64),
-        ("between_layers", BetweenLayers),
-    ]
+    _fields_ = [("batch", Batch), ("bf16", c_int64), *_pointers("residual rows"), ("num_rows", c_int64)]
+    _fields_ += [("blocks", c_void_p), ("count", c_int64), ("between_layers", BetweenLayers)]
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {

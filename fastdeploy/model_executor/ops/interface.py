@@ -1,4 +1,4 @@
-"""The operators that model code is written against. ``reference`` (Paddle) and ``cpu`` (C++) implement them.
+"""The operators that models use. ``reference`` (Paddle) and ``cpu`` (C++) implement them.
 
 All activations are contiguous float32 Paddle tensors on the place of the ops. ``dtype`` ("float32" or "bfloat16") is
 the type of the weights and of the KV cache. With bfloat16 the C++ ops round the input of a linear to bfloat16 and
@@ -6,8 +6,8 @@ accumulate in float32; the reference computes in float32 with weights that are r
 
 For finite inputs every op gives a row the same bits, whatever other rows are in the batch and however a prompt is cut
 into chunks: the order of every sum depends only on the position of the row and on constants of the op. A row that is
-not finite changes the later rows of its own sequence and nothing else: earlier rows, whose KV may be shared, and other
-sequences keep their bits. The bits of the row that is not finite are not promised.
+not finite changes later rows of its own sequence only: earlier rows, whose KV may be shared, and other sequences keep
+their bits. The bits of the row that is not finite are undefined.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import paddle
 
 
 class PackedLinear(Protocol):
-    """A weight [out_features, in_features], with or without a bias, in a layout of the ops' choice. Immutable."""
+    """A weight [out_features, in_features], with or without a bias, in a layout that the ops choose. Immutable."""
 
     out_features: int
     in_features: int

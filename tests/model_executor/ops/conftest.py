@@ -20,7 +20,7 @@ if not HAVE_OPS:
 
 
 def available_isas() -> list[str]:
-    """avx2 up to what the CPU has; all of it runs the same library."""
+    """Return the instruction sets from avx2 to the best of this CPU."""
     if not HAVE_OPS:
         return []
     library = load_library()
@@ -63,6 +63,6 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def threads(ops: CpuOps) -> Iterator[None]:
-    """The test may change the number of threads."""
+    """Restore the number of threads after the test."""
     yield
     ops.set_num_threads(0)

@@ -1,4 +1,4 @@
-"""The approximations of the AMX kernels: how far they are off, which other tests' tolerances of 2^-9 would hide."""
+"""Errors of the approximations in the AMX kernels. The tolerance of other tests, 2^-9, would hide larger errors."""
 
 from __future__ import annotations
 

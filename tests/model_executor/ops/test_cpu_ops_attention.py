@@ -1,4 +1,4 @@
-"""Paged attention: equal to the reference, and a request's bits are the same alone, in a batch and in any cut."""
+"""Paged attention equals the reference. The bits of a request are the same alone, in a batch and in any chunks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_batch(starts: list[int], counts: list[int], tables: list[list[int]]) ->
 
 
 class Sequences:
-    """Random qkv rows of some requests with shuffled blocks, run through one ops object."""
+    """Random qkv rows of requests whose blocks are shuffled."""
 
     def __init__(self, rng: np.random.Generator, shape: Shape, lengths: list[int]):
         self.shape, self.lengths = shape, lengths
@@ -74,7 +74,7 @@ class Sequences:
     def run(
         self, ops, spec: AttentionSpec, cuts: list[list[int]], only: list[int] | None = None, cache=None
     ) -> list[np.ndarray]:
-        """Each step i computes cuts[r][i] tokens of request r (of ``only``, all by default). -> outputs per request."""
+        """Compute cuts[r][i] tokens of request r in step i. Returns the outputs of each request (of ``only``)."""
         chosen = range(len(self.lengths)) if only is None else only
         cache = self.new_cache(ops) if cache is None else cache
         done = dict.fromkeys(chosen, 0)
@@ -109,7 +109,7 @@ def test_attention_agrees_with_the_reference(ops, reference, isa, dtype, rng, sh
 
 
 def long_run(ops, shape: Shape, lengths: tuple[int, ...]) -> list[np.ndarray]:
-    """Outputs of random requests of these lengths, whose last tokens are steps of their own."""
+    """Return the outputs of random requests of these lengths, computed in three steps."""
     rng = np.random.default_rng(5)
     spec, sequences = make_spec(rng, shape), Sequences(rng, shape, list(lengths))
     return sequences.run(ops, spec, [[n - 4, 1, 3] for n in lengths])
@@ -117,7 +117,7 @@ def long_run(ops, shape: Shape, lengths: tuple[int, ...]) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def long_reference() -> Callable[[str, Shape, tuple[int, ...]], list[np.ndarray]]:
-    """(dtype, shape, lengths) -> long_run of the reference, which is slow: once for all instruction sets."""
+    """Return ``long_run`` of the reference, which is slow, with a cache for all instruction sets."""
     return cache(lambda dtype, shape, lengths: long_run(ReferenceOps(dtype), shape, lengths))
 
 
@@ -153,24 +153,22 @@ def test_bits_do_not_depend_on_the_block_size(ops, rng):
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape):
-    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [150])
-    whole = sequences.run(ops, spec, [[150]])[0]
-    for cut in ([64, 64, 22], [1, 149], [33, 50, 67], [10] * 15, [100, *[1] * 50]):
-        np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
+SHORT_CUTS = [[64, 64, 22], [1, 149], [33, 50, 67], [10] * 15, [100, *[1] * 50]]
+# As a whole, one task computes all partitions of its keys. A short step becomes several tasks.
+LONG_CUTS = [[1024, 1024, 52], [700, 700, 700], [1020, *[1] * 8, 1072], [2040, *[1] * 16, 44]]
 
 
-def test_a_long_prompt_has_the_same_bits_in_any_cut(ops, rng):
-    """Across partitions: whole, where each task goes through all of its keys, and in steps that are split into more."""
-    spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [2100])
-    whole = sequences.run(ops, spec, [[2100]])[0]
-    for cut in ([1024, 1024, 52], [700, 700, 700], [1020, *[1] * 8, 1072], [2040, *[1] * 16, 44]):
+@pytest.mark.parametrize(("shape", "cuts"), [*((shape, SHORT_CUTS) for shape in SHAPES), (SMALL, LONG_CUTS)], ids=str)
+def test_a_prompt_has_the_same_bits_in_any_cut(ops, rng, shape, cuts):
+    length = sum(cuts[0])
+    spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [length])
+    whole = sequences.run(ops, spec, [[length]])[0]
+    for cut in cuts:
         np.testing.assert_array_equal(sequences.run(ops, spec, [cut])[0], whole)
 
 
 def test_a_long_request_has_the_same_bits_alone_and_among_others(ops, rng):
-    """Beside short ones its step is split, beside a long chunk of another it is not."""
+    """Beside short requests, its step is split into several tasks; beside a long chunk of another it is one task."""
     spec, lengths = make_spec(rng, SMALL), [2100, 1500, *(int(n) for n in rng.integers(1, 90, 30))]
     sequences = Sequences(rng, SMALL, lengths)
     cuts = [[2096, 1, 1, 2], [0, 1500], *([n] for n in lengths[2:])]
@@ -184,7 +182,7 @@ def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng
     spec, cache = make_spec(rng, SMALL), ops.new_kv_cache(1, 32, SMALL.block_size, SMALL.kv_heads, SMALL.dim)
 
     def tasks(starts: list[int], counts: list[int]) -> int:
-        """For each of the heads."""
+        """Return the number of tasks per KV head."""
         tables = [[r] * (MAX_LEN // SMALL.block_size) for r in range(len(starts))]  # no two share a beginning
         return ops.attention_tasks(cache, make_batch(starts, counts, tables), spec) // SMALL.kv_heads
 
@@ -192,12 +190,12 @@ def test_a_long_context_is_several_tasks_unless_there_are_enough_others(ops, rng
     assert tasks([3000, *[60] * 7], [1] * 8) == 3 + 7
     assert tasks([1500] * 31, [1] * 31) == 2 * 31
     assert tasks([1500] * 32, [1] * 32) == 32
-    assert tasks([3000, 0], [1, 1600]) == 1 + 100, "a long chunk is tasks enough"
-    assert tasks([1020], [8]) == 2, "of which the second is of the last four tokens alone"
+    assert tasks([3000, 0], [1, 1600]) == 1 + 100, "a long chunk makes enough tasks"
+    assert tasks([1020], [8]) == 2, "the second task has the last four tokens only"
 
 
-def test_a_row_behind_the_last_partition_is_spoilt_by_nothing_in_it(ops, rng):
-    """Tokens of one task on both sides of a boundary; the later ones' keys and values are not finite."""
+def test_tokens_of_a_later_partition_do_not_change_earlier_rows_of_the_same_task(ops, rng):
+    """One task has tokens of two partitions. Keys and values of the second one are not finite."""
     spec, sequences = make_spec(rng, SMALL), Sequences(rng, SMALL, [PARTITION + 4])
     cuts = [[PARTITION - 4, 8]]
     clean = sequences.run(ops, spec, cuts)[0]
@@ -219,8 +217,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(ops, rng, threads, long):
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
-    """NaN and infinity in the slots behind a sequence must not reach it, not even multiplied by a weight of 0."""
+def test_old_values_in_a_reused_block_are_not_read(ops, rng):
     spec = make_spec(rng, SMALL)
     sequences = Sequences(rng, SMALL, [45])
     clean = sequences.run(ops, spec, [[40, 5]])[0]
@@ -233,19 +230,19 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen(ops, rng):
         np.testing.assert_array_equal(sequences.run(ops, spec, [[40, 5]], cache=cache)[0], clean)
 
 
-# Which value spoils is a matter of arithmetic, where it spreads is one of the shape: each is varied by itself.
+# The effect of a value does not depend on the shape, so one shape has all values and one value has all shapes.
 @pytest.mark.parametrize(
     ("shape", "bad"), [(SHAPES[0], -np.inf), (SHAPES[0], 3.4e38), *((shape, np.nan) for shape in SHAPES)], ids=str
 )
 @pytest.mark.parametrize("part", ["key", "value"])
-def test_what_is_not_finite_spoils_the_rows_behind_it_and_none_before_it(ops, reference, dtype, rng, shape, bad, part):
-    """The KV of the rows before it may be another request's too. 3.4e38 is infinite in bfloat16."""
+def test_a_key_or_value_that_is_not_finite_changes_later_rows_only(ops, reference, dtype, rng, shape, bad, part):
+    """Earlier rows keep their bits, since other requests may share their KV. 3.4e38 is infinite in bfloat16."""
     spec, sequences = make_spec(rng, shape), Sequences(rng, shape, [90])
     clean = sequences.run(ops, spec, [[90]])[0]
     column = shape.heads if part == "key" else shape.heads + shape.kv_heads
     sequences.qkv[0][41, column * shape.dim + 3] = bad
     heads = np.arange(shape.heads) < shape.heads // shape.kv_heads  # those of the first kv head
-    may_be_finite = bad == 3.4e38 and (dtype == "float32" or part == "key")  # a key is rotated, and so made smaller
+    may_be_finite = bad == 3.4e38 and (dtype == "float32" or part == "key")  # the rotation makes a key smaller
     for one in (ops, reference):
         for cuts in ([90], [41, 1, 48], [20, 30, 40]):
             dirty = sequences.run(one, spec, [cuts])[0].reshape(90, shape.heads, shape.dim)
@@ -293,7 +290,7 @@ def test_a_copied_block_reads_like_its_source(ops, rng):
     ids=str,
 )
 def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, threads, rng, shape, shared):
-    """Nine samples whose prompt lies in the same blocks, beside others that share nothing, less, or decode not yet."""
+    """Nine samples share the blocks of their prompt. Others share fewer blocks or none, or are in prefill."""
     spec, size = make_spec(rng, shape), shape.block_size
     width, whole = (shape.heads + 2 * shape.kv_heads) * shape.dim, shared // size
     own = 3  # blocks of a sample behind the prompt's
@@ -328,20 +325,20 @@ def test_samples_of_one_prompt_have_the_same_bits_together_and_alone(ops, thread
 
 
 def test_neighbours_that_decode_behind_the_same_blocks_are_one_task(ops, isa, dtype, rng):
-    """Sharing changes no bit, so only the count of tasks tells that the shared keys are read once. 2 heads each."""
+    """Sharing changes no bit, so the test counts tasks: each task of shared keys reads them once. There are 2 heads."""
     shape = Shape(8, 2, 64, 32, False)  # groups of 4 heads: 8 sequences fill the 32 rows of a task
     cache, spec = ops.new_kv_cache(1, 100, shape.block_size, shape.kv_heads, shape.dim), make_spec(rng, shape)
     shares = (isa, dtype) == ("amx", "bfloat16")
 
     def tasks(shared: list[int], start: int = 200) -> int:
-        """Of sequences that decode one token each; the i-th begins with this many blocks of the first one's."""
+        """Count the tasks of sequences that decode one token. The i-th begins with shared[i] blocks of the first."""
         tables = [[*range(count), *range(10 + 7 * i, 10 + 7 * i + 7 - count)] for i, count in enumerate(shared)]
         return ops.attention_tasks(cache, make_batch([start] * len(shared), [1] * len(shared), tables), spec)
 
     assert tasks([0, 0, 0, 0]) == 4 * 2
     assert tasks([4, 4, 4, 4]) == (2 if shares else 4 * 2)
     assert tasks([4] * 9) == (2 * 2 if shares else 9 * 2), "a task has room for eight"
-    assert tasks([1, 1, 1]) == 3 * 2, "32 keys are less than the 64 that are gone through at a time"
+    assert tasks([1, 1, 1]) == 3 * 2, "32 shared keys are less than a key block of 64"
     assert tasks([2, 2, 0, 0]) == (3 * 2 if shares else 4 * 2)
-    assert tasks([2, 6, 6]) == (2 * 2 if shares else 3 * 2), "the first does not tear the second from the third"
-    assert tasks([4, 4], start=40) == 2 * 2, "not yet behind 64 keys"
+    assert tasks([2, 6, 6]) == (2 * 2 if shares else 3 * 2), "the second and the third share more than the first two"
+    assert tasks([4, 4], start=40) == 2 * 2, "less than a key block is shared"

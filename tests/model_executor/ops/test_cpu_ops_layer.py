@@ -1,4 +1,4 @@
-"""A whole decoder layer and the logits: equal to the reference, and a row's bits are its own."""
+"""A decoder layer and the logits equal the reference. The bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 class Layer:
-    """Random weights of one layer; ``on(ops)`` packs them. A sequence's tokens lie in blocks of its own."""
+    """Random weights of one layer; ``on(ops)`` packs them."""
 
     def __init__(self, rng, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, biased: bool):
         def weight(n: int, k: int) -> np.ndarray:
@@ -52,13 +52,13 @@ class Layer:
 
 
 def with_attention(packed: DecoderLayer, **changes) -> DecoderLayer:
-    """The same layer, with changes to the spec of its attention."""
+    """Return the layer with changes to the spec of its attention."""
     attention, mlp = packed.blocks
     return DecoderLayer((replace(attention, attention=attention.attention._replace(**changes)), mlp))
 
 
 def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> AttentionBatch:
-    """``lengths`` tokens of each of these sequences behind ``starts``."""
+    """Return a batch of ``lengths`` tokens from positions ``starts`` on. Each sequence has its own blocks."""
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     tables = np.array([range(s * 16, s * 16 + 16) for s in sequences], np.int32)
     positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]).astype(np.int32)
@@ -88,12 +88,12 @@ def test_a_layer_agrees_with_the_reference(ops, reference, dtype, rng, layer, le
     ]
     if dtype == "float32":
         np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
-    else:  # what is rounded to bfloat16 on the way (norms, queries, probabilities, the MLP's inside): 8 bits each
+    else:  # norms, queries, probabilities and the input of down are rounded to 8 bits
         difference = np.abs(found[0] - found[1])
         assert difference.max() < 0.1 and difference.mean() < 0.01
 
 
-def test_the_rows_asked_for_are_those_of_the_whole_and_the_cache_is_complete(ops, rng, layer):
+def test_selected_rows_equal_those_of_the_whole_batch_and_the_cache_is_complete(ops, rng, layer):
     packed, x = layer.on(ops), rng.standard_normal((50, layer.hidden)).astype(np.float32)
     caches = [layer.cache(ops, 2) for _ in range(2)]
     batch = make_batch([0, 1], [0, 0], [30, 20])
@@ -159,7 +159,7 @@ def test_logits_of_a_row_have_the_same_bits_in_any_batch(ops, threads, rng):
             )
 
 
-def test_several_layers_are_one_after_another_and_what_is_raised_between_them_ends_them(ops, reference, rng):
+def test_layers_run_in_order_and_an_error_between_them_ends_the_step(ops, reference, rng):
     layer, batch = Layer(rng, *SHAPES["small"]), make_batch([0], [0], [5])
     x, rows = rng.standard_normal((5, layer.hidden)).astype(np.float32), np.array([4], np.int64)
     for one in (ops, reference):
@@ -208,7 +208,6 @@ def test_a_batch_that_grows_row_by_row_seldom_allocates_logits_anew(ops, rng, mo
 
 
 def test_a_batch_is_checked_again_for_another_cache_and_for_other_rope_tables(ops, rng):
-    """The kernels write where the batch says: what fits one cache may lie behind the end of another."""
     layer = Layer(rng, *SHAPES["small"])
     packed, batch, x = layer.on(ops), make_batch([0], [0], [20]), paddle.zeros([20, layer.hidden])
     roomy = layer.cache(ops, 1)

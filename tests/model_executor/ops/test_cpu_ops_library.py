@@ -26,7 +26,7 @@ SCRIPT = ROOT / "custom_ops" / "build.py"
 
 @pytest.fixture
 def builder():
-    """custom_ops/build.py as a module."""
+    """Import custom_ops/build.py."""
     spec = importlib.util.spec_from_file_location("cpu_ops_build", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +34,7 @@ def builder():
 
 
 def run_python(code: str, **environment: str) -> str:
-    """Runs code in a fresh interpreter; raises unless it exits with 0."""
+    """Run code in a new interpreter, check that it exits with 0, and return its output."""
     env = {**os.environ, **environment}
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
@@ -63,7 +63,7 @@ def test_a_file_that_is_no_library_counts_as_missing(tmp_path):
         cpu_library.load_library(broken)
 
 
-def test_a_library_of_other_sources_counts_as_missing_and_the_error_says_why(caplog, monkeypatch):
+def test_a_library_built_from_other_sources_counts_as_missing_and_the_error_names_the_reason(caplog, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(cpu_library.SIGNATURES, "fd_of_tomorrow", (None, []))
         with pytest.raises(OSError, match="fd_of_tomorrow"):
@@ -110,7 +110,7 @@ def test_the_library_carries_the_stamp_that_the_build_looks_for(builder):
     assert builder.fingerprint().encode() in cpu_library.LIBRARY.read_bytes()
 
 
-def test_without_a_compiler_the_build_says_so_in_one_line_and_leaves_no_stale_library(tmp_path):
+def test_without_a_compiler_the_build_prints_one_line_and_removes_a_stale_library(tmp_path):
     stale = tmp_path / "library.so"
     stale.write_bytes(b"made of other sources")
     code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import build, pathlib; "
@@ -147,7 +147,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch):
 
 
 def test_packing_beside_a_running_op_disturbs_neither(rng):
-    """The stage of a weight update packs on a thread of its own while the loop thread computes."""
+    """A weight update packs on its own thread while the engine's thread computes."""
     ops = CpuOps("bfloat16")
     source = rng.standard_normal((512, 640)).astype(np.float32)
     x, weight = paddle.to_tensor(rng.standard_normal((40, 640)).astype(np.float32)), ops.pack_linear([source])
@@ -164,11 +164,11 @@ def test_packing_beside_a_running_op_disturbs_neither(rng):
         np.testing.assert_array_equal(ops.linear(x, other).numpy(), expected)
 
 
-def test_two_threads_may_call_ops_at_once(rng):
-    """The pool serves one of them; the other computes alone. Same bits."""
+def test_two_threads_may_call_ops_at_the_same_time(rng):
+    """The thread pool serves one of them; the other computes alone, with the same bits."""
     ops = CpuOps("bfloat16")
     inputs = [paddle.to_tensor(rng.standard_normal((m, 640)).astype(np.float32)) for m in (1, 33)]
-    weight = ops.pack_linear([rng.standard_normal((8192, 640)).astype(np.float32)])  # long calls, so that they meet
+    weight = ops.pack_linear([rng.standard_normal((8192, 640)).astype(np.float32)])  # long calls, which overlap
     expected = [ops.linear(x, weight).numpy() for x in inputs]
     wrong: list[int] = []
 

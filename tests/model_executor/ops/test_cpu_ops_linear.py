@@ -1,4 +1,4 @@
-"""Linears, gated linears and embeddings on packed weights: equal to the reference, and one row's bits are its own."""
+"""Linears, MLPs and embeddings with packed weights equal the reference. The bits of a row depend on that row only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_bfloat16_bits(x: np.ndarray) -> np.ndarray:
 
 
 def rounded_like_a_left_operand(x: np.ndarray, dtype: str) -> paddle.Tensor:
-    """The C++ ops round x to bfloat16 beside bfloat16 weights; given that, only the order of summation differs."""
+    """Round x to bfloat16 as the C++ ops do for bfloat16 weights. Only the order of summation differs then."""
     return paddle.to_tensor(round_to_bfloat16(x) if dtype == "bfloat16" else x)
 
 
@@ -56,7 +56,7 @@ def test_mlp_agrees_with_the_reference(ops, reference, dtype, rng, rows, k, n):
     actual = ops.mlp(paddle.to_tensor(x), ops.pack_linear(parts), ops.pack_linear([down]))
     gate_up, down = reference.pack_linear(parts), reference.pack_linear([down])
     expected = reference.mlp(rounded_like_a_left_operand(x, dtype), gate_up, down)
-    assert_close(actual, expected, 1e-5 if dtype == "float32" else 1e-2)  # what lies between is rounded to 8 bits
+    assert_close(actual, expected, 1e-5 if dtype == "float32" else 1e-2)  # the input of down is rounded to 8 bits
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (20, 7, 7), (1, 2, 3)])

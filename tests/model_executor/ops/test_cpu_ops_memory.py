@@ -1,4 +1,4 @@
-"""When the system has no memory left, an op raises MemoryError: the process lives, and the next op computes as ever."""
+"""An op raises MemoryError when the system has no memory left. The process lives on, and the next op works."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def refused(error, op, *args):
         op(*args)
     except error as found:
         return str(found)
-    raise AssertionError("it was not refused")
+    raise AssertionError(f"no {error.__name__}")
 """
 
 
 def run_alone(code: str, threads: int) -> None:
-    """Runs code in a process of its own, since the address space is limited for good; raises unless it exits with 0."""
+    """Run code in a new process, because the limit of the address space stays. Checks that it exits with 0."""
     env = os.environ | {"FASTDEPLOY_CPU_THREADS": str(threads)}
     command = [sys.executable, "-c", PREPARE + code]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, f"exit status {run.returncode}\n{run.stderr}"
 
 
-def test_after_a_buffer_that_could_not_grow_a_smaller_call_gets_one_of_its_own():
+def test_a_smaller_call_succeeds_after_a_buffer_could_not_grow():
     run_alone(
         """
 ops = CpuOps("bfloat16")
@@ -52,8 +52,8 @@ assert (ops.linear(small, weight).numpy() == 1024).all()
     )
 
 
-def test_a_job_that_fails_on_any_thread_fails_on_the_caller_and_the_next_one_runs():
-    """Candidates of a flat row of 8 Mi tokens take 64 MiB. One row each is what caller and worker begin with."""
+def test_an_error_on_any_thread_reaches_the_caller_and_the_next_op_runs():
+    """The candidates of a row of 8 Mi equal logits take 64 MiB. Caller and worker begin with one row each."""
     run_alone(
         """
 ops = CpuOps("float32")
@@ -72,7 +72,7 @@ for turn in range(5):
     )
 
 
-def test_threads_that_cannot_be_started_are_an_error_of_the_op_that_needs_them():
+def test_an_op_whose_threads_cannot_start_raises_an_error():
     run_alone(
         """
 ops = CpuOps("float32")

@@ -1,4 +1,4 @@
-"""Sampling and log probabilities: the same tokens as the reference, and each row by itself."""
+"""Sampling and logprobs: the same tokens as the reference, and each row independent of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.05
 
 @pytest.fixture
 def dtype() -> str:
-    """These ops do not depend on the dtype of the weights."""
+    """Return one dtype: these ops do not depend on the dtype of the weights."""
     return "float32"
 
 
@@ -51,7 +51,7 @@ def test_a_tiny_temperature_is_greedy(ops, rng, temperature):
 
 @cache
 def drawn_by_reference(temperature: float, *filters: float) -> tuple[paddle.Tensor, SampleBatch, np.ndarray]:
-    """400 rows of logits, how to sample from them, and what the reference draws: once for all instruction sets."""
+    """Return 400 rows of logits, their sampling parameters and the draws of the reference, for all instruction sets."""
     rng, rows, vocab = np.random.default_rng(20261120), 400, 3001
     logits = paddle.to_tensor((rng.standard_normal((rows, vocab)) * 3).astype(np.float32))
     batch = make_batch(rows, temperature, *filters, rng.random(rows))
@@ -61,7 +61,7 @@ def drawn_by_reference(temperature: float, *filters: float) -> tuple[paddle.Tens
 @pytest.mark.parametrize("top_k,top_p,min_p", FILTERS)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
 def test_draws_agree_with_the_reference(ops, top_k, top_p, min_p, temperature):
-    """A uniform that lies within rounding of a token's edge may fall on either side: at most 1 of 400 does."""
+    """Rounding can move a uniform that lies at the edge of two tokens to the other one: at most 1 of 400."""
     logits, batch, wanted = drawn_by_reference(temperature, top_k, top_p, min_p)
     assert (ops.sample(logits, batch) != wanted).sum() <= 1
 
@@ -136,14 +136,14 @@ def test_logprobs_agree_with_the_reference(ops, reference, rng, vocab, top):
 
 
 def spoiled(rng, vocab: int) -> tuple[np.ndarray, list[bool]]:
-    """Rows of which every other one is not finite, in every way and at every kind of place in a vector."""
+    """Return 40 rows of logits and whether each is finite. Bad values lie at the start, inside and end of vectors."""
     logits = (rng.standard_normal((40, vocab)) * 3).astype(np.float32)
     logits[0, : vocab // 2] = -np.inf  # bans are fine
     places = [0, vocab - 1, vocab // 2, min(15, vocab - 1), min(16, vocab - 1), vocab // 3]
     for k, row in enumerate(range(1, 40, 2)):
         logits[row, places[k % len(places)]] = [np.nan, np.inf][k % 2]
     logits[3], logits[5] = -np.inf, np.nan
-    logits[7, 1:] = -np.inf  # beside one NaN nothing
+    logits[7, 1:] = -np.inf  # one NaN, all others -inf
     logits[7, 0] = np.nan
     return logits, [row % 2 == 0 for row in range(40)]
 
