@@ -1,8 +1,9 @@
-"""Code that several dialects share: bodies, pauses, SGLang's error shape, and the description of this server."""
+"""Code that several dialects share: routes, pauses, SGLang's form of errors, and the description of this server."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
 from fastdeploy.http.body import Body, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
+from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
@@ -26,9 +28,8 @@ CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
 LISTS = frozenset({"tags", "request_ids"})
 
 Route = Callable[[Request], Awaitable[Response]]
-
-
 Kind = TypeVar("Kind", bound=BaseModel)
+Handler = Callable[[Kind], Awaitable[dict[str, Any]]]
 
 
 async def read_fields(request: Request) -> dict[str, Any]:
@@ -53,6 +54,34 @@ async def read_lax(request: Request, kind: type[Kind]) -> Kind:
     """Read the JSON body alone as ``kind``. Null means absent. Fields that ``kind`` does not have are dropped."""
     data = parse_json(await request.body())
     return parse_body({k: v for k, v in data.items() if k in kind.model_fields}, kind, {})
+
+
+class Routes:
+    """Adds POST routes to ``router``. A handler takes the body, already checked, and returns the content of the reply.
+
+    query: a field may also be in the query, and the body wins. Otherwise only the body is read, as in SGLang.
+    sglang_errors: see :func:`sglang_errors`."""
+
+    def __init__(self, router: APIRouter, *, query: bool = True, sglang_errors: bool = False):
+        self._router, self._query, self._sglang_errors = router, query, sglang_errors
+
+    def post(self, path: str, kind: type[Kind], **error_fields: Any) -> Callable[[Handler[Kind]], Handler[Kind]]:
+        """Add the decorated handler of bodies of ``kind``. error_fields: see :func:`sglang_errors`."""
+
+        def add(handler: Handler[Kind]) -> Handler[Kind]:
+            async def run(request: Request) -> Response:
+                read = read_control if self._query else read_lax
+                return json_response(await handler(await read(request, kind)))
+
+            self._router.post(
+                path,
+                name=handler.__name__,
+                description=inspect.cleandoc(handler.__doc__ or ""),
+                openapi_extra=takes(kind, query=self._query) if kind.model_fields else None,
+            )(sglang_errors(**error_fields)(run) if self._sglang_errors else run)
+            return handler
+
+        return add
 
 
 async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
@@ -101,8 +130,8 @@ def sglang_errors(**extra: Any) -> Callable[[Route], Route]:
     return decorate
 
 
-def success(message: str, **fields: Any) -> Response:
-    return json_response({"success": True, "message": message, **fields})
+def success(message: str, **fields: Any) -> dict[str, Any]:
+    return {"success": True, "message": message, **fields}
 
 
 def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_field: str | None = None) -> None:

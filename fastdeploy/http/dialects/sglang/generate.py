@@ -35,7 +35,7 @@ KEPT = "sampling_params.custom_params.return_top_p_token_ids"
 BEFORE_PREFILL = "Abort before prefill"
 
 
-def add_generate_route(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:

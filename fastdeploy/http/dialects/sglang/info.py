@@ -14,7 +14,7 @@ from fastdeploy.http.errors import json_response
 from fastdeploy.inter_communicator import messages as m
 
 
-def add_information_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     client = context.client
 
     async def load() -> dict[str, int]:

@@ -60,7 +60,7 @@ def generate_schema() -> dict[str, Any]:
     return schema
 
 
-def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
         """Generate from token ids. X-Session-ID is for routers and has no effect here. Without max_tokens the limit is

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BeforeValidator
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, read_control
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 # vLLM's names of memory -> our names.
@@ -44,37 +43,31 @@ class SleepBody(TagsBody):
     mode: Literal["abort", "wait", "keep"] | None = None
 
 
-def add_memory_routes(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    client, routes = context.client, Routes(router)
 
     async def asleep() -> set[str]:
         return set((await client.call(m.WeightInfoArgs()))["asleep"])
 
-    @router.post("/sleep", openapi_extra=takes(SleepBody, query=True))
-    async def sleep(request: Request) -> Response:
-        body = await read_control(request, SleepBody)
+    @routes.post("/sleep", SleepBody)
+    async def sleep(body: SleepBody) -> dict[str, Any]:
         if body.level not in (1, 2):
             raise InvalidField("level", f"expected 1 or 2, got {body.level}")
         sleeping = await asleep()
         tags = tuple(tag for tag in body.ours() if tag not in sleeping)
         if not tags:
-            return json_response({"status": "sleeping", "asleep": sorted(sleeping)})
-        args = m.SleepArgs(
-            tags=tags,
-            mode=body.mode or config.vllm_pause_mode,
-            discard=body.level == 2 and "weight" in tags,
-            timeout_s=PAUSE_TIMEOUT_S,
-        )
-        return json_response({"status": "sleeping", **await client.call(args)})
+            return {"status": "sleeping", "asleep": sorted(sleeping)}
+        mode, discard = body.mode or context.config.vllm_pause_mode, body.level == 2 and "weight" in tags
+        args = m.SleepArgs(tags=tags, mode=mode, discard=discard, timeout_s=PAUSE_TIMEOUT_S)
+        return {"status": "sleeping", **await client.call(args)}
 
-    @router.post("/wake_up", openapi_extra=takes(TagsBody, query=True))
-    async def wake_up(request: Request) -> Response:
-        wanted = (await read_control(request, TagsBody)).ours()
-        sleeping = await asleep()
+    @routes.post("/wake_up", TagsBody)
+    async def wake_up(body: TagsBody) -> dict[str, Any]:
+        wanted, sleeping = body.ours(), await asleep()
         tags = tuple(tag for tag in wanted if tag in sleeping)
         if not tags:
-            return json_response({"status": "awake", "asleep": sorted(sleeping)})
-        return json_response({"status": "awake", **await client.call(m.WakeArgs(tags=tags))})
+            return {"status": "awake", "asleep": sorted(sleeping)}
+        return {"status": "awake", **await client.call(m.WakeArgs(tags=tags))}
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> Response:

@@ -20,7 +20,7 @@ from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Sour
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import read_control, read_fields
+from fastdeploy.http.dialects.common import Routes, read_fields
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
@@ -168,18 +168,17 @@ async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator
         yield parse_update_info((await read_fields(request)).get("update_info"))
 
 
-def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
-    weights = WeightUpdates(context.client)
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    weights, routes = WeightUpdates(context.client), Routes(router)
 
     @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
     async def init_weight_transfer_engine(request: Request) -> Response:
         check_init((await read_fields(request)).get("init_info"))
         return json_response({"message": "Weight transfer initialized"})
 
-    @router.post("/start_weight_update", openapi_extra=takes(StartBody, query=True))
-    async def start_weight_update(request: Request) -> Response:
-        begun = await weights.start(await read_control(request, StartBody))
-        return json_response({"message": "Weight update started", **begun})
+    @routes.post("/start_weight_update", StartBody)
+    async def start_weight_update(body: StartBody) -> dict[str, Any]:
+        return {"message": "Weight update started", **await weights.start(body)}
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
@@ -187,8 +186,7 @@ def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
             report = await weights.add(chunk)
         return json_response({"message": "Weights updated", "report": report})
 
-    @router.post("/finish_weight_update", openapi_extra=takes(FinishBody, query=True))
-    async def finish_weight_update(request: Request) -> Response:
-        report = await weights.finish((await read_control(request, FinishBody)).weight_version)
-        reply = {"message": "Weight update finished", "weight_version": report.get("version")}
-        return json_response({**reply, "report": report})
+    @routes.post("/finish_weight_update", FinishBody)
+    async def finish_weight_update(body: FinishBody) -> dict[str, Any]:
+        report = await weights.finish(body.weight_version)
+        return {"message": "Weight update finished", "weight_version": report.get("version"), "report": report}
