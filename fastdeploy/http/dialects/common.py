@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy import __version__
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
 from fastdeploy.http.body import Body, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
@@ -84,29 +85,31 @@ class Routes:
         return add
 
 
-async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
-    """Pause the engine and return the report once it is quiesced.
+async def place_pause(
+    client: EngineClient,
+    mode: str,
+    clear_cache: bool | None,
+    placed_by: str,
+    hold_id: str | None = None,
+    ttl_s: float | None = None,
+) -> dict[str, Any]:
+    """Pause the engine and return the report once it is quiesced. See PauseArgs for the arguments.
 
     Requests that arrive during the pause are held, never refused. Requests that do not end within PAUSE_TIMEOUT_S are
     frozen, never aborted."""
     args = m.PauseArgs(
-        mode=mode,
-        clear_cache=clear_cache,
-        admission="hold",
-        timeout_s=PAUSE_TIMEOUT_S,
-        on_timeout="keep",
-        placed_by=placed_by,
+        mode, clear_cache, "hold", PAUSE_TIMEOUT_S, on_timeout="keep", ttl_s=ttl_s, hold_id=hold_id, placed_by=placed_by
     )
-    return await context.client.call(args)
+    return await client.call(args)
 
 
-async def resume(context: ServingContext) -> dict[str, Any]:
+async def resume(client: EngineClient) -> dict[str, Any]:
     """Release every anonymous hold. Named and system holds stay, and the report lists them."""
-    return await context.client.call(m.ResumeArgs())
+    return await client.call(m.ResumeArgs())
 
 
 def adapters_off() -> HTTPException:
-    """Return the 404 of adapter routes, which clients read as a feature that is off."""
+    """Return the 404 of the adapter routes. Clients read 404 as "this feature is off"."""
     return HTTPException(404, "this server serves no adapters: publish merged weights instead")
 
 

@@ -38,24 +38,24 @@ class UpdateBody(LaxBody):
 
 def areal_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    routes = Routes(router, sglang_errors=True)
+    client, routes = context.client, Routes(router, sglang_errors=True)
 
     @routes.post("/areal_pause_generation", LaxBody)
     async def pause_generation(_: LaxBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. AReaL's client resubmits the requests that were aborted."""
-        report = await place_pause(context, context.config.areal_pause_mode, None, placed_by="areal")
+        report = await place_pause(client, context.config.areal_pause_mode, None, placed_by="areal")
         return success("Generation paused", report=report)
 
     @routes.post("/areal_continue_generation", LaxBody)
     async def continue_generation(_: LaxBody) -> dict[str, Any]:
-        return success("Generation continued", report=await resume(context))
+        return success("Generation continued", report=await resume(client))
 
     @routes.post("/areal_update_weights", UpdateBody)
     async def update_weights(body: UpdateBody) -> dict[str, Any]:
         """Read the folder before the reply, since AReaL then deletes the folder. The KV of requests in flight is
         computed again under the new weights, as in AReaL. A paused engine stays paused."""
         args = m.UpdateWeightsArgs(FolderSource(body.model_path), version=body.version, kv="recompute")
-        return success("TP rank: 0 success\n", report=await context.client.call(args))
+        return success("TP rank: 0 success\n", report=await client.call(args))
 
     add_absent_routes(router, ABSENT)
     return router

@@ -18,39 +18,14 @@ from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "session_params",
-    "lora_path",
-    "lora_id",
-    "custom_logit_processor",
-    "positional_embed_overrides",
-    "token_ids_logprob",
-    "token_indices_to_pool",
-    "multi_item_delimiter_indices",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "return_sampling_mask",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-    "require_reasoning",
-    "max_thinking_tokens",
-    "watermark",
+    "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_path", "lora_id",
+    "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "token_indices_to_pool",
+    "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
+    "return_entropy", "return_sampling_mask", "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
+    "require_reasoning", "max_thinking_tokens", "watermark",
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt"}),
-)
-UNSUPPORTED_SAMPLING = (
-    "stop_regex",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "logit_bias",
-    "watermark",
-)
+)  # fmt: skip
+UNSUPPORTED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
 HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
@@ -140,7 +115,7 @@ class Prompts(NamedTuple):
 
 
 def parse_generate(data: dict[str, Any]) -> GenerateBody:
-    """Raises InvalidField for a field that this server cannot honour."""
+    """Read the body. Raises InvalidField for a field that this server cannot honour."""
     refuse(data, UNSUPPORTED)
     return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody, {})
 
@@ -250,11 +225,8 @@ def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[Samplin
     wanted = per_prompt("return_logprob", body.return_logprob, inputs)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
-    for field, values, kind in (
-        ("return_logprob", wanted, bool),
-        ("logprob_start_len", starts, int),
-        ("top_logprobs_num", tops, int),
-    ):
+    kinds = (("return_logprob", wanted, bool), ("logprob_start_len", starts, int), ("top_logprobs_num", tops, int))
+    for field, values, kind in kinds:
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
     kept = [p.custom_params.return_top_p_token_ids for p in params]
@@ -282,7 +254,6 @@ def _sampling(
     mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
     if logprobs.kept and mode != "processed":
         raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
-    seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
         min_tokens=params.min_new_tokens,
@@ -293,7 +264,7 @@ def _sampling(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        seed=seed,
+        seed=None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS,
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,

@@ -30,23 +30,11 @@ from fastdeploy.core.safe_files import ANYWHERE, Folder, make_beneath, open_regu
 
 INDEX = "model.safetensors.index.json"
 # Copied besides *.safetensors. No other file of a published folder is copied.
-CHECKPOINT_FILES = frozenset(
-    {
-        INDEX,
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "checksums.json",
-        "config.json",
-        "generation_config.json",
-        "merges.txt",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-    }
-)
+CHECKPOINT_FILES = frozenset({
+    INDEX, "added_tokens.json", "chat_template.jinja", "chat_template.json", "checksums.json", "config.json",
+    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json",
+})  # fmt: skip
 NO_ROOT = "the server has no folder to write to: start it with --pull-root PATH"
 SYNC = ".weight_sync"  # folder for the state of pulls, of the same name as in SGLang
 LOCK, OWN, STATE, PART = "lock", "files.json", "state.json", "part"

@@ -45,12 +45,12 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     async def pause(body: PauseBody) -> dict[str, Any]:
         """Answer when the engine is quiesced."""
         mode = body.mode or ("wait" if body.wait_for_inflight_requests else context.config.vllm_pause_mode)
-        report = await place_pause(context, mode, body.clear_cache, placed_by="vllm")
+        report = await place_pause(client, mode, body.clear_cache, placed_by="vllm")
         return {"status": "paused", "report": report}
 
     @routes.post("/resume", LaxBody)
     async def resume_generation(_: LaxBody) -> dict[str, Any]:
-        return {"status": "resumed", "report": await resume(context)}
+        return {"status": "resumed", "report": await resume(client)}
 
     @router.get("/is_paused")
     async def is_paused() -> Response:
