@@ -27,8 +27,8 @@ from fastdeploy.http.serving.openai_reply import weight_versions
 from fastdeploy.http.serving.responses import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
-# Bytes of the ids that the tokens of one request were drawn from. They are held until the request has ended. 64 MiB is
-# 400 tokens of a vocabulary of 42,000 that top_p does not cut. With a usual top_p a token has tens to hundreds of ids.
+# Bytes of the ids that the tokens of one request were drawn from. The ids are held until the request has ended.
+# 64 MiB is 400 tokens of a vocabulary of 42,000 that top_p does not cut. A usual top_p leaves tens to hundreds of ids.
 MAX_KEPT_BYTES = 64 << 20
 KEPT = "sampling_params.custom_params.return_top_p_token_ids"
 # AReaL recognises an abort without tokens by this beginning of the message.
@@ -52,18 +52,16 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
 
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
-    every = prompts.prompts
     salt = body.cache_salt or body.extra_key or ""
     fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
-    requests = engine_requests(
-        [p.rid for p in every], [p.ids for p in every], [p.sampling for p in every], fields, prompts.group
-    )
-    return GenerationRequest(requests, [p.text for p in every])
+    rids, ids, sampling, texts = zip(*((p.rid, p.ids, p.sampling, p.text) for p in prompts.prompts), strict=True)
+    return GenerationRequest(engine_requests(rids, ids, sampling, fields, prompts.group), list(texts))
 
 
 class LabelledGeneration(Generation):
-    """A generation that also knows the label of weights for a choice without tokens: ``label``, which is asked of the
-    engine when such a choice ends. A request with more than MAX_KEPT_BYTES of kept ids ends with InvalidField."""
+    """A generation that raises InvalidField for more than MAX_KEPT_BYTES of kept ids.
+
+    label: the label of the weights for choices without tokens. The engine is asked for it when such a choice ends."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
@@ -125,8 +123,8 @@ class GenerateView:
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         reply = self._replies[index]
         reply.text += delta.text
-        chunk = await self._output(reply, reply.text)
-        return [chunk | {"index": index} if self._several else chunk]
+        event = await self._output(reply, reply.text)
+        return [event | {"index": index} if self._several else event]
 
     async def _output(self, reply: ChoiceReply, text: str) -> dict[str, Any]:
         prompt, choice = reply.prompt, reply.choice
