@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from e2e.server import perturbed
+from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(live, child, tmp_path_factory) -> dict[str, Any]:
+def results(live, tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("weights")
-    return child("areal_child.py", live.url, perturbed(folder / "policy-1"), perturbed(folder / "policy-2"))
+    return run_child("areal_child.py", live.url, perturbed(folder / "policy-1"), perturbed(folder / "policy-2"))
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm"])

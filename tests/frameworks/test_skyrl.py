@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from e2e.server import perturbed
+from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def results(live, child, tmp_path_factory) -> dict[str, Any]:
-    return child("skyrl_child.py", live.url, perturbed(tmp_path_factory.mktemp("weights") / "policy-1"))
+def results(live, tmp_path_factory) -> dict[str, Any]:
+    return run_child("skyrl_child.py", live.url, perturbed(tmp_path_factory.mktemp("weights") / "policy-1"))
 
 
 def whole(answers: dict[str, Any], tokens: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.server import Server
+from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +21,8 @@ def trusting() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def results(trusting, child) -> dict[str, Any]:
-    return child("trl_child.py", trusting.url)
+def results(trusting) -> dict[str, Any]:
+    return run_child("trl_child.py", trusting.url)
 
 
 @pytest.mark.parametrize("way", ["plain", "tools", "template", "null"])

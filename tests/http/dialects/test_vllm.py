@@ -48,12 +48,8 @@ def test_every_sampling_parameter_reaches_the_engine(stack):
     same = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
             "presence_penalty": 0.2, "frequency_penalty": 0.3, "ignore_eos": True, "seed": 7,
             "max_tokens": 5}  # fmt: skip
-    harmless = {
-        "skip_special_tokens": False,
-        "detokenize": True,
-        "output_kind": 0,
-        "spaces_between_special_tokens": True,
-    }
+    harmless = {"skip_special_tokens": False, "detokenize": True, "output_kind": 0,
+                "spaces_between_special_tokens": True}  # fmt: skip
     neutral = {"stop": None, "bad_words": [], "logit_bias": None, "structured_outputs": None, "extra_args": None,
                "truncate_prompt_tokens": None, "unheard_of": None}  # fmt: skip
     reply = generate(stack, sampling_params={**same, **harmless, **neutral, "stop_token_ids": [3]}, features=None)

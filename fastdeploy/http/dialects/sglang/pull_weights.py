@@ -21,6 +21,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import msgspec
 
@@ -50,19 +51,15 @@ class Pulls:
 
     def __init__(self, config: ServeConfig):
         self._config = config
-        self._num_threads = 0
+        self._free_threads = threading.BoundedSemaphore(MAX_PULLS)
 
     async def pull(self, local_dir: str, source_dir: str, version: int) -> None:
         """See :func:`pull_weights`. Also raises StagingTimeout or UpdateInProgress."""
-        if self._num_threads >= MAX_PULLS:
+        if not self._free_threads.acquire(blocking=False):
             raise UpdateInProgress(f"{MAX_PULLS} pulls are under way or hang: try again when one has ended")
-        loop, given_up = asyncio.get_running_loop(), threading.Event()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def finish(error: BaseException | None) -> None:
-            self._num_threads -= 1
-            if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # so that a time-out does not cancel the future
+        given_up = threading.Event()
 
         def work() -> None:
             error = None
@@ -70,15 +67,14 @@ class Pulls:
                 pull_weights(self._config, local_dir, source_dir, version, given_up)
             except BaseException as raised:
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(finish, error)
+            self._free_threads.release()
+            done.set_result(None) if error is None else done.set_exception(error)
 
-        self._num_threads += 1
         threading.Thread(target=work, name="pull-weights", daemon=True).start()
         limit = self._config.stage_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await done
+                await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise StagingTimeout(f"version {version} was not copied in {limit:g} s (--stage-timeout-s)") from error
         finally:

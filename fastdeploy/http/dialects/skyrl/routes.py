@@ -14,7 +14,7 @@ from fastdeploy.core.errors import InvalidField, ModelNotFound
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, adapters_off
-from fastdeploy.http.dialects.vllm.memory import TAGS
+from fastdeploy.http.dialects.vllm.control import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
     DELTA_REFUSED,
     FinishBody,
@@ -132,13 +132,7 @@ def memory_methods(context: ServingContext) -> dict[str, Method]:
         tags = ("weight",) if keep_kv else ("weight", "kv_cache")
         return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
 
-    async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Skip tags that do not sleep, such as KV that was kept."""
-        wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
-        asleep = (await client.call(m.WeightInfoArgs()))["asleep"]
-        tags = tuple(tag for tag in wanted if tag in asleep)
-        if not tags:
-            return {"asleep": asleep}
-        return await client.call(m.WakeArgs(tags=tags))
+    async def wake_up(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return await wake(client, [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags])
 
-    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake}
+    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake_up}

@@ -1,17 +1,25 @@
-"""vLLM's /pause, /resume, /is_paused, /abort_requests and /reset_prefix_cache."""
+"""vLLM's routes that pause, abort, clear caches and free memory."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
+from pydantic import BeforeValidator
 from starlette.responses import Response
 
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import Body, LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import Routes, place_pause, resume
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, place_pause, resume
 from fastdeploy.http.errors import json_response
 from fastdeploy.inter_communicator import messages as m
+
+# vLLM's names of memory -> our names.
+TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
+EVERYTHING = ("weight", "kv_cache")
 
 
 class PauseBody(LaxBody):
@@ -38,7 +46,35 @@ class ResetBody(LaxBody):
     reset_running_requests: bool = False
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class TagsBody(LaxBody):
+    tags: Annotated[list[str], BeforeValidator(_as_list)] = []
+
+    def ours(self) -> tuple[str, ...]:
+        """Return our names of the tags. No tags means all memory."""
+        for tag in self.tags:
+            if tag not in TAGS:
+                raise InvalidField("tags", f"expected some of weights, kv_cache, got {tag!r}")
+        return tuple(dict.fromkeys(TAGS[tag] for tag in self.tags)) or EVERYTHING
+
+
+class SleepBody(TagsBody):
+    """level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must be published again.
+    mode: mode of the pause that a sleep implies."""
+
+    level: int = 1
+    mode: Literal["abort", "wait", "keep"] | None = None
+
+
 def add_routes(router: APIRouter, context: ServingContext) -> None:
+    _add_pause_and_abort(router, context)
+    _add_memory(router, context)
+
+
+def _add_pause_and_abort(router: APIRouter, context: ServingContext) -> None:
     client, routes = context.client, Routes(router)
 
     @routes.post("/pause", PauseBody)
@@ -71,3 +107,39 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     @routes.post("/inference/v1/abort_requests", AbortTheseBody)
     async def abort_these(body: AbortTheseBody) -> dict[str, Any]:
         return await client.call(m.AbortArgs(request_ids=body.request_ids))
+
+
+def _add_memory(router: APIRouter, context: ServingContext) -> None:
+    client, routes = context.client, Routes(router)
+
+    @routes.post("/sleep", SleepBody)
+    async def sleep(body: SleepBody) -> dict[str, Any]:
+        if body.level not in (1, 2):
+            raise InvalidField("level", f"expected 1 or 2, got {body.level}")
+        sleeping = await asleep(client)
+        tags = tuple(tag for tag in body.ours() if tag not in sleeping)
+        if not tags:
+            return {"status": "sleeping", "asleep": sleeping}
+        mode, discard = body.mode or context.config.vllm_pause_mode, body.level == 2 and "weight" in tags
+        args = m.SleepArgs(tags=tags, mode=mode, discard=discard, timeout_s=PAUSE_TIMEOUT_S)
+        return {"status": "sleeping", **await client.call(args)}
+
+    @routes.post("/wake_up", TagsBody)
+    async def wake_up(body: TagsBody) -> dict[str, Any]:
+        return {"status": "awake", **await wake(client, body.ours())}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        sleeping = await asleep(client)
+        return json_response({"is_sleeping": bool(sleeping), "asleep": sleeping})
+
+
+async def asleep(client: EngineClient) -> list[str]:
+    return sorted((await client.call(m.WeightInfoArgs()))["asleep"])
+
+
+async def wake(client: EngineClient, tags: Collection[str]) -> dict[str, Any]:
+    """Wake those of the tags that sleep. A tag that does not sleep is no error."""
+    sleeping = await asleep(client)
+    found = tuple(tag for tag in tags if tag in sleeping)
+    return await client.call(m.WakeArgs(tags=found)) if found else {"asleep": sleeping}
