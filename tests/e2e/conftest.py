@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ from fastdeploy.embedded import MODEL_DIR
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """Return a server with two API servers. A test must leave the server resumed and idle, with its first weights."""
-    server = Server("--workers", "2", *SMALL).wait_ready()
-    yield server
-    server.stop()
-    server.remove()
+    with Server("--workers", "2", *SMALL) as server:
+        yield server
+        server.stop()
 
 
 @pytest.fixture
@@ -47,11 +47,8 @@ def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def on_new_weights(new_weights: Path) -> Any:
     """Return the greedy completion of PROMPT, 40 tokens, of a server that was started on ``new_weights``."""
-    fresh = Server(*SMALL, "--model", str(new_weights)).wait_ready()
-    try:
+    with Server(*SMALL, "--model", str(new_weights)) as fresh:
         return fresh.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
-    finally:
-        fresh.remove()
 
 
 @pytest.fixture(scope="session")
@@ -59,21 +56,13 @@ def strict_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Return a server where two requests may wait and a silent stream gets a comment after 0.2 s. Weights come from
     its ``model_root`` only."""
     root = tmp_path_factory.mktemp("root")
-    server = Server(*SMALL, "--max-waiting", "2", "--keepalive-s", "0.2", "--model-root", str(root)).wait_ready()
-    server.model_root = root
-    yield server
-    server.remove()
+    with Server(*SMALL, "--max-waiting", "2", "--keepalive-s", "0.2", "--model-root", str(root)) as server:
+        server.model_root = root
+        yield server
 
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., Server]]:
     """Return ``start_server(*flags)``. The servers are removed after the test."""
-    made: list[Server] = []
-
-    def start(*flags: str, ready: bool = True, env: dict[str, str] | None = None) -> Server:
-        made.append(Server(*SMALL, *flags, env=env))
-        return made[-1].wait_ready() if ready else made[-1]
-
-    yield start
-    for server in made:
-        server.remove()
+    with contextlib.ExitStack() as servers:
+        yield lambda *flags: servers.enter_context(Server(*SMALL, *flags))

@@ -121,7 +121,7 @@ class Reply:
 class Server:
     """``fastdeploy serve`` with ``flags``, in a process group and with a socket folder of its own."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None):
+    def __init__(self, *flags: str):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.ipc_root = Path(tempfile.mkdtemp(prefix="fd-e2e-"))
@@ -130,7 +130,7 @@ class Server:
         # Each call has a connection of its own, so that any API server may get it.
         self.http = httpx.Client(base_url=self.url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))
         command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--port", str(self.port), *flags]
-        own = {"FASTDEPLOY_IPC_ROOT": str(self.ipc_root), "FASTDEPLOY_CHECK_INTEGRITY": "1", **(env or {})}
+        own = {"FASTDEPLOY_IPC_ROOT": str(self.ipc_root), "FASTDEPLOY_CHECK_INTEGRITY": "1"}
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **own}
         )
@@ -148,6 +148,12 @@ class Server:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from error
         return self
+
+    def __enter__(self) -> Server:
+        return self.wait_ready()
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")[-4000:]

@@ -19,17 +19,15 @@ from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, 
 @pytest.fixture(scope="module")
 def server_that_recovers():
     """Return a server for tests that kill its engine. Each test waits until the new engine runs."""
-    server = Server(*SMALL).wait_ready()
-    yield server
-    server.remove()
+    with Server(*SMALL) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def impatient_server():
     """Return a server that replaces an engine that is silent for 2 s. Each test waits until the new engine runs."""
-    server = Server(*SMALL, "--stall-s", "2").wait_ready()
-    yield server
-    server.remove()
+    with Server(*SMALL, "--stall-s", "2") as server:
+        yield server
 
 
 def pause_in_background(server, **args):

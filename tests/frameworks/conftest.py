@@ -20,9 +20,8 @@ PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Server]:
     """Return a server for one module, whose clients may change the weights."""
-    server = Server(*SMALL).wait_ready()
-    yield server
-    server.remove()
+    with Server(*SMALL) as server:
+        yield server
 
 
 def run_child(name: str, *arguments: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.server import Server
+from e2e.server import SMALL, Server
 from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
@@ -15,9 +15,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def trusting() -> Iterator[Server]:
-    server = Server("--trust-request-chat-template", "--num-gpu-blocks-override", "2048").wait_ready()
-    yield server
-    server.remove()
+    with Server(*SMALL, "--trust-request-chat-template") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
