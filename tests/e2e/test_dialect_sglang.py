@@ -12,7 +12,7 @@ from e2e.server import PROMPT, Server, halves, in_background, until
 
 @pytest.fixture
 def resumed(server) -> Iterator[Server]:
-    """The shared server, resumed again after each test."""
+    """Return the shared server. It is resumed after each test."""
     yield server
     server.post("/abort_request", {"abort_all": True})
     server.post("/continue_generation")
@@ -42,12 +42,12 @@ def test_a_generation_equals_the_native_one_and_its_logprobs_are_after_the_tempe
     by_mode = {mode: generate(server, 12, sampling={**hot, "logprobs_mode": mode}) for mode in ("raw", "temperature")}
     default = generate(server, 12, sampling=hot)
     assert by_mode["raw"]["output_ids"] == by_mode["temperature"]["output_ids"] == default["output_ids"]
-    told = {mode: reply["meta_info"]["output_token_logprobs"] for mode, reply in by_mode.items()}
-    assert default["meta_info"]["output_token_logprobs"] == told["temperature"] != told["raw"]
+    logprobs = {mode: reply["meta_info"]["output_token_logprobs"] for mode, reply in by_mode.items()}
+    assert default["meta_info"]["output_token_logprobs"] == logprobs["temperature"] != logprobs["raw"]
 
 
 def test_an_abort_pause_ends_running_requests_holds_new_ones_and_the_load_falls_to_0(resumed):
-    """slime: pause, flush, update, continue. AReaL: submits again during the pause."""
+    """slime pauses, flushes, updates and continues. AReaL submits requests again during the pause."""
     server = resumed
     runs = [in_background(generate, server, 3000, rid=f"run-{i}") for i in range(2)]
     running(server, 2)
@@ -109,7 +109,7 @@ def test_an_update_from_a_folder_aborts_no_request_unless_asked_to(to_update, ne
 
 
 def test_tensors_arrive_in_buckets_and_are_one_commit(to_update, new_weights, on_new_weights):
-    """With two API servers, each call may reach another one: the session belongs to the engine."""
+    """Each call may reach another one of the two API servers, since the session belongs to the engine."""
     server, start = to_update, to_update.weights()["weight_epoch"]
     before = generate(server, 12)
     server.post("/begin_weight_update", {"selector": "all"}).ok()
@@ -128,7 +128,7 @@ def test_tensors_arrive_in_buckets_and_are_one_commit(to_update, new_weights, on
 
 
 def test_memory_is_released_and_resumed_in_steps(to_update, new_weights):
-    """verl: release all, resume the weights, update, resume the KV cache."""
+    """verl releases all memory, resumes the weights, updates them, and resumes the KV cache."""
     server = to_update
     before = generate(server, 12)["output_ids"]
     assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}).ok()["freed_bytes"] > 0

@@ -11,7 +11,7 @@ from e2e.server import PROMPT, LiveStream, Server, in_background, until
 
 @pytest.fixture
 def live(server) -> Iterator[Server]:
-    """The shared server, awake, running and idle again after each test."""
+    """Return the shared server. It is awake, running and idle again after each test."""
     yield server
     server.post("/wake_up")
     server.post("/abort_requests", {"request_ids": []})
@@ -38,7 +38,7 @@ def test_generation_from_token_ids_equals_a_completion(live):
 
 
 def test_keep_freezes_streams_and_holds_new_requests(live, alone):
-    """SkyRL and TRL need this: nothing is aborted or refused, and no token changes."""
+    """SkyRL and TRL rely on this behaviour: nothing is aborted or refused, and no token changes."""
     before = live.metric("generation_tokens_total")
     stream = LiveStream(live, PROMPT, max_tokens=1500).wait_for_tokens(5)
     live.post("/pause?mode=keep&clear_cache=false").ok()

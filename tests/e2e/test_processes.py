@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -59,6 +60,18 @@ def open_sockets(pid):
 def ended(server):
     """Return how many sequences were cancelled, and how many ran to their end."""
     return server.finished("abort"), server.finished("length")
+
+
+@contextlib.contextmanager
+def stuck_engine(server):
+    """Stop the engine's process while a stream runs, and yield the stream. Wait until another engine serves."""
+    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
+    stuck = server.engine_pid
+    os.kill(stuck, signal.SIGSTOP)
+    yield stream
+    stream.wait_end(20)
+    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
+    server.wait_ready()
 
 
 def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(server_that_recovers):
@@ -152,14 +165,9 @@ def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
 def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(impatient_server):
     """The server is never half paused, and never answers "already paused" after a failure."""
     server = impatient_server
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    stuck = server.engine_pid
-    os.kill(stuck, signal.SIGSTOP)
-    reply = server.post("/v1/pause", {"mode": "abort", "timeout_s": 1})
-    assert reply.status == 504 and reply.json["error"]["code"] == "engine_stalled"
-    stream.wait_end(20)
-    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
-    server.wait_ready()
+    with stuck_engine(server):
+        reply = server.post("/v1/pause", {"mode": "abort", "timeout_s": 1})
+        assert reply.status == 504 and reply.json["error"]["code"] == "engine_stalled"
     status = server.get("/v1/is_paused").result
     assert not status["is_paused"] and not status["holds"]
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
@@ -168,17 +176,10 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(i
 
 def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    stuck = server.engine_pid
-    os.kill(stuck, signal.SIGSTOP)
-    stream.wait_end(20)
-    assert "silent for 2 s" in stream.error["message"]
-    health = until(
-        lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health reports the silent engine"
-    )
-    assert "silent" in health["reason"]
-    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
-    server.wait_ready()
+    with stuck_engine(server) as stream:
+        assert "silent for 2 s" in stream.wait_end(20).error["message"]
+        health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health is 503")
+        assert "silent" in health["reason"]
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 

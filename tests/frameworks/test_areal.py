@@ -28,7 +28,7 @@ def test_an_aborted_answer_is_continued_to_the_same_tokens(results, backend):
 
 def test_weights_from_a_folder_serve_after_the_update(results):
     seen = results["sglang"]
-    assert seen["straddling"]["versions"] == [0, 1], "not vacuous: one answer spans the update"
+    assert seen["straddling"]["versions"] == [0, 1], "this answer spans the update"
     assert len(seen["straddling"]["ids"]) == seen["tokens"]
     assert seen["after"]["versions"] == [1] and seen["after"]["ids"] != seen["alone"]["ids"]
     again = results["vllm"]

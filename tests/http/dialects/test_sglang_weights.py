@@ -172,9 +172,9 @@ class MakesFolder:
 def test_a_pickle_is_refused_and_never_run(stack, tmp_path, protocol):
     """known failure 30: as SGLang's own clients serialise tensors"""
     weights = Weights(stack)
-    evil = pickle.dumps(MakesFolder(tmp_path / "pwned"), protocol)
-    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(evil)]), "pickle", "safetensors")
-    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD), b64(evil)]), "[1]")
+    pickled = pickle.dumps(MakesFolder(tmp_path / "pwned"), protocol)
+    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(pickled)]), "pickle", "safetensors")
+    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD), b64(pickled)]), "[1]")
     assert not (tmp_path / "pwned").exists() and weights.calls == []
 
 
@@ -392,11 +392,11 @@ def test_the_next_pull_completes_one_that_failed(pull, tmp_path, monkeypatch):
 
 def test_a_pull_that_hangs_is_given_up_and_only_max_pulls_may_hang(make_stack, tmp_path, monkeypatch):
     stack = make_stack(model_roots=("/",), pull_root=str(tmp_path), stage_timeout_s=0.2)
-    mended, ended = threading.Event(), threading.Semaphore(0)
+    repaired, ended = threading.Event(), threading.Semaphore(0)
     real = sglang_pull.pull_weights
 
     def hang(config, local_dir, source_dir, version, given_up):
-        assert mended.wait(60)
+        assert repaired.wait(60)
         try:
             real(config, local_dir, source_dir, version, given_up)
         finally:
@@ -408,7 +408,7 @@ def test_a_pull_that_hangs_is_given_up_and_only_max_pulls_may_hang(make_stack, t
         reply = stack.post("/pull_weights", **body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "staging_timeout")
     assert stack.post("/pull_weights", **body).json()["error"]["code"] == "update_in_progress"
-    mended.set()
+    repaired.set()
     for _ in range(sglang_pull.MAX_PULLS):
         assert ended.acquire(timeout=60)
     assert names(tmp_path / "x") == []
@@ -418,8 +418,8 @@ def test_a_pull_stays_below_the_roots_and_overwrites_nothing_of_others(pull, tmp
     refused(pull(1, source="/usr"), "source_dir")
     for local in ("/usr/share/x", "elsewhere", "root/../elsewhere", "root2/x"):
         refused(pull(1, local=local), "local_checkpoint_dir")
-    precious = tmp_path / "root" / "mine" / "thesis.txt"
-    precious.parent.mkdir()
-    precious.write_text("years of work")
+    foreign = tmp_path / "root" / "mine" / "notes.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("x")
     refused(pull(1, local="root/mine"), "local_checkpoint_dir")
-    assert precious.exists() and names(precious.parent) == ["thesis.txt"]
+    assert names(foreign.parent) == ["notes.txt"]

@@ -1,4 +1,4 @@
-"""SGLang's routes that tell the state of this server and change nothing."""
+"""SGLang's routes that report the state of this server and change nothing."""
 
 from __future__ import annotations
 
