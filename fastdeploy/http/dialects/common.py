@@ -16,7 +16,7 @@ from starlette.responses import Response
 from fastdeploy import __version__
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
-from fastdeploy.http.body import Body, parse_body, parse_json
+from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
 from fastdeploy.http.openapi import takes
@@ -45,16 +45,12 @@ async def read_fields(request: Request) -> dict[str, Any]:
 async def read_control(request: Request, kind: type[Kind]) -> Kind:
     """Read the fields of :func:`read_fields` as ``kind``. Null means absent. Raises InvalidField for the first wrong
     field, and for an adapter's name."""
-    fields = await read_fields(request)
-    if not issubclass(kind, Body):
-        fields = {k: v for k, v in fields.items() if k in kind.model_fields or k in CONTROL_UNSUPPORTED}
-    return parse_body(fields, kind, CONTROL_UNSUPPORTED)
+    return parse_body(await read_fields(request), kind, CONTROL_UNSUPPORTED)
 
 
 async def read_lax(request: Request, kind: type[Kind]) -> Kind:
-    """Read the JSON body alone as ``kind``. Null means absent. Fields that ``kind`` does not have are dropped."""
-    data = parse_json(await request.body())
-    return parse_body({k: v for k, v in data.items() if k in kind.model_fields}, kind, {})
+    """Read the JSON body alone as ``kind``. Null means absent. Raises InvalidField for the first wrong field."""
+    return parse_body(parse_json(await request.body()), kind, {})
 
 
 class Routes:

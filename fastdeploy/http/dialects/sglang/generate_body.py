@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
-from fastdeploy.http.body import Body, Int64, parse_body
+from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import stop_strings
 from fastdeploy.http.openapi import described
@@ -26,7 +26,6 @@ UNSUPPORTED = (
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt"}),
 )  # fmt: skip
 UNSUPPORTED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
-HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
 
@@ -60,11 +59,9 @@ class SamplingBody(Body):
     custom_params: CustomParams = CustomParams()
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(LaxBody):
     """The fields of the body that are read. Other fields are dropped, as in SGLang. Fields of type Any may be lists
     with one entry per prompt. SGLang has no field ``model``, but routers add it."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
     rid: Annotated[Any, described(str | list[str])] = None
@@ -117,7 +114,7 @@ class Prompts(NamedTuple):
 def parse_generate(data: dict[str, Any]) -> GenerateBody:
     """Read the body. Raises InvalidField for a field that this server cannot honour."""
     refuse(data, UNSUPPORTED)
-    return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody, {})
+    return parse_body(data, GenerateBody, {})
 
 
 def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> None:
@@ -135,7 +132,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     """Check all fields and tokenise the prompts. Raises InvalidField."""
     inputs, field, batch = _inputs(body)
     context.check_choices(len(inputs), 1)
-    params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
+    params = [_sampling_body(p) for p in per_prompt("sampling_params", body.sampling_params, inputs)]
     n = params[0].n
     if any(p.n != n for p in params):
         raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
@@ -206,12 +203,12 @@ def _rid(value: Any) -> str:
     return value
 
 
-def _sampling_body(params: Any, index: int) -> SamplingBody:
+def _sampling_body(params: Any) -> SamplingBody:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidField("sampling_params", "expected an object, or a list of one object per prompt")
     refuse(params, UNSUPPORTED_SAMPLING, "sampling_params.")
-    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING + HARMLESS_SAMPLING}
+    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING}
     try:
         body = parse_body(known, SamplingBody, {})
     except InvalidField as error:

@@ -47,7 +47,7 @@ SLICE_BYTES = 64 << 20  # bytes copied between two checks whether the pull was g
 
 class Pulls:
     """The pulls of one API server, each on a thread of its own. A pull that takes longer than --stage-timeout-s is
-    given up. Its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
+    given up, but its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
 
     def __init__(self, config: ServeConfig):
         self._config = config
