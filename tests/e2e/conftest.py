@@ -22,6 +22,14 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
+def live(server: Server) -> Iterator[Server]:
+    """Return the shared server. It is awake, running and idle again after the test."""
+    yield server
+    for path in ("/wake_up", "/abort_requests", "/resume"):
+        server.post(path)
+
+
+@pytest.fixture
 def to_update(server: Server) -> Iterator[Server]:
     """Return the shared server, for a test that changes its weights. The first weights are restored afterwards."""
     before = server.weights(checksums=True)

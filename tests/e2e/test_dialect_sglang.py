@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 
 import pytest
 
-from e2e.server import PROMPT, Server, halves, in_background, until
-
-
-@pytest.fixture
-def resumed(server) -> Iterator[Server]:
-    """Return the shared server. It is resumed after each test."""
-    yield server
-    server.post("/abort_request", {"abort_all": True})
-    server.post("/continue_generation")
+from e2e.server import PROMPT, halves, in_background, until
 
 
 def generate(server, count: int, **more):
@@ -46,45 +37,42 @@ def test_a_generation_equals_the_native_one_and_its_logprobs_are_after_the_tempe
     assert default["meta_info"]["output_token_logprobs"] == logprobs["temperature"] != logprobs["raw"]
 
 
-def test_an_abort_pause_ends_running_requests_holds_new_ones_and_the_load_falls_to_0(resumed):
+def test_an_abort_pause_ends_running_requests_holds_new_ones_and_the_load_falls_to_0(live):
     """slime pauses, flushes, updates and continues. AReaL submits requests again during the pause."""
-    server = resumed
-    runs = [in_background(generate, server, 3000, rid=f"run-{i}") for i in range(2)]
-    running(server, 2)
-    assert server.post("/pause_generation", {}).ok()["status"] == "ok"
+    runs = [in_background(generate, live, 3000, rid=f"run-{i}") for i in range(2)]
+    running(live, 2)
+    assert live.post("/pause_generation", {}).ok()["status"] == "ok"
     for run in runs:
         body = run.result(60)
         meta = body["meta_info"]
         assert meta["finish_reason"]["type"] == "abort" and 0 < meta["completion_tokens"] < 3000
         assert [t[1] for t in meta["output_token_logprobs"]] == body["output_ids"]
-    assert load(server) == 0
-    held = in_background(generate, server, 4, rid="held")
-    until(lambda: load(server) == 1, 30, "the request is held")
-    assert server.get("/flush_cache").ok()["success"] and not held.done()
-    assert server.post("/continue_generation", {}).ok()["status"] == "ok"
+    assert load(live) == 0
+    held = in_background(generate, live, 4, rid="held")
+    until(lambda: load(live) == 1, 30, "the request is held")
+    assert live.get("/flush_cache").ok()["success"] and not held.done()
+    assert live.post("/continue_generation", {}).ok()["status"] == "ok"
     assert held.result(60)["meta_info"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-def test_a_frozen_request_continues_with_the_same_tokens_even_after_a_flush(resumed, alone, mode):
-    server = resumed
-    run = in_background(generate, server, 1200, rid=f"frozen-{mode}")
-    running(server, 1)
-    server.post("/pause_generation", {"mode": mode}).ok()
-    assert not run.done() and load(server) == 1
-    assert server.get("/flush_cache").ok()["success"] is True
-    server.post("/continue_generation").ok()
+def test_a_frozen_request_continues_with_the_same_tokens_even_after_a_flush(live, alone, mode):
+    run = in_background(generate, live, 1200, rid=f"frozen-{mode}")
+    running(live, 1)
+    live.post("/pause_generation", {"mode": mode}).ok()
+    assert not run.done() and load(live) == 1
+    assert live.get("/flush_cache").ok()["success"] is True
+    live.post("/continue_generation").ok()
     assert run.result(60)["output_ids"] == alone[:1200]
 
 
-def test_a_request_is_aborted_by_the_clients_id(resumed):
-    server = resumed
-    run = in_background(generate, server, 3000, rid="mine")
-    running(server, 1)
-    aborted = server.post("/abort_request", {"rid": "mine"}).ok()["aborted"]
+def test_a_request_is_aborted_by_the_clients_id(live):
+    run = in_background(generate, live, 3000, rid="mine")
+    running(live, 1)
+    aborted = live.post("/abort_request", {"rid": "mine"}).ok()["aborted"]
     assert [a["request_id"] for a in aborted] == ["mine"]
     assert run.result(60)["meta_info"]["finish_reason"]["type"] == "abort"
-    assert server.post("/abort_request", {"rid": "mine"}).ok()["not_found"] == ["mine"]
+    assert live.post("/abort_request", {"rid": "mine"}).ok()["not_found"] == ["mine"]
 
 
 def test_an_update_from_a_folder_aborts_no_request_unless_asked_to(to_update, new_weights):

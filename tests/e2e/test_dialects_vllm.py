@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
-import pytest
-
-from e2e.server import PROMPT, LiveStream, Server, in_background, until
-
-
-@pytest.fixture
-def live(server) -> Iterator[Server]:
-    """Return the shared server. It is awake, running and idle again after each test."""
-    yield server
-    server.post("/wake_up")
-    server.post("/abort_requests", {"request_ids": []})
-    server.post("/resume")
+from e2e.server import PROMPT, LiveStream, in_background, until
 
 
 def generate(server, count: int, **more) -> dict:

@@ -38,9 +38,6 @@ def test_the_model_name_default_means_the_model_that_serves(stack):
     assert stack.post("/inference/v1/generate", **body | {"model": "other"}).status_code == 404
 
 
-# ---------------------------------------------------------------------- memory around a weight sync
-
-
 def rpc(stack, method: str, **kwargs):
     return stack.post("/collective_rpc", method=method, kwargs=kwargs)
 
@@ -71,9 +68,6 @@ def test_wake_for_a_weight_sync_skips_tags_that_do_not_sleep(stack):
 )  # fmt: skip
 def test_memory_calls_are_refused_by_the_name_of_the_wrong_field(module_stack, method, kwargs, field):
     refused(rpc(module_stack, method, **kwargs), field)
-
-
-# ---------------------------------------------------------------------- the delta strategy
 
 
 def test_checkpoint_deltas_are_refused_with_what_works_instead(module_stack):

@@ -37,9 +37,6 @@ def rpc(stack, method: str, **kwargs) -> httpx.Response:
     return stack.post("/collective_rpc", method=method, **({"kwargs": kwargs} if kwargs else {}))
 
 
-# ---------------------------------------------------------------------- what does not exist here
-
-
 @pytest.mark.parametrize("info", [NCCL, {"backend": "nccl"}])
 def test_a_missing_transport_is_refused_before_a_client_waits_for_it(module_stack, info):
     refused(module_stack.post("/init_weight_transfer_engine", init_info=info), "init_info", "model_path")
@@ -71,9 +68,6 @@ def test_an_update_by_another_transport_says_what_works(module_stack, info):
 )  # fmt: skip
 def test_a_malformed_update_is_refused_by_name(module_stack, info, field):
     refused(module_stack.post("/update_weights", update_info=info), field)
-
-
-# ---------------------------------------------------------------------- without a session
 
 
 def test_an_update_without_a_session_is_one_commit(stack):
@@ -121,9 +115,6 @@ def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------------- a session
-
-
 def test_start_update_finish_are_the_calls_of_one_session(stack):
     answer(stack, m.BeginUpdateArgs, BEGUN)
     assert stack.post("/start_weight_update", is_checkpoint_format=True).json()["session_id"] == "s-1"
@@ -164,9 +155,6 @@ def test_a_refused_part_says_why(stack):
     with_session(stack, OPEN, m.Failure("weight_update_refused", "a: expected shape [2], got [3]"))
     reply = stack.post("/update_weights", update_info={"model_path": "/x"})
     assert (reply.status_code, reply.json()["error"]["message"]) == (400, "a: expected shape [2], got [3]")
-
-
-# ---------------------------------------------------------------------- SkyRL's names
 
 
 def test_skyrls_worker_methods_are_the_same_session(stack):
