@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from e2e.server import PROMPT, LiveStream, in_background, until
 
 
