@@ -81,9 +81,7 @@ class Pulls:
             given_up.set()
 
 
-def pull_weights(
-    config: ServeConfig, local_dir: str, source_dir: str, version: int, given_up: threading.Event | None = None
-) -> None:
+def pull_weights(config: ServeConfig, local_dir: str, source_dir: str, version: int, given_up: threading.Event) -> None:
     """Make ``local_dir`` a copy of ``version``. A folder with files that no pull has made is not changed. Nothing more
     is written once ``given_up`` is set. Raises InvalidField, WeightUpdateRefused or OutOfSpace."""
     if not 0 <= version <= MAX_VERSION:
@@ -99,7 +97,7 @@ def pull_weights(
         _check_whole(source, names, version)
         try:
             with _target(config.pull_root, local_dir) as (target, sync):
-                _copy(source, names, target, sync, version, given_up or threading.Event())
+                _copy(source, names, target, sync, version, given_up)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OutOfSpace(f"local_checkpoint_dir: no room for version {version}: {error.strerror}") from error
