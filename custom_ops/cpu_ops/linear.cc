@@ -5,7 +5,6 @@
 // of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "linear.h"
 #include "thread_pool.h"
@@ -25,31 +24,16 @@ constexpr int kRows = 3;
 // Rows of x that are computed while a pair of columns stays in L2.
 constexpr int64_t kRowBlock = 256;
 
-// acc[2r] and acc[2r + 1] = row r of x times two column tiles.
-template <bool Bf16, int Rows>
-void multiply(const Weight& w, const float* x, int64_t ldx, TilePair tiles, Floats16* acc) {
-  using Element = typename std::conditional<Bf16, uint16_t, float>::type;
-  const Element* w0 = static_cast<const Element*>(w.data) + tiles.first * w.tile_elements();
-  const Element* w1 = static_cast<const Element*>(w.data) + tiles.second * w.tile_elements();
+template <int Rows>
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc) {
   Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
-  if constexpr (Bf16) {
-    for (int64_t i = 0; i < w.k_padded; i += 2) {
-      const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
-      for (int r = 0; r < Rows; ++r) {
-        const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
-        c0[r] = fma(odd, b0.high, fma(even, b0.low, c0[r]));
-        c1[r] = fma(odd, b1.high, fma(even, b1.low, c1[r]));
-      }
-    }
-  } else {
-    for (int64_t i = 0; i < w.k; ++i) {
-      const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
-      for (int r = 0; r < Rows; ++r) {
-        const Floats16 a = set1(x[r * ldx + i]);
-        c0[r] = fma(a, b0, c0[r]);
-        c1[r] = fma(a, b1, c1[r]);
-      }
+  for (int64_t i = 0; i < k; ++i) {
+    const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const Floats16 a = set1(x[r * ldx + i]);
+      c0[r] = fma(a, b0, c0[r]);
+      c1[r] = fma(a, b1, c1[r]);
     }
   }
   for (int r = 0; r < Rows; ++r) {
@@ -58,38 +42,69 @@ void multiply(const Weight& w, const float* x, int64_t ldx, TilePair tiles, Floa
   }
 }
 
-template <bool Bf16>
-void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, TilePair tiles, Floats16* acc) {
+template <int Rows>
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc) {
+  Floats16 c0[Rows], c1[Rows];
+  for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
+  for (int64_t i = 0; i < k; i += 2) {
+    const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
+    for (int r = 0; r < Rows; ++r) {
+      const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
+      c0[r] = fma(odd, b0.high, fma(even, b0.low, c0[r]));
+      c1[r] = fma(odd, b1.high, fma(even, b1.low, c1[r]));
+    }
+  }
+  for (int r = 0; r < Rows; ++r) {
+    acc[2 * r] = c0[r];
+    acc[2 * r + 1] = c1[r];
+  }
+}
+
+template <int Rows>
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc) {
+  const int64_t step = w.tile_elements();
+  if (w.bf16) {
+    const uint16_t* data = static_cast<const uint16_t*>(w.data);
+    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc);
+  } else {
+    const float* data = static_cast<const float*>(w.data);
+    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc);
+  }
+}
+
+void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1,
+                   Floats16* acc) {
   switch (rows) {
-    case 1: return multiply<Bf16, 1>(w, x, ldx, tiles, acc);
-    case 2: return multiply<Bf16, 2>(w, x, ldx, tiles, acc);
-    case 3: return multiply<Bf16, 3>(w, x, ldx, tiles, acc);
+    case 1: return multiply<1>(w, x, ldx, tile0, tile1, acc);
+    case 2: return multiply<2>(w, x, ldx, tile0, tile1, acc);
+    case 3: return multiply<3>(w, x, ldx, tile0, tile1, acc);
 #if defined(__AVX512F__)
-    case 4: return multiply<Bf16, 4>(w, x, ldx, tiles, acc);
-    case 5: return multiply<Bf16, 5>(w, x, ldx, tiles, acc);
-    case 6: return multiply<Bf16, 6>(w, x, ldx, tiles, acc);
-    case 7: return multiply<Bf16, 7>(w, x, ldx, tiles, acc);
-    case 8: return multiply<Bf16, 8>(w, x, ldx, tiles, acc);
+    case 4: return multiply<4>(w, x, ldx, tile0, tile1, acc);
+    case 5: return multiply<5>(w, x, ldx, tile0, tile1, acc);
+    case 6: return multiply<6>(w, x, ldx, tile0, tile1, acc);
+    case 7: return multiply<7>(w, x, ldx, tile0, tile1, acc);
+    case 8: return multiply<8>(w, x, ldx, tile0, tile1, acc);
 #endif
   }
 }
 
-// Calls finish(row, pair, acc0, acc1) for every row and every pair of column tiles.
+// Calls finish(row, pair, acc0, acc1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& input, const Weight& w, Tiles tiles, Finish finish) {
+void for_all_pairs(const LinearInput& input, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
   const int64_t m = input.m, ldx = w.k_padded;
   const float* rows_data = static_cast<const float*>(input.data);
   for (int64_t block = 0; block < m; block += kRowBlock) {
     const int64_t block_end = std::min(m, block + kRowBlock);
     const int64_t pair_bytes = 2 * w.tile_elements() * (w.bf16 ? 2 : 4);
     const int64_t grain = m == 1 ? std::max<int64_t>(1, 65536 / pair_bytes) : 1;
-    parallel_for(tiles.count(), grain, [&](int64_t begin, int64_t end) {
+    parallel_for(pairs, grain, [&](int64_t begin, int64_t end) {
       for (int64_t pair = begin; pair < end; ++pair) {
+        int64_t tile0, tile1;
+        tiles(pair, &tile0, &tile1);
         for (int64_t r = block; r < block_end; r += kRows) {
           const int rows = static_cast<int>(std::min<int64_t>(kRows, block_end - r));
           Floats16 acc[2 * kRows];
-          const auto multiply = w.bf16 ? multiply_rows<true> : multiply_rows<false>;
-          multiply(rows, w, rows_data + r * ldx, ldx, tiles(pair), acc);
+          multiply_rows(rows, w, rows_data + r * ldx, ldx, tile0, tile1, acc);
           for (int i = 0; i < rows; ++i) finish(r + i, pair, acc[2 * i], acc[2 * i + 1]);
         }
       }
@@ -124,23 +139,35 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 }
 
 void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
-  const NeighbourTiles tiles = {w.tiles()};
-  for_all_pairs(input, w, tiles, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    float* to = out + row * w.n;
-    const auto put = accumulate ? add_columns : store_columns;
-    put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-    if (2 * pair + 1 < tiles.tiles) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
-  });
+  const int64_t tiles = w.tiles();
+  for_all_pairs(
+      input, w, (tiles + 1) / 2,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = 2 * pair;
+        *tile1 = std::min(2 * pair + 1, tiles - 1);
+      },
+      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+        float* to = out + row * w.n;
+        const auto put = accumulate ? add_columns : store_columns;
+        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
+        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+      });
 }
 
 LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
   const int64_t half = w.n / 2, half_tiles = half / kColumns, m = input.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
-  for_all_pairs(input, w, GatedTiles{half_tiles}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    gate = with_bias(w, pair, gate);
-    up = with_bias(w, pair + half_tiles, up);
-    store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
-  });
+  for_all_pairs(
+      input, w, half_tiles,
+      [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
+        *tile0 = pair;
+        *tile1 = pair + half_tiles;
+      },
+      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+        gate = with_bias(w, pair, gate);
+        up = with_bias(w, pair + half_tiles, up);
+        store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
+      });
   for (int64_t r = 0; r < m; ++r)
     std::memset(rows + r * next.k_padded + half, 0, static_cast<size_t>(next.k_padded - half) * 4);
   return {rows, m};

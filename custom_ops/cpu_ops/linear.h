@@ -47,25 +47,6 @@ static inline float norm_factor(const float* x, int64_t h, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(h) + eps);
 }
 
-// The two column tiles of the weight that are computed together.
-struct TilePair {
-  int64_t first, second;
-};
-
-// Neighbours: tiles 0 and 1, 2 and 3, ... The last of an odd number of tiles is paired with itself.
-struct NeighbourTiles {
-  int64_t tiles;
-  int64_t count() const { return (tiles + 1) / 2; }
-  TilePair operator()(int64_t pair) const { return {2 * pair, 2 * pair + 1 < tiles ? 2 * pair + 1 : tiles - 1}; }
-};
-
-// Tile i of gate with tile i of up.
-struct GatedTiles {
-  int64_t half;
-  int64_t count() const { return half; }
-  TilePair operator()(int64_t pair) const { return {pair, pair + half}; }
-};
-
 static inline Floats16 with_bias(const Weight& w, int64_t tile, Floats16 value) {
   return w.bias == nullptr ? value : add(value, load(w.bias + tile * kColumns));
 }

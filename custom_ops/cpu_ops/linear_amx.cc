@@ -152,8 +152,8 @@ struct Pass {
 
 // Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
 template <typename Tiles, typename Finish>
-void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, Pieces& pieces, const Tiles& tiles,
-               Finish& finish) {
+void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
+               const Tiles& tiles, Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
   const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
   const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
@@ -165,9 +165,11 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, Piece
   configure_tiles(input.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
-      const TilePair here = tiles(pair), next = tiles(std::min(pair + 1, tiles.count() - 1));
-      const char *b0 = weight + here.first * column_bytes, *b1 = weight + here.second * column_bytes;
-      const char *next0 = weight + next.first * column_bytes, *next1 = weight + next.second * column_bytes;
+      int64_t t0, t1;
+      tiles(pair, &t0, &t1);
+      const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+      tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
+      const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
       Fetch<_MM_HINT_T1> fetch_next{next0, next1, (16 + strips - 1) / strips};  // spread over all steps of this pair
       for (int64_t group = 0; group < strips; group += kGroup) {
         const int64_t group_rows = std::min(kGroup * kStrip, pass.rows - group * kStrip);
@@ -218,7 +220,7 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, Piece
 
 // Runs run_pairs for all rows on all threads.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& rows, const Weight& w, Tiles tiles, Finish finish) {
+void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
   const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
   const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64;
   const bool whole = row_bytes * kMaxRows <= kWholeBudget;
@@ -230,7 +232,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, Tiles tiles, Finish
     const int64_t passes = whole || pass.rows <= 2 * kStrip ? 1 : (pass.rows * row_bytes + kCutBudget - 1) / kCutBudget;
     if (passes > 1)
       pass.partial = static_cast<float*>(
-          scratch(kScratchPartial, static_cast<size_t>(tiles.count() * round_up(pass.rows, kStrip) * 32) * 4));
+          scratch(kScratchPartial, static_cast<size_t>(pairs * round_up(pass.rows, kStrip) * 32) * 4));
     for (int64_t p = 0; p < passes; ++p) {
       pass.k0 = k_tiles * p / passes;
       pass.steps = k_tiles * (p + 1) / passes - pass.k0;
@@ -238,7 +240,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, Tiles tiles, Finish
       pass.last = p + 1 == passes;
       const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
-      parallel_pieces(tiles.count(), grain, [&](Pieces& pieces) { run_pairs(input, w, pass, pieces, tiles, finish); });
+      parallel_pieces(pairs, grain, [&](Pieces& pieces) { run_pairs(input, w, pass, pairs, pieces, tiles, finish); });
     }
   }
 }
@@ -271,12 +273,18 @@ void convert_row(const float* x, const float* norm, float factor, int64_t k, int
 
 template <typename Put>
 void multiply_with(const LinearInput& input, const Weight& w, float* out, Put put) {
-  const NeighbourTiles tiles = {w.tiles()};
-  for_all_pairs(input, w, tiles, [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
-    float* to = out + row * w.n;
-    put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-    if (2 * pair + 1 < tiles.tiles) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
-  });
+  const int64_t count = w.tiles();
+  for_all_pairs(
+      input, w, (count + 1) / 2,
+      [=](int64_t pair, int64_t* t0, int64_t* t1) {
+        *t0 = 2 * pair;
+        *t1 = std::min(2 * pair + 1, count - 1);
+      },
+      [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+        float* to = out + row * w.n;
+        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
+        if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+      });
 }
 
 }  // namespace
@@ -295,13 +303,14 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
 }
 
 void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
-  auto run = [&](auto put) { multiply_with(input, w, out, put); };
   if (accumulate) {
-    run([](auto... to) { add_columns(to...); });
+    multiply_with(input, w, out, [](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
   } else if (write_past_cache(out, input.m, w.n)) {
-    run([](auto... to) { stream_columns(to...); });
+    multiply_with(input, w, out,
+                  [](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
   } else {
-    run([](auto... to) { store_columns(to...); });
+    multiply_with(input, w, out,
+                  [](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
   }
 }
 
@@ -314,11 +323,17 @@ LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Wei
   };
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
-  for_all_pairs(input, w, GatedTiles{half_tiles}, [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-    gate = with_bias(w, pair, gate);
-    up = with_bias(w, pair + half_tiles, up);
-    put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
-  });
+  for_all_pairs(
+      input, w, half_tiles,
+      [=](int64_t pair, int64_t* t0, int64_t* t1) {
+        *t0 = pair;
+        *t1 = pair + half_tiles;
+      },
+      [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
+        gate = with_bias(w, pair, gate);
+        up = with_bias(w, pair + half_tiles, up);
+        put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
+      });
   return {inner.data, m};
 }
 

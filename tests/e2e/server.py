@@ -1,7 +1,8 @@
-"""A real server in real processes, for tests that kill some of them."""
+"""A real server in real processes, which a test may kill."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,11 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.lib.perturb import perturbed_copy
 from fastdeploy.embedded import MODEL_DIR
@@ -26,9 +28,27 @@ SMALL = ("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048")
 
 
 def perturbed(folder: Path) -> Path:
-    """A copy of the embedded checkpoint in the new ``folder``, with other weights."""
+    """Make a copy of the embedded checkpoint in the new ``folder``, with other weights."""
     perturbed_copy(MODEL_DIR, folder, 0.1)
     return folder
+
+
+def halves(folder: Path) -> list[bytes]:
+    """Return the checkpoint in ``folder`` as two safetensors files, each with half of the tensors."""
+    raw = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    names = [name for name in header if name != "__metadata__"]
+    parts = []
+    for chosen in (names[::2], names[1::2]):
+        entries, blob = {}, b""
+        for name in chosen:
+            begin, end = header[name]["data_offsets"]
+            entries[name] = {**header[name], "data_offsets": [len(blob), len(blob) + end - begin]}
+            blob += data[begin:end]
+        head = json.dumps(entries).encode()
+        parts.append(len(head).to_bytes(8, "little") + head + blob)
+    return parts
 
 
 def free_port() -> int:
@@ -48,23 +68,18 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
         time.sleep(0.02)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the live descendants of process ``pid``, without the process itself."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                parents[int(entry.name)] = int(fields[1])
-    found: list[int] = []
-    frontier = {pid}
-    while frontier:
-        frontier = {p for p, parent in parents.items() if parent in frontier}
-        found += frontier
-    return found
+def in_background(call: Callable[..., Any], *args: Any, **fields: Any) -> Future[Any]:
+    """Make the call in a thread of its own. ``result(60)`` waits for its result, or raises its error."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **fields))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def alive(pid: int) -> bool:
@@ -74,44 +89,50 @@ def alive(pid: int) -> bool:
         return False
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the live descendants of process ``pid``, without the process itself."""
+    children: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += map(int, thread.read_text().split())
+    live = [child for child in children if alive(child)]
+    return live + [pid for child in live for pid in descendants(child)]
+
+
 class Reply:
-    def __init__(self, status: int, headers: dict[str, str], body: bytes):
-        self.status = status
-        self.headers = {k.lower(): v for k, v in headers.items()}
-        self.body = body
+    def __init__(self, response: httpx.Response):
+        self.status, self.headers, self.body = response.status_code, response.headers, response.content
 
     @property
     def json(self) -> Any:
         return json.loads(self.body)
 
+    def ok(self) -> Any:
+        """Return the body of a call that must succeed."""
+        assert self.status == 200 and "content-length" in self.headers, (self.status, self.body)
+        return self.json
+
     @property
     def result(self) -> Any:
-        """Return the result of a native control envelope."""
-        assert self.status == 200, (self.status, self.body)
-        return self.json["result"]
+        """Return the result of a native control call that must succeed."""
+        return self.ok()["result"]
 
 
 class Server:
     """``fastdeploy serve`` with ``flags``, in a process group and with a socket folder of its own."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None):
+    def __init__(self, *flags: str):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.ipc_root = Path(tempfile.mkdtemp(prefix="fd-e2e-"))
         self.log_path = self.ipc_root.with_suffix(".log")
         self._log = self.log_path.open("wb")
+        # Each call has a connection of its own, so that any API server may get it.
+        self.http = httpx.Client(base_url=self.url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))
         command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "serve", "--port", str(self.port), *flags]
+        own = {"FASTDEPLOY_IPC_ROOT": str(self.ipc_root), "FASTDEPLOY_CHECK_INTEGRITY": "1"}
         self.process = subprocess.Popen(
-            command,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "FASTDEPLOY_IPC_ROOT": str(self.ipc_root),
-                "FASTDEPLOY_CHECK_INTEGRITY": "1",
-                **(env or {}),
-            },
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **own}
         )
 
     def wait_ready(self, seconds: float = 60.0) -> Server:
@@ -119,7 +140,7 @@ class Server:
             assert self.process.poll() is None, self.log()
             try:
                 return self.get("/ready", timeout=5).status == 200
-            except OSError:
+            except httpx.TransportError:
                 return False
 
         try:
@@ -127,6 +148,12 @@ class Server:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log()}") from error
         return self
+
+    def __enter__(self) -> Server:
+        return self.wait_ready()
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")[-4000:]
@@ -158,30 +185,24 @@ class Server:
     def kill_everything(self) -> None:
         """Kill all processes that a test left."""
         for pid in [*descendants(self.process.pid), self.process.pid]:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.process.wait(10)
 
     def remove(self) -> None:
         """Kill all processes that a test left, and delete the server's files."""
         self.kill_everything()
+        self.http.close()
         shutil.rmtree(self.ipc_root, ignore_errors=True)
         self.log_path.unlink(missing_ok=True)
 
     # ---------------------------------------------------------------- HTTP
 
     def request(self, method: str, path: str, body: Any = None, timeout: float = 90.0) -> Reply:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as r:
-                return Reply(r.status, dict(r.headers), r.read())
-        except urllib.error.HTTPError as error:
-            return Reply(error.code, dict(error.headers), error.read())
+        """Make a call. body: bytes are an upload; anything else is sent as JSON."""
+        upload = {"content": body, "headers": {"Content-Type": "application/octet-stream"}}
+        how = upload if isinstance(body, bytes) else {"json": body}
+        return Reply(self.http.request(method, path, timeout=timeout, **how))
 
     def get(self, path: str, timeout: float = 90.0) -> Reply:
         return self.request("GET", path, timeout=timeout)
@@ -200,15 +221,13 @@ class Server:
         raise AssertionError(f"no metric {name}")
 
     def weights(self, checksums: bool = False) -> Any:
-        """What serves: ``version``, ``weight_epoch`` and, where asked for, ``checksum``."""
+        """Return the state of the weights: ``version``, ``weight_epoch``, and ``checksum`` if asked for."""
         return self.get(f"/v1/weights?checksums={str(checksums).lower()}").result
 
     def complete(self, prompt: Any, **params: Any) -> Any:
         """Make a completion that must succeed; return its first choice."""
         body = {"prompt": prompt, "return_token_ids": True, "temperature": 0, **params}
-        reply = self.post("/v1/completions", body)
-        assert reply.status == 200, (reply.status, reply.body)
-        return reply.json["choices"][0]
+        return self.post("/v1/completions", body).ok()["choices"][0]
 
 
 class LiveStream(threading.Thread):
@@ -218,15 +237,8 @@ class LiveStream(threading.Thread):
     def __init__(self, server: Server, prompt: list[int], **params: Any):
         super().__init__(daemon=True)
         self.server = server
-        self.body = {
-            "prompt": prompt,
-            "stream": True,
-            "return_token_ids": True,
-            "ignore_eos": True,
-            "temperature": 0,
-            "max_tokens": 3000,
-            **params,
-        }
+        always = {"prompt": prompt, "stream": True, "return_token_ids": True}
+        self.body = {**always, "ignore_eos": True, "temperature": 0, "max_tokens": 3000, **params}
         self.tokens: list[int] = []
         self.spans: list[dict[str, Any]] = []
         self.finals: list[str] = []
@@ -244,16 +256,12 @@ class LiveStream(threading.Thread):
         self.ended.set()
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        request = urllib.request.Request(
-            self.server.url + "/v1/completions",
-            data=json.dumps(self.body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as r:
-            for line in r:
-                if line.startswith(b"data: [DONE]"):
+        with self.server.http.stream("POST", "/v1/completions", json=self.body, timeout=120) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: [DONE]"):
                     self.done_seen = True
-                elif line.startswith(b"data: "):
+                elif line.startswith("data: "):
                     yield json.loads(line[6:])
 
     def _take(self, event: dict[str, Any]) -> None:

@@ -22,30 +22,34 @@ def model(client):
 
 
 @pytest.fixture(scope="module")
+def complete(client, model):
+    """Return ``complete(prompt, **fields)``, which makes a completion with token ids that ignores eos."""
+
+    def call(prompt, extra=None, **fields):
+        extra = {"return_token_ids": True, "ignore_eos": True, **(extra or {})}
+        return client.completions.create(model=model, prompt=prompt, extra_body=extra, **fields)
+
+    return call
+
+
+@pytest.fixture(scope="module")
 def question():
-    return problems(seed=11, n=1)[0]
+    return problems(seed=11, n=1)[0].prompt
 
 
 def test_chat_stream_and_whole_reply_are_the_same(client, model, question):
-    messages = [{"role": "user", "content": question.prompt}]
-    whole = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=200)
-    chunks = list(
-        client.chat.completions.create(
-            model=model, messages=messages, temperature=0, max_tokens=200, stream=True,
-            stream_options={"include_usage": True},
-        )
-    )  # fmt: skip
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    messages = [{"role": "user", "content": question}]
+    ask = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 200}
+    whole = client.chat.completions.create(**ask)
+    events = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert text == whole.choices[0].message.content and text
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == whole.choices[0].finish_reason
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_completion_with_token_ids_in_and_out(client, model):
-    reply = client.completions.create(
-        model=model, prompt=[60, 61, 62], max_tokens=9, temperature=0, logprobs=2,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )  # fmt: skip
+def test_completion_with_token_ids_in_and_out(complete):
+    reply = complete([60, 61, 62], max_tokens=9, temperature=0, logprobs=2)
     choice = reply.choices[0]
     assert len(choice.token_ids) == 9 and choice.finish_reason == "length"
     assert len(choice.logprobs.token_logprobs) == 9 and all(lp <= 0 for lp in choice.logprobs.token_logprobs)
@@ -54,11 +58,9 @@ def test_completion_with_token_ids_in_and_out(client, model):
     assert choice.weight_versions[0]["end"] == 9
 
 
-def test_n_choices_differ_by_seed_and_repeat_by_seed(client, model, question):
+def test_n_choices_differ_and_repeat_with_the_same_seed(client, model, question):
     def ask(seed):
-        reply = client.completions.create(
-            model=model, prompt=question.prompt, n=4, temperature=1.5, seed=seed, max_tokens=24
-        )
+        reply = client.completions.create(model=model, prompt=question, n=4, temperature=1.5, seed=seed, max_tokens=24)
         assert [c.index for c in reply.choices] == [0, 1, 2, 3]
         return [c.text for c in reply.choices]
 
@@ -66,35 +68,27 @@ def test_n_choices_differ_by_seed_and_repeat_by_seed(client, model, question):
     assert len(set(ask(1))) > 1 and ask(1) != ask(2)
 
 
-def test_a_stop_string_cuts_text_ids_and_logprobs_at_the_same_place(client, model, question):
-    ask = {"model": model, "prompt": question.prompt, "temperature": 0, "max_tokens": 60, "logprobs": 0}
-    whole = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True})
-    text = whole.choices[0].text
-    stop = text[5:8]
-    cut = client.completions.create(**ask, stop=[stop], extra_body={"return_token_ids": True, "ignore_eos": True})
+def test_a_stop_string_cuts_text_ids_and_logprobs_at_the_same_place(complete, question):
+    ask = {"temperature": 0, "max_tokens": 60, "logprobs": 0}
+    whole = complete(question, **ask).choices[0]
+    stop = whole.text[5:8]
+    cut = complete(question, **ask, stop=[stop])
     choice = cut.choices[0]
-    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
+    assert choice.text == whole.text[: whole.text.index(stop)] and choice.finish_reason == "stop"
     assert len(choice.token_ids) == len(choice.logprobs.tokens) == cut.usage.completion_tokens
-    assert choice.token_ids == whole.choices[0].token_ids[: len(choice.token_ids)]
+    assert choice.token_ids == whole.token_ids[: len(choice.token_ids)]
 
 
-def test_a_stop_token_id_ends_the_request(client, model):
-    ask = {"model": model, "prompt": [60, 61, 62], "max_tokens": 20, "temperature": 0}
-    free = client.completions.create(**ask, extra_body={"return_token_ids": True, "ignore_eos": True}).choices[0]
-    target = free.token_ids[4]
-    extra = {"return_token_ids": True, "ignore_eos": True, "stop_token_ids": [target]}
-    stopped = client.completions.create(**ask, extra_body=extra).choices[0]
+def test_a_stop_token_id_ends_the_request(complete):
+    free = complete([60, 61, 62], max_tokens=20, temperature=0).choices[0].token_ids
+    stopped = complete([60, 61, 62], {"stop_token_ids": [free[4]]}, max_tokens=20, temperature=0).choices[0]
     assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(target) + 1]
+    assert stopped.token_ids == free[: free.index(free[4]) + 1]
 
 
-def test_the_same_request_gets_the_same_tokens_alone_and_in_a_crowd(client, model):
+def test_the_same_request_gets_the_same_tokens_alone_and_in_a_crowd(complete):
     def ask(i):
-        reply = client.completions.create(
-            model=model, prompt=list(range(40, 45 + i)), max_tokens=40, temperature=0.8, seed=i,
-            extra_body={"return_token_ids": True, "ignore_eos": True},
-        )  # fmt: skip
-        return reply.choices[0].token_ids
+        return complete(list(range(40, 45 + i)), max_tokens=40, temperature=0.8, seed=i).choices[0].token_ids
 
     alone = [ask(i) for i in range(12)]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -122,12 +116,11 @@ def test_a_bad_field_is_a_400_that_names_it(client, model, body, field):
     assert field in str(error.value)
 
 
-def test_a_live_request_id_is_refused_a_second_time(client, model):
-    extra = {"request_id": "same", "ignore_eos": True}
-    first = client.completions.create(model=model, prompt=[60], max_tokens=3000, stream=True, extra_body=extra)
+def test_a_live_request_id_is_refused_a_second_time(complete):
+    first = complete([60], {"request_id": "same"}, max_tokens=3000, stream=True)
     next(iter(first))
     with pytest.raises(openai.ConflictError):
-        client.completions.create(model=model, prompt=[60], max_tokens=3, extra_body=extra)
+        complete([60], {"request_id": "same"}, max_tokens=3)
     first.close()
 
 
@@ -138,7 +131,7 @@ def test_a_full_queue_is_429(strict_server):
     server.post("/v1/pause", {"mode": "keep"})
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         held = [pool.submit(client.completions.create, **ask) for _ in range(2)]
-        until(lambda: server.metric("num_requests_waiting") == 2, 10, "two wait")
+        until(lambda: server.metric("num_requests_waiting") == 2, 10, "two requests wait")
         with pytest.raises(openai.RateLimitError):
             client.completions.create(**ask)
         server.post("/v1/resume")

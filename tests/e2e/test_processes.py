@@ -1,55 +1,41 @@
-"""The death of one process: every open call is answered, nothing is left behind, and the server serves again."""
+"""One process dies: every open call is answered, no process or file is left, and the server serves again."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
-from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, until
+from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, in_background, until
 
 
 @pytest.fixture(scope="module")
 def server_that_recovers():
-    """For tests that kill its engine, and leave it with a new one that runs."""
-    server = Server(*SMALL).wait_ready()
-    yield server
-    server.remove()
+    """Return a server for tests that kill its engine. Each test waits until the new engine runs."""
+    with Server(*SMALL) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def impatient_server():
-    """Replaces an engine that is silent for 2 s. A test leaves it with one that runs."""
-    server = Server(*SMALL, "--stall-s", "2").wait_ready()
-    yield server
-    server.remove()
+    """Return a server that replaces an engine that is silent for 2 s. Each test waits until the new engine runs."""
+    with Server(*SMALL, "--stall-s", "2") as server:
+        yield server
 
 
-class PauseCall(threading.Thread):
-    """A call of /v1/pause in a thread, while the test continues."""
-
-    def __init__(self, server, **args):
-        super().__init__(daemon=True)
-        self.server, self.args, self.reply, self.error = server, args, None, None
-        self.start()
-
-    def run(self):
-        try:
-            self.reply = self.server.post("/v1/pause", self.args)
-        except OSError as error:
-            self.error = error
-
-    def wait(self, seconds=60.0):
-        self.join(seconds)
-        assert not self.is_alive(), "the pause call was never answered"
-        return self
+def pause_in_background(server, **args):
+    """Start a pause that drains, and return when the drain has begun."""
+    call = in_background(server.post, "/v1/pause", {"mode": "wait", **args})
+    until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
+    return call
 
 
 CLIENT = """
@@ -72,12 +58,20 @@ def open_sockets(pid):
 
 
 def ended(server):
-    """Sequences that were cancelled, and those that ran to their end."""
+    """Return how many sequences were cancelled, and how many ran to their end."""
     return server.finished("abort"), server.finished("length")
 
 
-def draining(server):
-    return until(lambda: server.get("/v1/is_paused").result["phase"] == "draining", 20, "draining")
+@contextlib.contextmanager
+def stuck_engine(server):
+    """Stop the engine's process while a stream runs, and yield the stream. Wait until another engine serves."""
+    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
+    stuck = server.engine_pid
+    os.kill(stuck, signal.SIGSTOP)
+    yield stream
+    stream.wait_end(20)
+    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
+    server.wait_ready()
 
 
 def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_boot_id(server_that_recovers):
@@ -85,11 +79,10 @@ def test_an_engine_killed_in_a_drain_answers_every_call_and_restarts_with_a_new_
     server = server_that_recovers
     boot = server.get("/v1/is_paused").result["boot_id"]
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(3)]
-    pause = PauseCall(server, mode="wait", timeout_s=60)
-    draining(server)
+    pause = pause_in_background(server, timeout_s=60)
     os.kill(server.engine_pid, signal.SIGKILL)
-    pause.wait(20)
-    assert pause.reply.status == 503 and pause.reply.json["error"]["code"] == "engine_dead"
+    reply = pause.result(20)
+    assert reply.status == 503 and reply.json["error"]["code"] == "engine_dead"
     for stream in streams:
         stream.wait_end(20)
         assert stream.error is not None or stream.finals == ["error"]
@@ -128,9 +121,8 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
     """The drain does not wait for requests of a dead API server."""
     server = start_server("--workers", "2")
     streams = [LiveStream(server, [*PROMPT, i]).wait_for_tokens(3) for i in range(4)]
-    pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
-    draining(server)
-    victim = max(server.api_pids, key=open_sockets)  # the one with more of the streams
+    pause = pause_in_background(server, timeout_s=60, on_timeout="cancel")
+    victim = max(server.api_pids, key=open_sockets)  # the API server with more of the streams
     os.kill(victim, signal.SIGKILL)
     until(lambda: victim not in server.api_pids and len(server.api_pids) == 2, 30, "a new API server")
 
@@ -141,8 +133,8 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
     server.post("/v1/abort_requests", {"abort_all": True})
     for stream in streams:
         stream.wait_end(20)
-    pause.wait(20)
-    assert pause.error is not None or pause.reply.status == 200
+    error = pause.exception(20)  # a broken connection, if the killed API server had the call
+    assert isinstance(error, httpx.TransportError) or pause.result().status == 200
     server.post("/v1/resume")
     until(lambda: server.metric("available_gpu_block_num") == server.metric("total_gpu_block_num"), 10, "KV is back")
 
@@ -150,39 +142,32 @@ def test_an_api_server_killed_in_a_drain_ends_only_its_own_requests(start_server
 def test_the_request_of_a_client_killed_in_a_drain_is_cancelled_and_the_drain_ends(server):
     aborted, whole = ended(server)
     client = start_client(server, stream=True)
-    assert client.stdout.readline(), "it streams"
-    pause = PauseCall(server, mode="wait", timeout_s=60, on_timeout="cancel")
-    draining(server)
+    assert client.stdout.readline(), "the stream has begun"
+    pause = pause_in_background(server, timeout_s=60, on_timeout="cancel")
     client.kill()
     client.wait()
-    pause.wait(20)
-    assert pause.reply.result["is_paused"]
+    assert pause.result(20).result["is_paused"]
     assert server.metric("num_requests_running") == 0
-    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
+    assert ended(server) == (aborted + 1, whole), "the request was cancelled, not run to its end"
     server.post("/v1/resume")
 
 
 def test_a_client_that_hangs_up_without_streaming_is_cancelled_too(server):
     aborted, whole = ended(server)
     client = start_client(server, stream=False)
-    until(lambda: server.metric("num_requests_running") == 1, 20, "it runs")
+    until(lambda: server.metric("num_requests_running") == 1, 20, "the request runs")
     client.kill()
     client.wait()
-    until(lambda: server.metric("num_requests_running") == 0, 10, "it is cancelled")
-    assert ended(server) == (aborted + 1, whole), "it was cancelled, not run to its end"
+    until(lambda: server.metric("num_requests_running") == 0, 10, "the request is cancelled")
+    assert ended(server) == (aborted + 1, whole), "the request was cancelled, not run to its end"
 
 
 def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(impatient_server):
     """The server is never half paused, and never answers "already paused" after a failure."""
     server = impatient_server
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    stuck = server.engine_pid
-    os.kill(stuck, signal.SIGSTOP)
-    reply = server.post("/v1/pause", {"mode": "abort", "timeout_s": 1})
-    assert reply.status == 504 and reply.json["error"]["code"] == "engine_stalled"
-    stream.wait_end(20)
-    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
-    server.wait_ready()
+    with stuck_engine(server):
+        reply = server.post("/v1/pause", {"mode": "abort", "timeout_s": 1})
+        assert reply.status == 504 and reply.json["error"]["code"] == "engine_stalled"
     status = server.get("/v1/is_paused").result
     assert not status["is_paused"] and not status["holds"]
     assert server.post("/v1/pause", {"mode": "abort"}).result["is_paused"]
@@ -191,15 +176,10 @@ def test_a_stuck_engine_is_detected_by_its_heartbeat_answered_504_and_replaced(i
 
 def test_a_stuck_engine_is_detected_and_replaced_although_clients_only_generate(impatient_server):
     server = impatient_server
-    stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    stuck = server.engine_pid
-    os.kill(stuck, signal.SIGSTOP)
-    stream.wait_end(20)
-    assert "silent for 2 s" in stream.error["message"]
-    health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health says it")
-    assert "silent" in health["reason"]
-    until(lambda: not alive(stuck), 20, "the stuck engine is gone")
-    server.wait_ready()
+    with stuck_engine(server) as stream:
+        assert "silent for 2 s" in stream.wait_end(20).error["message"]
+        health = until(lambda: (reply := server.get("/health")).status == 503 and reply.json, 5, "/health is 503")
+        assert "silent" in health["reason"]
     assert len(server.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
 
 
@@ -207,13 +187,12 @@ def test_an_api_server_that_was_stopped_itself_does_not_consider_the_engine_stuc
     server = impatient_server
     boot = server.get("/v1/is_paused").result["boot_id"]
     stream = LiveStream(server, PROMPT).wait_for_tokens(3)
-    pause = PauseCall(server, mode="wait", timeout_s=0.5, on_timeout="keep")
-    draining(server)
+    pause = pause_in_background(server, timeout_s=0.5, on_timeout="keep")
     os.kill(server.api_pids[0], signal.SIGSTOP)
     time.sleep(3)  # longer than the deadline and the stall time; the engine sends heartbeats meanwhile
     os.kill(server.api_pids[0], signal.SIGCONT)
-    pause.wait(20)
-    assert pause.reply.result["is_paused"] and pause.reply.result["boot_id"] == boot
+    report = pause.result(20).result
+    assert report["is_paused"] and report["boot_id"] == boot
     server.post("/v1/resume")
     assert stream.wait_end().finals == ["length"]
 
@@ -242,7 +221,7 @@ def test_a_killed_supervisor_ends_all_its_processes(start_server):
     until(lambda: server.leftovers() == [], 5, "the socket folder is gone")
 
 
-@pytest.mark.slow  # 15 s of waits between restarts; test_supervisor.py has it with an engine that fails at once
+@pytest.mark.slow  # 15 s of waits between restarts. test_supervisor.py has the case of an engine that fails at once.
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_an_error(start_server):
     server = start_server()
     end = time.monotonic() + 100

@@ -1,4 +1,4 @@
-"""POST /v1/update_weights on a live server: new weights for new tokens; a failed update keeps the old weights."""
+"""POST /v1/update_weights on a live server: new tokens come from new weights; a failed update keeps the old ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save
 
 from e2e.server import PROMPT, LiveStream
 from fastdeploy.embedded import MODEL_DIR
@@ -17,7 +17,7 @@ def update(server, folder, **more):
 
 
 def test_a_live_stream_continues_and_labels_each_token_with_its_version(to_update, alone, new_weights):
-    """The version changes at one token; an update neither resumes nor aborts anything."""
+    """The version changes at one token. An update neither resumes nor aborts a request."""
     server, before = to_update, to_update.weights()["weight_epoch"]
     stream = LiveStream(server, PROMPT, max_tokens=2500).wait_for_tokens(5)
     report = update(server, new_weights, version="step-7").result
@@ -39,30 +39,29 @@ def test_a_live_stream_continues_and_labels_each_token_with_its_version(to_updat
 def test_after_an_update_a_new_request_equals_a_fresh_server_on_the_new_weights(
     to_update, new_weights, on_new_weights, paused
 ):
-    """With a warm prefix cache, and without a given version."""
+    """The prefix cache is warm, and the call gives no version."""
     server, wanted = to_update, on_new_weights
     weight_epoch = server.weights()["weight_epoch"] + 1
     old = server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
-    assert server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0) == {**old}
+    assert server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0) == old
     if paused:
         server.post("/v1/pause", {"mode": "keep"})
     copy = shutil.copytree(new_weights, new_weights.parent / f"copy-{paused}")
     report = update(server, copy).result
-    shutil.rmtree(copy)  # trainers do, at once
+    shutil.rmtree(copy)  # as trainers do at once
     assert report["version"] == str(weight_epoch)
     if paused:
-        assert server.get("/v1/is_paused").result["is_paused"], "an update never resumes"
+        assert server.get("/v1/is_paused").result["is_paused"], "an update does not resume the engine"
         server.post("/v1/resume")
     got = server.complete(PROMPT, max_tokens=40, ignore_eos=True, logprobs=0)
     assert got["token_ids"] == wanted["token_ids"] and got["logprobs"] == wanted["logprobs"]
     assert got["token_ids"] != old["token_ids"] or got["logprobs"] != old["logprobs"]
-    assert got["weight_versions"] == [
-        {"version": str(weight_epoch), "weight_epoch": weight_epoch, "start": 0, "end": 40}
-    ]
+    span = {"version": str(weight_epoch), "weight_epoch": weight_epoch, "start": 0, "end": 40}
+    assert got["weight_versions"] == [span]
 
 
-def test_kept_and_recomputed_requests_differ_only_as_asked(to_update, new_weights):
-    """kv=recompute: the continuation equals that of a fresh server given prompt and tokens so far."""
+def test_a_recomputed_request_continues_as_on_a_server_with_the_new_weights(to_update, new_weights):
+    """The continuation equals that of a new request with the prompt and the tokens so far."""
     server = to_update
     stream = LiveStream(server, PROMPT, max_tokens=1500).wait_for_tokens(5)
     server.post("/v1/pause", {"mode": "keep"})
@@ -77,19 +76,14 @@ def test_kept_and_recomputed_requests_differ_only_as_asked(to_update, new_weight
 
 def test_a_refused_update_leaves_the_old_weights_serving_bit_for_bit(server, tmp_path):
     before = server.complete(PROMPT, max_tokens=20, ignore_eos=True, logprobs=0)
-    half = tmp_path / "half"
-    shutil.copytree(MODEL_DIR, half)
+    half, foreign, pickled = (tmp_path / name for name in ("half", "foreign", "pickled"))
+    for folder in (half, foreign, pickled):
+        shutil.copytree(MODEL_DIR, folder)
     tensors = (half / "model.safetensors").read_bytes()
     (half / "model.safetensors").write_bytes(tensors[: len(tensors) // 2])
-    surplus = tmp_path / "surplus"
-    shutil.copytree(MODEL_DIR, surplus)
-    (surplus / "model.safetensors").unlink()
-    save_file({"model.norm.weight": np.ones(4, np.float32)}, surplus / "model.safetensors")
-    assert load_file(surplus / "model.safetensors")
-    pickled = tmp_path / "pickled"
-    shutil.copytree(MODEL_DIR, pickled)
+    (foreign / "model.safetensors").write_bytes(save({"model.norm.weight": np.ones(4, np.float32)}))
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    for folder in (half, surplus, pickled, tmp_path / "absent"):
+    for folder in (half, foreign, pickled, tmp_path / "absent"):
         reply = update(server, folder)
         assert reply.status == 400 and reply.json["error"]["message"], folder
     assert update(server, MODEL_DIR, kv="perhaps").json["error"]["message"].startswith("kv")

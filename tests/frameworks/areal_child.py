@@ -40,13 +40,13 @@ async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[s
         return {"ids": reply.output_tokens, "logprobs": reply.output_logprobs, "stop": reply.stop_reason,
                 "versions": sorted(set(reply.output_versions))}  # fmt: skip
 
-    told: dict[str, Any] = {"tokens": TOKENS, "alone": await generate()}
+    results: dict[str, Any] = {"tokens": TOKENS, "alone": await generate()}
 
     running = asyncio.create_task(generate())
     await some_tokens(url)
     await asyncio.to_thread(engine.pause_generation)
     await asyncio.to_thread(engine.continue_generation)
-    told["resumed"] = await running
+    results["resumed"] = await running
 
     running = asyncio.create_task(generate())
     await some_tokens(url)
@@ -57,14 +57,14 @@ async def with_backend(name: str, backend: Any, url: str, folder: str) -> dict[s
     await asyncio.to_thread(engine.update_weights_from_disk(meta).result)
     engine.set_version(1)
     await asyncio.to_thread(engine.continue_generation)
-    told["straddling"] = await running
-    told["after"] = await generate()
+    results["straddling"] = await running
+    results["after"] = await generate()
     if name == "sglang":
         mask = torch.tensor([[0] * 10 + [1] * 10])
         (scores,) = engine.compute_logp([{"input_ids": torch.tensor([PROMPT]), "loss_mask": mask}])
-        told["scored"] = int((scores < 0).sum())
+        results["scored"] = int((scores < 0).sum())
     engine.destroy()
-    return told
+    return results
 
 
 async def some_tokens(url: str) -> None:

@@ -1,17 +1,17 @@
-"""Servers, and the environment of the frameworks' own clients (.venv-frameworks, made by `make test-slow`)."""
+"""A server, and the environment of the frameworks' own clients (.venv-frameworks, made by `make test-slow`)."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.server import Server
+from e2e.server import SMALL, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / "bin" / "python")
@@ -19,14 +19,13 @@ PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Server]:
-    """A server per module, with the embedded model. The module's clients change its weights."""
-    server = Server("--max-num-seqs", "4", "--num-gpu-blocks-override", "2048").wait_ready()
-    yield server
-    server.remove()
+    """Return a server for one module, whose clients may change the weights."""
+    with Server(*SMALL) as server:
+        yield server
 
 
 def run_child(name: str, *arguments: Any) -> dict[str, Any]:
-    """Run tests/frameworks/NAME in the environment of the frameworks; return what it printed after RESULT."""
+    """Run tests/frameworks/NAME in the environment of the frameworks, and return the JSON that it printed."""
     child = subprocess.run(
         [PYTHON, str(ROOT / "tests" / "frameworks" / name), *map(str, arguments)],
         capture_output=True,
@@ -37,8 +36,3 @@ def run_child(name: str, *arguments: Any) -> dict[str, Any]:
     lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, child.stdout[-2000:] + child.stderr[-4000:]
     return json.loads(lines[0].removeprefix("RESULT "))
-
-
-@pytest.fixture(scope="module")
-def child() -> Callable[..., dict[str, Any]]:
-    return run_child

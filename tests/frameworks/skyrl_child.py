@@ -35,7 +35,7 @@ async def main(url: str, folder: str) -> dict[str, Any]:
     # data_parallel_size has no default; the model is named "default" unless given.
     client = RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1)
     sync = SkyrlWeightSyncClient([url])
-    told: dict[str, Any] = {"tokens": TOKENS, "world": await client.get_world_size()}
+    results: dict[str, Any] = {"tokens": TOKENS, "world": await client.get_world_size()}
 
     async def generate() -> dict[str, Any]:
         batch = {"prompt_token_ids": PROMPTS, "sampling_params": SAMPLING, "session_ids": [f"s{k}" for k in range(4)]}
@@ -43,47 +43,47 @@ async def main(url: str, folder: str) -> dict[str, Any]:
         return {"ids": out["response_ids"], "logprobs": out["response_logprobs"], "stops": out["stop_reasons"],
                 "texts": out["responses"]}  # fmt: skip
 
-    told["alone"] = await generate()
+    results["alone"] = await generate()
 
     running = asyncio.create_task(generate())
     await under_way(url)
     await client.pause_generation()
-    told["frozen"] = [await running_requests(url), not running.done()]
+    results["frozen"] = [await running_requests(url), not running.done()]
     await client.resume_generation()
-    told["kept"] = await running
+    results["kept"] = await running
 
     running = asyncio.create_task(generate())
     await under_way(url)
     await client.pause_generation()
     await client.sleep_for_weight_sync(offload_kv=True)
-    told["asleep"] = [await asleep(url)]
+    results["asleep"] = [await asleep(url)]
     await client.wake_for_weight_sync(tags=["weights"])
     await asyncio.to_thread(sync.init_weight_transfer_engine, {"backend": "checkpoint"})
     await asyncio.to_thread(sync.start_weight_update)
     await asyncio.to_thread(sync.update_weights, {"model_path": folder})
     await asyncio.to_thread(sync.finish_weight_update, "step-1")
     await client.wake_for_weight_sync(tags=["kv_cache"])
-    told["asleep"].append(await asleep(url))
+    results["asleep"].append(await asleep(url))
     await client.resume_generation()
-    told["straddling"] = await running
-    told["version"] = await version(url)
-    told["after"] = await generate()
+    results["straddling"] = await running
+    results["version"] = await version(url)
+    results["after"] = await generate()
 
     sender = FastDeployWeightSender(client.server_urls, load_file(f"{folder}/model.safetensors").items())
     sender.skyrl_set_reset_prefix_cache(True)
     await client.pause_generation()
     await asyncio.to_thread(sender.send_weights)
     await client.resume_generation()
-    told["sent_version"] = await version(url)
-    told["again"] = await generate()
+    results["sent_version"] = await version(url)
+    results["again"] = await generate()
 
     body = {"prompt": {"chunks": [{"tokens": PROMPTS[0]}]}, "num_samples": 2, "include_prompt_logprobs": True,
             "sampling_params": {"max_tokens": 5, "temperature": 1.0, "seed": 3}}  # fmt: skip
     sample = await client.sample({"json": body})
-    told["sample"] = [[len(s["tokens"]), len(s["logprobs"])] for s in sample["sequences"]]
-    told["prompt_logprobs"] = len(sample["prompt_logprobs"])
-    told["tokenized"] = await client.detokenize(await client.tokenize(["hello there"]))
-    told["refused"] = []
+    results["sample"] = [[len(s["tokens"]), len(s["logprobs"])] for s in sample["sequences"]]
+    results["prompt_logprobs"] = len(sample["prompt_logprobs"])
+    results["tokenized"] = await client.detokenize(await client.tokenize(["hello there"]))
+    results["refused"] = []
     for refused in (
         client.load_lora_adapter("mine", "/nowhere"),
         asyncio.to_thread(sync.init_weight_transfer_engine, {"local_checkpoint_dir": "/x", "base_model_path": "/y"}),
@@ -92,15 +92,15 @@ async def main(url: str, folder: str) -> dict[str, Any]:
         try:
             await refused
         except (aiohttp.ClientResponseError, RuntimeError) as error:
-            told["refused"].append(str(error))
+            results["refused"].append(str(error))
     await client.finish_session("s0")
     await client.sleep(level=1)
-    told["sleeping"] = [await client.is_sleeping()]
+    results["sleeping"] = [await client.is_sleeping()]
     await client.wake_up()
-    told["sleeping"].append(await client.is_sleeping())
+    results["sleeping"].append(await client.is_sleeping())
     await client.aclose()
     sync.close()
-    return told
+    return results
 
 
 async def get(url: str) -> Any:

@@ -1,27 +1,24 @@
-"""A real sglang-router (from PyPI) in front of one of our servers, as slime uses it."""
+"""A real sglang-router (from PyPI) in front of one of our servers, as in slime."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
-import threading
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-from e2e.server import free_port, until
+from e2e.server import PROMPT, free_port, in_background, until
 from frameworks.conftest import PYTHON
 
 pytestmark = pytest.mark.slow
-PROMPT = list(range(40, 60))
 
 
 @pytest.fixture(scope="module")
 def router(live) -> Iterator[str]:
-    """The address of a router that was started without workers. Our server joins as slime registers an engine."""
+    """Return the address of a router. Our server joins the router as slime registers an engine."""
     port, metrics = free_port(), free_port()
     command = [PYTHON, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
                "--prometheus-port", str(metrics)]  # fmt: skip
@@ -39,16 +36,13 @@ def router(live) -> Iterator[str]:
 
 
 def call(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.loads(reply.read())
+    return httpx.request("GET" if body is None else "POST", url, json=body, timeout=60).raise_for_status().json()
 
 
 def answered(url: str) -> bool:
     try:
         return bool(call(url))
-    except OSError:
+    except httpx.HTTPError:
         return False
 
 
@@ -70,12 +64,9 @@ def test_a_generation_through_the_router_is_that_of_the_server(router, live):
 
 
 def test_a_paused_server_stays_in_the_router_and_holds_new_requests(router, live):
-    replies: list[Any] = []
-    assert live.post("/pause_generation").status == 200
-    waiting = threading.Thread(target=lambda: replies.append(generate(router, 5)), daemon=True)
-    waiting.start()
-    until(lambda: live.get("/v1/loads").json["loads"][0]["num_waiting_reqs"] == 1, 30, "held")
-    assert registered(router) == [live.url] and not replies
-    assert live.post("/continue_generation").status == 200
-    waiting.join(30)
-    assert replies[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
+    live.post("/pause_generation").ok()
+    waiting = in_background(generate, router, 5)
+    until(lambda: live.get("/v1/loads").ok()["loads"][0]["num_waiting_reqs"] == 1, 30, "the request is held")
+    assert registered(router) == [live.url] and not waiting.done()
+    live.post("/continue_generation").ok()
+    assert waiting.result(30)["meta_info"]["finish_reason"] == {"type": "length", "length": 5}

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from e2e.server import perturbed
+from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def told(live, child, tmp_path_factory) -> dict[str, Any]:
-    return child("skyrl_child.py", live.url, perturbed(tmp_path_factory.mktemp("weights") / "policy-1"))
+def results(live, tmp_path_factory) -> dict[str, Any]:
+    return run_child("skyrl_child.py", live.url, perturbed(tmp_path_factory.mktemp("weights") / "policy-1"))
 
 
 def whole(answers: dict[str, Any], tokens: int) -> bool:
@@ -23,32 +24,32 @@ def whole(answers: dict[str, Any], tokens: int) -> bool:
     return lengths == [tokens] * 8 and answers["stops"] == ["length"] * 4 and all(answers["texts"])
 
 
-def test_answers_are_complete_and_a_pause_does_not_change_them(told):
-    assert told["world"] == [1, 1]
-    assert whole(told["alone"], told["tokens"])
-    assert told["frozen"] == [4, True], "not vacuous: all were frozen"
-    assert told["kept"] == told["alone"]
+def test_answers_are_complete_and_a_pause_does_not_change_them(results):
+    assert results["world"] == [1, 1]
+    assert whole(results["alone"], results["tokens"])
+    assert results["frozen"] == [4, True], "all four were frozen"
+    assert results["kept"] == results["alone"]
 
 
-def test_a_weight_sync_keeps_running_requests_and_later_ones_use_the_new_weights(told):
-    assert whole(told["straddling"], told["tokens"]) and whole(told["after"], told["tokens"])
-    assert told["straddling"]["ids"] != told["alone"]["ids"] != told["after"]["ids"]
-    assert told["version"] == "step-1"
-    assert told["asleep"] == [["weight"], []], "the KV of frozen requests stayed"
+def test_a_weight_sync_keeps_running_requests_and_later_ones_use_the_new_weights(results):
+    assert whole(results["straddling"], results["tokens"]) and whole(results["after"], results["tokens"])
+    assert results["straddling"]["ids"] != results["alone"]["ids"] != results["after"]["ids"]
+    assert results["version"] == "step-1"
+    assert results["asleep"] == [["weight"], []], "the KV of frozen requests stayed"
 
 
-def test_our_weight_sender_publishes_as_skyrls_own_client_does(told):
-    assert told["sent_version"] == "1"
-    assert told["again"] == told["after"], "the same weights, another way"
+def test_our_weight_sender_publishes_as_skyrls_own_client_does(results):
+    assert results["sent_version"] == "1"
+    assert results["again"] == results["after"], "the same weights, another way"
 
 
-def test_the_clients_tinker_interface_works(told):
-    assert told["sample"] == [[5, 5], [5, 5]] and told["prompt_logprobs"] == 21
-    assert told["tokenized"] == ["hello there"]
-    assert told["sleeping"] == [True, False]
+def test_the_clients_tinker_interface_works(results):
+    assert results["sample"] == [[5, 5], [5, 5]] and results["prompt_logprobs"] == 21
+    assert results["tokenized"] == ["hello there"]
+    assert results["sleeping"] == [True, False]
 
 
-def test_an_unsupported_call_raises_an_error_that_names_the_alternative(told):
-    adapter, delta, fetch = told["refused"]
+def test_an_unsupported_call_raises_an_error_that_names_the_alternative(results):
+    adapter, delta, fetch = results["refused"]
     assert "adapters" in adapter
     assert "fastdeploy.rl.frameworks.skyrl" in delta and "fastdeploy.rl.frameworks.skyrl" in fetch

@@ -7,37 +7,37 @@ from typing import Any
 
 import pytest
 
-from e2e.server import Server
+from e2e.server import SMALL, Server
+from frameworks.conftest import run_child
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def trusting() -> Iterator[Server]:
-    server = Server("--trust-request-chat-template", "--num-gpu-blocks-override", "2048").wait_ready()
-    yield server
-    server.remove()
+    with Server(*SMALL, "--trust-request-chat-template") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def told(trusting, child) -> dict[str, Any]:
-    return child("trl_child.py", trusting.url)
+def results(trusting) -> dict[str, Any]:
+    return run_child("trl_child.py", trusting.url)
 
 
 @pytest.mark.parametrize("way", ["plain", "tools", "template", "null"])
-def test_every_completion_of_a_chat_has_a_logprob_for_each_token(told, way):
-    rows = told["chats"][way]
+def test_every_completion_of_a_chat_has_a_logprob_for_each_token(results, way):
+    rows = results["chats"][way]
     assert len(rows) == 4 and all(0 < tokens == logprobs <= 6 for tokens, logprobs in rows)
 
 
-def test_tools_are_rendered_by_the_template_that_is_in_force(told):
+def test_tools_are_rendered_by_the_template_that_is_in_force(results):
     """The embedded model's own template has no tools."""
-    prompts = told["prompts"]
+    prompts = results["prompts"]
     assert prompts["tools"] == prompts["plain"] == prompts["null"]
     assert not any("[add]" in prompt for prompt in prompts["plain"])
     assert all(prompt.startswith("[add]") for prompt in prompts["template"])
 
 
-def test_completions_of_token_ids(told):
-    assert told["completed"] == [[5, 5]] * 4 and told["echoed"]
-    assert told["world"] == 1
+def test_completions_of_token_ids(results):
+    assert results["completed"] == [[5, 5]] * 4 and results["echoed"]
+    assert results["world"] == 1

@@ -1,1 +1,1 @@
-"""Other engines' control and generation routes, each a thin translation to the same engine calls."""
+"""Control and generation routes of other engines, each translated to the same engine calls."""

@@ -1,8 +1,9 @@
-"""Code that several dialects share: bodies, pauses, SGLang's error shape, and the description of this server."""
+"""Code that several dialects share: routes, pauses, SGLang's form of errors, and the description of this server."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -13,10 +14,12 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy import __version__
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
-from fastdeploy.http.body import Body, parse_body, parse_json
+from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.errors import error_body, json_response
+from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 PAUSE_TIMEOUT_S = 60.0
@@ -26,9 +29,8 @@ CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None, "")}
 LISTS = frozenset({"tags", "request_ids"})
 
 Route = Callable[[Request], Awaitable[Response]]
-
-
 Kind = TypeVar("Kind", bound=BaseModel)
+Handler = Callable[[Kind], Awaitable[dict[str, Any]]]
 
 
 async def read_fields(request: Request) -> dict[str, Any]:
@@ -43,41 +45,67 @@ async def read_fields(request: Request) -> dict[str, Any]:
 async def read_control(request: Request, kind: type[Kind]) -> Kind:
     """Read the fields of :func:`read_fields` as ``kind``. Null means absent. Raises InvalidField for the first wrong
     field, and for an adapter's name."""
-    fields = await read_fields(request)
-    if not issubclass(kind, Body):
-        fields = {k: v for k, v in fields.items() if k in kind.model_fields or k in CONTROL_UNSUPPORTED}
-    return parse_body(fields, kind, CONTROL_UNSUPPORTED)
+    return parse_body(await read_fields(request), kind, CONTROL_UNSUPPORTED)
 
 
 async def read_lax(request: Request, kind: type[Kind]) -> Kind:
-    """Read the JSON body alone as ``kind``. Null means absent. Fields that ``kind`` does not have are dropped."""
-    data = parse_json(await request.body())
-    return parse_body({k: v for k, v in data.items() if k in kind.model_fields}, kind, {})
+    """Read the JSON body alone as ``kind``. Null means absent. Raises InvalidField for the first wrong field."""
+    return parse_body(parse_json(await request.body()), kind, {})
 
 
-async def place_pause(context: ServingContext, mode: str, clear_cache: bool | None, placed_by: str) -> dict[str, Any]:
-    """Pause the engine and return the report once it is quiesced.
+class Routes:
+    """Adds POST routes to ``router``. A handler takes the body, already checked, and returns the content of the reply.
+
+    query: a field may also be in the query, and the body wins. Otherwise only the body is read, as in SGLang.
+    sglang_errors: see :func:`sglang_errors`."""
+
+    def __init__(self, router: APIRouter, *, query: bool = True, sglang_errors: bool = False):
+        self._router, self._query, self._sglang_errors = router, query, sglang_errors
+
+    def post(self, path: str, kind: type[Kind], **error_fields: Any) -> Callable[[Handler[Kind]], Handler[Kind]]:
+        """Add the decorated handler of bodies of ``kind``. error_fields: see :func:`sglang_errors`."""
+
+        def add(handler: Handler[Kind]) -> Handler[Kind]:
+            async def run(request: Request) -> Response:
+                read = read_control if self._query else read_lax
+                return json_response(await handler(await read(request, kind)))
+
+            self._router.post(
+                path,
+                name=handler.__name__,
+                description=inspect.cleandoc(handler.__doc__ or ""),
+                openapi_extra=takes(kind, query=self._query) if kind.model_fields else None,
+            )(sglang_errors(**error_fields)(run) if self._sglang_errors else run)
+            return handler
+
+        return add
+
+
+async def place_pause(
+    client: EngineClient,
+    mode: str,
+    clear_cache: bool | None,
+    placed_by: str,
+    hold_id: str | None = None,
+    ttl_s: float | None = None,
+) -> dict[str, Any]:
+    """Pause the engine and return the report once it is quiesced. See PauseArgs for the arguments.
 
     Requests that arrive during the pause are held, never refused. Requests that do not end within PAUSE_TIMEOUT_S are
     frozen, never aborted."""
     args = m.PauseArgs(
-        mode=mode,
-        clear_cache=clear_cache,
-        admission="hold",
-        timeout_s=PAUSE_TIMEOUT_S,
-        on_timeout="keep",
-        placed_by=placed_by,
+        mode, clear_cache, "hold", PAUSE_TIMEOUT_S, on_timeout="keep", ttl_s=ttl_s, hold_id=hold_id, placed_by=placed_by
     )
-    return await context.client.call(args)
+    return await client.call(args)
 
 
-async def resume(context: ServingContext) -> dict[str, Any]:
+async def resume(client: EngineClient) -> dict[str, Any]:
     """Release every anonymous hold. Named and system holds stay, and the report lists them."""
-    return await context.client.call(m.ResumeArgs())
+    return await client.call(m.ResumeArgs())
 
 
 def adapters_off() -> HTTPException:
-    """Return the 404 of adapter routes, which clients read as a feature that is off."""
+    """Return the 404 of the adapter routes. Clients read 404 as "this feature is off"."""
     return HTTPException(404, "this server serves no adapters: publish merged weights instead")
 
 
@@ -101,8 +129,8 @@ def sglang_errors(**extra: Any) -> Callable[[Route], Route]:
     return decorate
 
 
-def success(message: str, **fields: Any) -> Response:
-    return json_response({"success": True, "message": message, **fields})
+def success(message: str, **fields: Any) -> dict[str, Any]:
+    return {"success": True, "message": message, **fields}
 
 
 def add_absent_routes(router: APIRouter, reasons: Mapping[str, str], reason_field: str | None = None) -> None:

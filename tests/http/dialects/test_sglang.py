@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import threading
 
 import httpx
 import numpy as np
@@ -19,10 +18,9 @@ from support.http_calls import answer, events, refused
 HELLO = list(b"hey you")
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1"}
 COUNTS = {"running": 2, "frozen": 1, "queued": 4}
-
-
 # Parameters that slime's rollout sends with every top_p below 1.
 KEEP = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
+RAW_KEEP = {**KEEP, "logprobs_mode": "raw"}
 
 
 def generate(stack, **body) -> httpx.Response:
@@ -66,8 +64,7 @@ def test_without_return_logprob_none_are_computed_or_sent(stack):
     assert stack.engine.expect(AddRequest).sampling.logprobs is None
 
 
-def test_sglangs_own_defaults_hold(stack):
-    """The default logprobs are those after the temperature."""
+def test_sampling_parameters_have_sglangs_defaults(stack):
     stack.script(reply_with([97]))
     for params, expected in (({}, 126), ({"max_new_tokens": 9}, 9)):
         generate(stack, input_ids=[1, 2], sampling_params=params)
@@ -105,16 +102,15 @@ def test_sampling_parameters_reach_the_engine(stack):
 
 @pytest.mark.parametrize(
     "field", ["image_data", "input_embeds", "lora_path", "return_routed_experts", "return_hidden_states",
-              "session_params", "custom_logit_processor", "token_ids_logprob"],
+              "session_params", "custom_logit_processor", "token_ids_logprob", "sampling_params.json_schema",
+              "sampling_params.regex", "sampling_params.ebnf", "sampling_params.structural_tag",
+              "sampling_params.logit_bias", "sampling_params.custom_params"],
 )  # fmt: skip
 def test_a_field_that_would_change_the_data_is_refused_by_name(module_stack, field):
     """known failure 34"""
-    refused(generate(module_stack, input_ids=[1], **{field: ["x"]}), field)
-
-
-@pytest.mark.parametrize("field", ["json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params"])
-def test_a_sampling_parameter_that_would_change_the_data_is_refused_by_name(module_stack, field):
-    refused(generate(module_stack, input_ids=[1], sampling_params={field: {"a": "b"}}), f"sampling_params.{field}")
+    parameter = field.removeprefix("sampling_params.")
+    body = {field: ["x"]} if parameter == field else {"sampling_params": {parameter: {"a": "b"}}}
+    refused(generate(module_stack, input_ids=[1], **body), field)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +133,7 @@ def test_a_sampling_parameter_that_would_change_the_data_is_refused_by_name(modu
         ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
         ({"input_ids": [1], "stream": "perhaps"}, "stream"),
         ({"input_ids": [1], "return_logprob": False, "sampling_params": KEEP}, "return_logprob"),
-        (
-            {"input_ids": [1], "return_logprob": True, "sampling_params": KEEP | {"logprobs_mode": "raw"}},
-            "logprobs_mode",
-        ),
+        ({"input_ids": [1], "return_logprob": True, "sampling_params": RAW_KEEP}, "logprobs_mode"),
     ],
 )
 def test_a_malformed_request_is_refused_by_the_name_of_its_field(module_stack, body, field):
@@ -174,7 +167,7 @@ def test_the_ids_that_top_p_kept_have_the_shape_that_slime_reads(stack):
     assert sampling.return_kept and sampling.logprobs_mode == "processed", "the logprobs are over these ids"
     *early, last, done = events(generate(stack, **body, stream=True))
     assert done == "[DONE]" and int32(last["meta_info"]["top_p_token_ids"]) == [5, 97, 97, 1, 2, 97]
-    assert early and all("top_p_token_ids" not in chunk["meta_info"] for chunk in early), "only the last tells them"
+    assert early and all("top_p_token_ids" not in event["meta_info"] for event in early), "only the last event has them"
 
 
 def test_kept_ids_are_absent_if_no_id_was_excluded_and_empty_without_tokens(stack):
@@ -197,7 +190,7 @@ def test_kept_ids_are_bounded_by_their_bytes(stack, monkeypatch):
 # ---------------------------------------------------------------------- ends
 
 
-def test_every_way_to_end_has_sglangs_reason(stack):
+def test_the_finish_reason_of_a_stop_says_what_matched(stack):
     stack.script(lambda add: [replace(reply_with([97, 98], "stop")(add)[-1], stop_reason=98)])
     assert generate(stack, input_ids=[1]).json()["meta_info"]["finish_reason"] == {"type": "stop", "matched": 98}
     stack.script(reply_with(list(b"abYZq")))
@@ -217,7 +210,7 @@ def test_an_abort_returns_200_with_every_token_and_its_logprob(stack):
 
 
 @pytest.mark.parametrize("message", ["Abort before prefill: a pause", "queue_timeout", ""])
-def test_an_abort_before_any_token_has_the_full_shape_and_says_so(stack, message):
+def test_an_abort_before_the_first_token_has_all_fields_and_its_own_message(stack, message):
     """AReaL recognises the case by the message."""
     answer(stack, m.PauseStatusArgs, {"version": "step-9", "is_paused": False})
     stack.script(lambda add: [m.Output(add.request_id, 0, finish_reason="abort", message=message)])
@@ -267,15 +260,15 @@ def test_prompt_logprobs_start_at_logprob_start_len(stack):
 
 def test_every_event_of_a_stream_holds_everything_so_far(stack):
     stack.script(reply_with(list(b"abcd"), step=2, version="v2"))
-    chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))
-    assert chunks.pop() == "[DONE]"
-    assert [chunk["text"] for chunk in chunks] == ["ab", "abcd"]
-    assert [chunk["output_ids"] for chunk in chunks] == [[97, 98], [97, 98, 99, 100]]
-    metas = [chunk["meta_info"] for chunk in chunks]
+    streamed = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))
+    assert streamed.pop() == "[DONE]"
+    assert [event["text"] for event in streamed] == ["ab", "abcd"]
+    assert [event["output_ids"] for event in streamed] == [[97, 98], [97, 98, 99, 100]]
+    metas = [event["meta_info"] for event in streamed]
     assert [meta["finish_reason"] for meta in metas] == [None, {"type": "length", "length": 4}]
     assert [len(meta["output_token_logprobs"]) for meta in metas] == [2, 4]
     assert [meta["weight_versions"][-1]["end"] for meta in metas] == [2, 4]
-    assert "index" not in chunks[0]
+    assert "index" not in streamed[0]
 
 
 def test_a_late_reader_gets_events_whose_text_and_ids_agree(stack):
@@ -288,18 +281,18 @@ def test_a_late_reader_gets_events_whose_text_and_ids_agree(stack):
 
     stack.engine.taken = lambda: True
     stack.script(at_once)
-    chunks = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))[:-1]
-    for chunk in chunks:
-        assert chunk["text"].encode() == bytes(chunk["output_ids"])
-        assert len(chunk["meta_info"]["output_token_logprobs"]) == len(chunk["output_ids"])
-    assert [bool(chunk["meta_info"]["finish_reason"]) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert chunks[-1]["text"] == "abcd"
+    streamed = events(generate(stack, input_ids=[1], stream=True, return_logprob=True))[:-1]
+    for event in streamed:
+        assert event["text"].encode() == bytes(event["output_ids"])
+        assert len(event["meta_info"]["output_token_logprobs"]) == len(event["output_ids"])
+    assert [bool(event["meta_info"]["finish_reason"]) for event in streamed] == [False] * (len(streamed) - 1) + [True]
+    assert streamed[-1]["text"] == "abcd"
 
 
 def test_a_stream_shows_no_text_that_a_stop_string_may_take_back(stack):
     stack.script(reply_with(list(b"abYZ")))
-    chunks = events(generate(stack, input_ids=[1], stream=True, sampling_params={"stop": ["YZ"]}))
-    assert [chunk["text"] for chunk in chunks[:-1]] == ["a", "ab", "ab", "ab"]
+    streamed = events(generate(stack, input_ids=[1], stream=True, sampling_params={"stop": ["YZ"]}))
+    assert [event["text"] for event in streamed[:-1]] == ["a", "ab", "ab", "ab"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -331,13 +324,13 @@ def test_one_rid_of_a_batch_becomes_one_for_each_prompt_and_aborts_them_all(stac
     assert len(generate(stack, input_ids=[[1]]).json()) == 1, "a batch of one answers a list"
 
 
-def test_n_samples_answer_a_list_and_number_their_chunks(stack):
+def test_n_samples_answer_a_list_and_number_their_events(stack):
     stack.script(reply_with(list(b"ab")))
     replies = generate(stack, input_ids=[1], sampling_params={"n": 2}, rid="one").json()
     assert [r["text"] for r in replies] == ["ab", "ab"]
     assert stack.engine.expect(AddRequest).n == 2
-    chunks = events(generate(stack, input_ids=[1], sampling_params={"n": 2}, stream=True))[:-1]
-    assert sorted((c["index"], c["text"]) for c in chunks) == [(0, "a"), (0, "ab"), (1, "a"), (1, "ab")]
+    streamed = events(generate(stack, input_ids=[1], sampling_params={"n": 2}, stream=True))[:-1]
+    assert sorted((c["index"], c["text"]) for c in streamed) == [(0, "a"), (0, "ab"), (1, "a"), (1, "ab")]
 
 
 # ---------------------------------------------------------------------- pause, resume, abort
@@ -414,7 +407,7 @@ def test_the_load_counts_frozen_and_held_requests(stack):
     [({}, ()), ({"tags": None}, ()), ({"tags": ["weights"]}, ("weight",)),
      ({"tags": ["kv_cache", "weights", "cuda_graph"]}, ("kv_cache", "weight"))],
 )  # fmt: skip
-def test_memory_is_released_and_taken_by_sglangs_names(stack, body, tags):
+def test_memory_is_released_and_resumed_by_sglangs_names(stack, body, tags):
     answer(stack, m.SleepArgs, {"asleep": ["weight"], "freed_bytes": 10})
     answer(stack, m.WakeArgs, {"asleep": []})
     assert stack.post("/release_memory_occupation", **body).json()["freed_bytes"] == 10
@@ -423,7 +416,7 @@ def test_memory_is_released_and_taken_by_sglangs_names(stack, body, tags):
     assert stack.engine.expect(m.WakeArgs).args.tags == tags
 
 
-def test_memory_in_the_wrong_order_is_a_4xx_and_cuda_graphs_are_ignored(stack):
+def test_a_wake_up_in_the_wrong_order_is_a_409_and_cuda_graphs_are_ignored(stack):
     answer(stack, m.WakeArgs, failure=m.Failure("wrong_order", "kv_cache does not sleep"))
     reply = stack.post("/resume_memory_occupation", tags=["kv_cache"])
     assert reply.status_code == 409 and reply.json()["error"]["code"] == "wrong_order"
@@ -442,16 +435,5 @@ def test_information_routes_tell_the_weights_and_the_shape_of_the_deployment(sta
     assert stack.server.url == f"http://{info['host']}:{info['port']}"
     assert info["served_model_name"] == "tiny" and info["sglang_pause_mode"] == "abort"
     slime = {"enable_memory_saver": False, "enable_return_routed_experts": False, "disaggregation_mode": "null"}
-    assert slime.items() <= info.items(), "compared with slime's own settings by SGLangEngine.init"
+    assert slime.items() <= info.items(), "slime's SGLangEngine.init compares these with its own settings"
     assert stack.http.get("/health_generate").status_code == 200
-
-
-def test_a_held_request_blocks_until_its_tokens_come(stack):
-    results: list = []
-    call = threading.Thread(target=lambda: results.append(generate(stack, input_ids=[1], rid="held")), daemon=True)
-    call.start()
-    add = stack.engine.expect(AddRequest)
-    assert call.is_alive() and not results
-    stack.engine.send(m.Outputs([replace(one_output(add, 0, [97], 0), finish_reason="length")]))
-    call.join(10)
-    assert results[0].json()["output_ids"] == [97]

@@ -26,32 +26,25 @@ OTHER = safetensors_bytes({"v": np.ones(2, np.float32)})
 
 
 class Weights:
-    """Answers weight calls, records their order, and reads the tensors of the files that they name."""
+    """Answers weight calls, records their order, and reads the tensors of the files that they name.
 
-    def __init__(self, stack, session: dict | None = None, **failures: m.Failure):
+    open_by: the owner of the session that is open. failures: by the name of the call."""
+
+    def __init__(self, stack, open_by: str = "", **failures: m.Failure):
         self.calls: list = []
         self.tensors: list[dict] = []
         self.paths: list[str] = []
-        self._open = (session or {}).get("placed_by")
-        self._failures = failures
+        self._open_by, self._failures = open_by, failures
         replies = {
-            m.UpdateWeightsArgs: REPORT,
-            m.BeginUpdateArgs: OPENED,
-            m.UpdateChunkArgs: {"session_id": "s-1", "tensors": 1, "nbytes": 16, "tensors_received": 1, "lease_s": 300},
-            m.CommitUpdateArgs: REPORT,
-            m.AbortUpdateArgs: {"aborted": ["s-1"]},
-            m.AbortArgs: {"aborted": [], "not_found": []},
-            m.PauseArgs: {"status": "paused"},
-            m.ResumeArgs: {"released": []},
-            m.ResetCacheArgs: {"success": True},
-            m.WeightInfoArgs: {"version": "7", "weight_epoch": 3, "boot_id": "b", "session": session, "asleep": [],
-                               "checksums": {"w": "00"}, "checksum": "11"},
+            m.UpdateWeightsArgs: REPORT, m.CommitUpdateArgs: REPORT, m.BeginUpdateArgs: OPENED,
+            m.UpdateChunkArgs: {"session_id": "s-1"}, m.AbortUpdateArgs: {}, m.AbortArgs: {}, m.PauseArgs: {},
+            m.ResumeArgs: {}, m.ResetCacheArgs: {}, m.WeightInfoArgs: {"checksums": {"w": "00"}, "checksum": "11"},
         }  # fmt: skip
         for kind, result in replies.items():
             stack.engine.replies[kind] = lambda call, result=result: self._reply(call, result)
 
     def _reply(self, call: m.Call, result: dict) -> m.Reply:
-        if getattr(call.args, "session_id", "") is None and call.args.placed_by != self._open:
+        if getattr(call.args, "session_id", "") is None and call.args.placed_by != self._open_by:
             if isinstance(call.args, m.CommitUpdateArgs):
                 return m.Reply(call.call_id, {}, m.Failure("wrong_order", "no weight update is open"))
             return m.Reply(call.call_id, {"session_id": None})
@@ -85,7 +78,7 @@ def refused(reply, *words: str) -> dict:
 
 
 def test_a_folder_becomes_one_update_that_aborts_nothing(stack):
-    """known failure 26: as slime sends it, with its label, while requests are in flight"""
+    """known failure 26: the body is that of slime"""
     weights = Weights(stack)
     body = {"model_path": "/ckpt/7", "load_format": None, "weight_version": "7", "flush_cache": True}
     reply = stack.post("/update_weights_from_disk", **body)
@@ -97,18 +90,17 @@ def test_a_folder_becomes_one_update_that_aborts_nothing(stack):
 
 
 def test_abort_all_aborts_only_when_the_new_weights_are_ready(stack):
-    """AReaL sends it so. The pause has a hold of its own, so that requests held by others stay held."""
+    """AReaL sends abort_all_requests. The pause has a hold of its own, so that an earlier pause continues."""
     weights = Weights(stack)
     assert stack.post("/update_weights_from_disk", model_path="/ckpt/7", abort_all_requests=True).status_code == 200
     assert weights.kinds == ["BeginUpdate", "UpdateChunk", "Pause", "CommitUpdate", "Resume", "ResetCache"]
     pause, resume = weights.calls[2], weights.calls[4]
     assert (pause.mode, pause.admission, pause.hold_id) == ("abort", "hold", resume.hold_id) and pause.hold_id
-    assert pause.ttl_s is not None, "if this process dies in between, nobody stays held"
+    assert pause.ttl_s is not None, "the hold ends even if this process dies before it resumes"
 
 
-def test_a_bad_folder_aborts_nobody_and_ends_its_session(stack):
-    failure = m.Failure("weight_update_refused", "w.safetensors: header too large")
-    weights = Weights(stack, UpdateChunkArgs=failure)
+def test_a_bad_folder_aborts_no_request_and_ends_its_session(stack):
+    weights = Weights(stack, UpdateChunkArgs=m.Failure("weight_update_refused", "w.safetensors: header too large"))
     body = refused(stack.post("/update_weights_from_disk", model_path="/bad", abort_all_requests=True), "header")
     assert body["num_paused_requests"] == 0
     assert weights.kinds == ["BeginUpdate", "UpdateChunk", "AbortUpdate"]
@@ -147,7 +139,7 @@ def test_a_folder_request_that_cannot_be_honoured_names_its_field(module_stack, 
 
 
 def test_safetensors_bytes_update_the_tensors_that_arrive(stack):
-    """Without a session each call is an update of its own. The file of the upload is removed before the reply."""
+    """The file of the upload is removed before the reply."""
     weights = Weights(stack)
     body = {"serialized_named_tensors": [b64(UPLOAD)], "load_format": "flattened_bucket", "flush_cache": False}
     reply = stack.post("/update_weights_from_tensor", **body, weight_version="7")
@@ -166,7 +158,9 @@ def test_entries_of_several_ranks_are_one_update_and_equal_ones_count_once(stack
     assert [list(t) for t in weights.tensors] == [["w"], ["v"]]
 
 
-class Touch:
+class MakesFolder:
+    """Makes the folder ``path`` if a pickle of this object is loaded."""
+
     def __init__(self, path: Path):
         self.path = path
 
@@ -178,9 +172,9 @@ class Touch:
 def test_a_pickle_is_refused_and_never_run(stack, tmp_path, protocol):
     """known failure 30: as SGLang's own clients serialise tensors"""
     weights = Weights(stack)
-    evil = pickle.dumps(Touch(tmp_path / "pwned"), protocol)
-    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(evil)]), "pickle", "safetensors")
-    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD), b64(evil)]), "[1]")
+    pickled = pickle.dumps(MakesFolder(tmp_path / "pwned"), protocol)
+    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(pickled)]), "pickle", "safetensors")
+    refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD), b64(pickled)]), "[1]")
     assert not (tmp_path / "pwned").exists() and weights.calls == []
 
 
@@ -220,7 +214,7 @@ def test_begin_and_end_make_one_update_of_all_buckets(stack):
     assert stack.post("/begin_weight_update", selector="all").json()["success"] is True
     (begun,) = weights.calls
     assert (begun.partial, begun.placed_by) == (True, "sglang")
-    weights = Weights(stack, session={"session_id": "s-1", "placed_by": "sglang"})
+    weights = Weights(stack, open_by="sglang")
     stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD)], weight_version="7")
     stack.post("/update_weights_from_disk", model_path="/ckpt")
     assert stack.post("/end_weight_update").json()["success"] is True
@@ -230,11 +224,8 @@ def test_begin_and_end_make_one_update_of_all_buckets(stack):
 
 
 def test_tensors_never_go_into_the_session_of_another_trainer(stack):
-    weights = Weights(
-        stack,
-        session={"session_id": "theirs", "placed_by": "native"},
-        UpdateWeightsArgs=m.Failure("update_in_progress", "another session is open"),
-    )
+    failure = m.Failure("update_in_progress", "another session is open")
+    weights = Weights(stack, open_by="native", UpdateWeightsArgs=failure)
     refused(stack.post("/update_weights_from_tensor", serialized_named_tensors=[b64(UPLOAD)]), "another")
     assert weights.kinds == ["UpdateWeights"]
     refused(stack.post("/end_weight_update"), "no weight update is open")
@@ -343,8 +334,8 @@ def test_only_checkpoint_files_are_copied_and_none_gets_wider_permissions(pull, 
 def test_no_link_leads_a_pull_out_of_where_it_reads_and_writes(pull, tmp_path):
     secret = tmp_path / "secret"
     secret.mkdir()
-    (secret / "id_rsa").write_text("s")
-    (secret / "config.json").write_text("s")
+    for name in ("id_rsa", "config.json"):
+        (secret / name).write_text("s")
     folder = tmp_path / "published" / "weight_v000001"
     link = folder / "model.safetensors"
     for target in (secret / "id_rsa", "/etc/hostname", "../../secret/id_rsa"):
@@ -378,7 +369,7 @@ def test_a_file_that_no_pull_has_made_is_never_touched(pull, tmp_path):
     assert (local / "model-2.safetensors").read_text() == "mine" and (local / "config.json").read_text() == "1"
     for text in ('["../../secret", "id_rsa"]', "{", "[3]"):
         (local / ".weight_sync" / "files.json").write_text(text)
-        refused(pull(2), "files.json" if text != '["../../secret", "id_rsa"]' else "local_checkpoint_dir")
+        refused(pull(2), "local_checkpoint_dir" if "secret" in text else "files.json")
 
 
 def test_the_next_pull_completes_one_that_failed(pull, tmp_path, monkeypatch):
@@ -401,11 +392,11 @@ def test_the_next_pull_completes_one_that_failed(pull, tmp_path, monkeypatch):
 
 def test_a_pull_that_hangs_is_given_up_and_only_max_pulls_may_hang(make_stack, tmp_path, monkeypatch):
     stack = make_stack(model_roots=("/",), pull_root=str(tmp_path), stage_timeout_s=0.2)
-    mended, ended = threading.Event(), threading.Semaphore(0)
+    repaired, ended = threading.Event(), threading.Semaphore(0)
     real = sglang_pull.pull_weights
 
     def hang(config, local_dir, source_dir, version, given_up):
-        assert mended.wait(60)
+        assert repaired.wait(60)
         try:
             real(config, local_dir, source_dir, version, given_up)
         finally:
@@ -417,7 +408,7 @@ def test_a_pull_that_hangs_is_given_up_and_only_max_pulls_may_hang(make_stack, t
         reply = stack.post("/pull_weights", **body)
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "staging_timeout")
     assert stack.post("/pull_weights", **body).json()["error"]["code"] == "update_in_progress"
-    mended.set()
+    repaired.set()
     for _ in range(sglang_pull.MAX_PULLS):
         assert ended.acquire(timeout=60)
     assert names(tmp_path / "x") == []
@@ -427,8 +418,8 @@ def test_a_pull_stays_below_the_roots_and_overwrites_nothing_of_others(pull, tmp
     refused(pull(1, source="/usr"), "source_dir")
     for local in ("/usr/share/x", "elsewhere", "root/../elsewhere", "root2/x"):
         refused(pull(1, local=local), "local_checkpoint_dir")
-    precious = tmp_path / "root" / "mine" / "thesis.txt"
-    precious.parent.mkdir()
-    precious.write_text("years of work")
+    foreign = tmp_path / "root" / "mine" / "notes.txt"
+    foreign.parent.mkdir()
+    foreign.write_text("x")
     refused(pull(1, local="root/mine"), "local_checkpoint_dir")
-    assert precious.exists() and names(precious.parent) == ["thesis.txt"]
+    assert names(foreign.parent) == ["notes.txt"]

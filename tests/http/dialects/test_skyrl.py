@@ -1,4 +1,4 @@
-"""SkyRL's own routes over real HTTP, before a scripted engine. Its weight sync is in test_vllm_weights."""
+"""SkyRL's own routes over real HTTP, before a scripted engine. SkyRL's weight sync is in test_vllm_weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
+from support.http_calls import answer, refused
 
 
 def test_an_abort_for_an_adapter_that_is_not_loaded_is_a_404_that_names_it(module_stack):
@@ -18,18 +19,14 @@ def test_an_abort_for_an_adapter_that_is_not_loaded_is_a_404_that_names_it(modul
 
 @pytest.mark.parametrize("body", [{}, {"lora_name": ""}, {"lora_name": None}])
 def test_an_abort_that_names_no_adapter_is_refused(module_stack, body):
-    reply = module_stack.post("/skyrl/v1/abort_lora_requests", **body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "lora_name"
+    refused(module_stack.post("/skyrl/v1/abort_lora_requests", **body), "lora_name")
 
 
 @pytest.mark.parametrize(
     ("body", "field"), [({}, "return_routed_experts"), ({"return_sample_support": True}, "return_sample_support")]
 )
 def test_the_fields_of_skyrls_own_generate_are_refused_by_name(module_stack, body, field):
-    reply = module_stack.post("/skyrl/v1/generate", token_ids=[1], sampling_params={}, **body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["message"].startswith(field)
+    refused(module_stack.post("/skyrl/v1/generate", token_ids=[1], sampling_params={}, **body), field)
 
 
 def test_the_model_name_default_means_the_model_that_serves(stack):
@@ -41,16 +38,13 @@ def test_the_model_name_default_means_the_model_that_serves(stack):
     assert stack.post("/inference/v1/generate", **body | {"model": "other"}).status_code == 404
 
 
-# ---------------------------------------------------------------------- memory around a weight sync
-
-
 def rpc(stack, method: str, **kwargs):
     return stack.post("/collective_rpc", method=method, kwargs=kwargs)
 
 
 @pytest.mark.parametrize(("offload_kv", "tags"), [(True, ("weight",)), (False, ("weight", "kv_cache"))])
 def test_sleep_for_a_weight_sync_keeps_the_kv_that_skyrl_wants_kept(stack, offload_kv, tags):
-    stack.engine.replies[m.SleepArgs] = lambda call: m.Reply(call.call_id, {"asleep": sorted(tags)})
+    answer(stack, m.SleepArgs, {"asleep": sorted(tags)})
     assert rpc(stack, "skyrl_sleep_for_weight_sync", offload_kv=offload_kv).status_code == 200
     args = stack.engine.expect(m.SleepArgs).args
     assert (args.tags, args.mode, args.discard) == (tags, "keep", False), "a sync that fails leaves the old weights"
@@ -58,9 +52,8 @@ def test_sleep_for_a_weight_sync_keeps_the_kv_that_skyrl_wants_kept(stack, offlo
 
 def test_wake_for_a_weight_sync_skips_tags_that_do_not_sleep(stack):
     for asleep, tags, woken in ((["weight"], ["weights"], ("weight",)), ([], ["kv_cache"], None)):
-        label = {"version": "v", "weight_epoch": 1, "asleep": asleep}
-        stack.engine.replies[m.WeightInfoArgs] = lambda call, label=label: m.Reply(call.call_id, label)
-        stack.engine.replies[m.WakeArgs] = lambda call: m.Reply(call.call_id, {"asleep": []})
+        answer(stack, m.WeightInfoArgs, {"asleep": asleep})
+        answer(stack, m.WakeArgs, {"asleep": []})
         reply = rpc(stack, "skyrl_wake_for_weight_sync", tags=tags)
         assert reply.status_code == 200 and reply.json()["results"][0]["asleep"] == []
         assert stack.engine.expect(m.WeightInfoArgs)
@@ -74,22 +67,11 @@ def test_wake_for_a_weight_sync_skips_tags_that_do_not_sleep(stack):
      ("skyrl_sleep_for_weight_sync", {"offload": True}, "offload")],
 )  # fmt: skip
 def test_memory_calls_are_refused_by_the_name_of_the_wrong_field(module_stack, method, kwargs, field):
-    reply = rpc(module_stack, method, **kwargs)
-    assert reply.status_code == 400 and reply.json()["error"]["param"].startswith(field)
-
-
-# ---------------------------------------------------------------------- the delta strategy
+    refused(rpc(module_stack, method, **kwargs), field)
 
 
 def test_checkpoint_deltas_are_refused_with_what_works_instead(module_stack):
     info = {"base_model_path": "/m", "local_checkpoint_dir": "/tmp/x", "cloud_download_workers": 4}
-    refusals = [
-        module_stack.post("/init_weight_transfer_engine", init_info=info),
-        module_stack.post("/fetch_weights", target_version=1, sync_dir="/sync"),
-    ]
-    for reply in refusals:
-        assert reply.status_code == 400
-        assert (
-            "deltas" in reply.json()["error"]["message"]
-            and "fastdeploy.rl.frameworks.skyrl" in reply.json()["error"]["message"]
-        )
+    works = "fastdeploy.rl.frameworks.skyrl"
+    refused(module_stack.post("/init_weight_transfer_engine", init_info=info), "init_info", "deltas", works)
+    refused(module_stack.post("/fetch_weights", target_version=1, sync_dir="/sync"), "", "deltas", works)

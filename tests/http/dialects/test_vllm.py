@@ -48,12 +48,8 @@ def test_every_sampling_parameter_reaches_the_engine(stack):
     same = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 1,
             "presence_penalty": 0.2, "frequency_penalty": 0.3, "ignore_eos": True, "seed": 7,
             "max_tokens": 5}  # fmt: skip
-    harmless = {
-        "skip_special_tokens": False,
-        "detokenize": True,
-        "output_kind": 0,
-        "spaces_between_special_tokens": True,
-    }
+    harmless = {"skip_special_tokens": False, "detokenize": True, "output_kind": 0,
+                "spaces_between_special_tokens": True}  # fmt: skip
     neutral = {"stop": None, "bad_words": [], "logit_bias": None, "structured_outputs": None, "extra_args": None,
                "truncate_prompt_tokens": None, "unheard_of": None}  # fmt: skip
     reply = generate(stack, sampling_params={**same, **harmless, **neutral, "stop_token_ids": [3]}, features=None)
@@ -98,10 +94,10 @@ def test_an_aborted_request_is_a_200_with_aligned_arrays(stack, ids):
 def test_a_stream_adds_tokens_and_ends_with_done(stack):
     stack.script(reply_with(HELLO, version="step-7", step=3))
     reply = generate(stack, stream=True, sampling_params={"logprobs": 0}, request_id="s")
-    *chunks, done = events(reply)
+    *streamed, done = events(reply)
     assert done == "[DONE]"
-    assert {chunk["request_id"] for chunk in chunks} == {"s"}
-    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {event["request_id"] for event in streamed} == {"s"}
+    choices = [event["choices"][0] for event in streamed]
     assert sum((choice["token_ids"] for choice in choices), []) == HELLO
     assert [len(choice["logprobs"]["content"]) for choice in choices] == [3, 3, 1]
     assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
@@ -109,8 +105,8 @@ def test_a_stream_adds_tokens_and_ends_with_done(stack):
 
 
 @pytest.mark.parametrize("session", ["0", "7", "trajectory-1"])
-def test_session_zero_is_a_session(stack, session):
-    """known failure 32: 0 is a session id as any other"""
+def test_session_id_0_is_valid(stack, session):
+    """known failure 32"""
     stack.script(reply_with(HELLO))
     reply = generate(stack, sampling_params={}, headers={"X-Session-ID": session})
     assert reply.json()["choices"][0]["token_ids"] == HELLO
@@ -141,7 +137,7 @@ def test_a_sampling_parameter_that_cannot_be_honoured_is_refused_by_name(module_
 
 
 @pytest.mark.parametrize("field", ["prompt", "model", "stream", "token_ids"])
-def test_sampling_params_cannot_smuggle_in_another_request(module_stack, field):
+def test_a_field_of_the_request_inside_sampling_params_is_refused(module_stack, field):
     refused(generate(module_stack, sampling_params={field: "x"}), f"sampling_params.{field}")
 
 
@@ -160,7 +156,7 @@ def test_another_model_is_a_404_and_a_missing_one_the_default(stack):
      ("?mode=abort&clear_cache=True", "abort", True), ("?mode=wait&clear_cache=0", "wait", False),
      ("?wait_for_inflight_requests=true", "wait", True)],
 )  # fmt: skip
-def test_a_pause_holds_and_never_escalates_to_abort(make_stack, query, mode, clear_cache):
+def test_a_pause_holds_new_requests_and_never_escalates_to_abort(make_stack, query, mode, clear_cache):
     """By default the caches are cleared, those of frozen requests too. TRL relies on this default of vLLM."""
     stack = make_stack(vllm_pause_mode="wait")
     answer(stack, m.PauseArgs, {"state": "paused"})
@@ -169,14 +165,6 @@ def test_a_pause_holds_and_never_escalates_to_abort(make_stack, query, mode, cle
     args = stack.engine.expect(m.PauseArgs).args
     assert (args.mode, args.clear_cache) == (mode, clear_cache)
     assert (args.admission, args.on_timeout, args.placed_by, args.hold_id) == ("hold", "keep", "vllm", None)
-
-
-@pytest.mark.parametrize("path", ["/pause", "/areal_pause_generation", "/pause_generation"])
-def test_no_pause_of_a_dialect_aborts_requests_at_its_timeout(module_stack, path):
-    answer(module_stack, m.PauseArgs, {})
-    assert module_stack.http.post(path).status_code == 200
-    args = module_stack.engine.expect(m.PauseArgs).args
-    assert (args.on_timeout, args.admission) == ("keep", "hold")
 
 
 def test_the_fields_of_a_pause_may_be_a_body_and_the_path_end_in_a_slash(stack):
@@ -197,8 +185,7 @@ def test_resume_and_is_paused(stack):
     assert stack.engine.expect(m.ResumeArgs).args.hold_id is None
     assert stack.http.post("/resume", json={}).status_code == 200
     assert stack.http.get("/is_paused").json()["is_paused"] is False
-    refusal = m.Failure("resume_refused", "no whole weights")
-    answer(stack, m.ResumeArgs, failure=refusal)
+    answer(stack, m.ResumeArgs, failure=m.Failure("resume_refused", "no whole weights"))
     reply = stack.http.post("/resume")
     assert (reply.status_code, reply.json()["error"]["code"]) == (409, "resume_refused")
 
@@ -221,7 +208,7 @@ def test_an_abort_without_ids_aborts_every_request(stack, how):
     assert stack.engine.expect(m.AbortArgs).args == m.AbortArgs(abort_all=True)
 
 
-def test_a_misspelled_abort_is_not_an_abort_of_all(module_stack):
+def test_an_abort_with_a_misspelled_field_is_refused(module_stack):
     refused(module_stack.post("/abort_requests", request_id="a"), "request_id")
     refused(module_stack.post("/abort_requests", request_ids="a"), "request_ids")
     refused(module_stack.post("/inference/v1/abort_requests"), "request_ids")
@@ -257,8 +244,7 @@ def test_sleep_takes_every_form_its_clients_send(make_stack, how, expected):
     stack = make_stack(vllm_pause_mode="keep")
     answer(stack, m.WeightInfoArgs, LABEL)
     answer(stack, m.SleepArgs, {"asleep": ["kv_cache"], "freed_bytes": 5})
-    reply = stack.http.post("/sleep", **how)
-    assert (reply.status_code, reply.json()["freed_bytes"]) == (200, 5)
+    assert stack.http.post("/sleep", **how).json()["freed_bytes"] == 5
     args = stack.engine.expect(m.SleepArgs).args
     assert (args.tags, args.mode, args.discard) == expected
 
@@ -270,8 +256,7 @@ def test_to_sleep_while_asleep_and_to_wake_while_awake_are_no_errors(stack):
     answer(stack, m.WeightInfoArgs, LABEL)
     assert stack.http.post("/wake_up").json() == {"status": "awake", "asleep": []}
     assert stack.http.get("/is_sleeping").json()["is_sleeping"] is False
-    while not stack.engine.seen.empty():
-        assert isinstance(stack.engine.seen.get().args, m.WeightInfoArgs)  # nothing but questions
+    assert {type(call.args) for call in stack.engine.seen.queue} == {m.WeightInfoArgs}
 
 
 def test_a_wake_up_skips_tags_that_do_not_sleep(stack):
@@ -317,13 +302,11 @@ def test_a_new_version_is_a_label_and_aborts_nothing(stack, version):
     answer(stack, m.SetVersionArgs)
     reply = stack.post("/update_weight_version", new_version=version, abort_all_requests=True).json()
     assert (reply["success"], reply["new_version"], reply["weight_version"]) == (True, str(version), str(version))
-    while not isinstance(call := stack.engine.seen.get(timeout=5), m.Call) or call.args != m.SetVersionArgs(
-        str(version)
-    ):
-        assert not isinstance(getattr(call, "args", None), m.AbortArgs | m.PauseArgs)
-    assert stack.engine.seen.empty()
-    refused_reply = stack.post("/update_weight_version").json()
-    assert refused_reply["success"] is False and "new_version" in refused_reply["error"]["message"]
+    calls = [call.args for call in list(stack.engine.seen.queue) if isinstance(call, m.Call)]
+    assert calls == [m.SetVersionArgs(str(version))]
+    reply = stack.post("/update_weight_version")
+    refused(reply, "new_version")
+    assert reply.json()["success"] is False
 
 
 def test_weight_info(stack):
@@ -365,8 +348,7 @@ def test_tokenize_and_detokenize(module_stack):
     refused(module_stack.post("/detokenize", tokens=["a"]), "tokens")
     refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
     assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
-    long = module_stack.post("/detokenize", tokens=[97] * 70000).json()["error"]
-    assert "expected at most 128" in long["message"], "the context is the only bound"
+    refused(module_stack.post("/detokenize", tokens=[97] * 70000), "tokens", "expected at most 128")
     assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
 
 

@@ -16,11 +16,12 @@ OPEN = {"session_id": "s-1", "placed_by": "vllm"}
 ADDED = {"session_id": "s-1", "tensors": 3}
 BEGUN = {"session_id": "s-1", "lease_s": 300.0}
 NCCL = {"master_address": "10.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2, "packed": True}
+OCTETS = {"content-type": "application/octet-stream"}
 SENT = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]]}
 
 
 def with_session(stack, session: dict | None, failure: m.Failure | None = None) -> None:
-    """Let the engine have this open session. ``failure``: its answer to a chunk."""
+    """Let the engine have this open session. ``failure``: the engine's answer to a part."""
     answer(stack, m.WeightInfoArgs, {**LABEL, "session": session})
 
     def add(call: m.Call) -> m.Reply:
@@ -34,9 +35,6 @@ def with_session(stack, session: dict | None, failure: m.Failure | None = None) 
 
 def rpc(stack, method: str, **kwargs) -> httpx.Response:
     return stack.post("/collective_rpc", method=method, **({"kwargs": kwargs} if kwargs else {}))
-
-
-# ---------------------------------------------------------------------- what does not exist here
 
 
 @pytest.mark.parametrize("info", [NCCL, {"backend": "nccl"}])
@@ -72,9 +70,6 @@ def test_a_malformed_update_is_refused_by_name(module_stack, info, field):
     refused(module_stack.post("/update_weights", update_info=info), field)
 
 
-# ---------------------------------------------------------------------- without a session
-
-
 def test_an_update_without_a_session_is_one_commit(stack):
     with_session(stack, None)
     answer(stack, m.UpdateWeightsArgs, {"status": "committed", "version": "8", "weight_epoch": 4})
@@ -103,11 +98,8 @@ def test_an_upload_is_a_file_until_the_reply(make_stack, tmp_path):
 
     stack.engine.replies[m.UpdateWeightsArgs] = commit
     data = b"\x10\0\0\0\0\0\0\0" + bytes(100_000)
-    reply = stack.http.post(
-        '/update_weights?weight_version=9&partial=true&checksums={"a": "11"}',
-        content=data,
-        headers={"content-type": "application/octet-stream"},
-    )
+    path = '/update_weights?weight_version=9&partial=true&checksums={"a": "11"}'
+    reply = stack.http.post(path, content=data, headers=OCTETS)
     assert reply.status_code == 200, reply.text
     ((args, content),) = seen
     assert (content, args.version, args.partial, args.checksums) == (data, "9", True, {"a": "11"})
@@ -118,16 +110,12 @@ def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
     with_session(stack, None)
     answer(stack, m.UpdateWeightsArgs, failure=m.Failure("weight_update_refused", "no such tensor"))
-    octets = {"headers": {"content-type": "application/octet-stream"}}
-    assert stack.http.post("/update_weights", content=b"x" * 99, **octets).status_code == 400
-    refused(stack.http.post("/update_weights", content=b"", **octets), "body")
+    assert stack.http.post("/update_weights", content=b"x" * 99, headers=OCTETS).status_code == 400
+    refused(stack.http.post("/update_weights", content=b"", headers=OCTETS), "body")
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------------- a session
-
-
-def test_start_update_finish_are_begin_chunk_commit(stack):
+def test_start_update_finish_are_the_calls_of_one_session(stack):
     answer(stack, m.BeginUpdateArgs, BEGUN)
     assert stack.post("/start_weight_update", is_checkpoint_format=True).json()["session_id"] == "s-1"
     assert stack.engine.expect(m.BeginUpdateArgs).args == m.BeginUpdateArgs(placed_by="vllm")
@@ -142,7 +130,7 @@ def test_start_update_finish_are_begin_chunk_commit(stack):
     assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs(None, version="9", placed_by="vllm")
 
 
-def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
+def test_an_update_is_partial_only_if_it_was_started_as_partial(stack):
     """TRL finishes an update even if sending it failed. The engine then refuses the incomplete update."""
     answer(stack, m.BeginUpdateArgs, BEGUN)
     for body, partial in (({}, False), ({"partial": True}, True)):
@@ -153,7 +141,7 @@ def test_a_half_sent_update_is_not_partial_unless_it_was_started_so(stack):
     refused(stack.post("/update_weights", update_info=info), "update_info.partial")
 
 
-def test_finishing_what_was_never_started_is_a_wrong_order(stack):
+def test_finishing_without_a_session_is_refused_as_wrong_order(stack):
     with_session(stack, None)
     for reply in (stack.http.post("/finish_weight_update"), rpc(stack, "skyrl_finish_weight_update")):
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "wrong_order")
@@ -163,13 +151,10 @@ def test_only_the_format_of_checkpoints_is_known(module_stack):
     refused(module_stack.post("/start_weight_update", is_checkpoint_format=False), "is_checkpoint_format")
 
 
-def test_a_refused_chunk_says_why(stack):
+def test_a_refused_part_says_why(stack):
     with_session(stack, OPEN, m.Failure("weight_update_refused", "a: expected shape [2], got [3]"))
     reply = stack.post("/update_weights", update_info={"model_path": "/x"})
     assert (reply.status_code, reply.json()["error"]["message"]) == (400, "a: expected shape [2], got [3]")
-
-
-# ---------------------------------------------------------------------- SkyRL's names
 
 
 def test_skyrls_worker_methods_are_the_same_session(stack):

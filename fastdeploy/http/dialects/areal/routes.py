@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import Field
-from starlette.responses import Response
 
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Version
-from fastdeploy.http.dialects.common import (
-    add_absent_routes,
-    place_pause,
-    read_control,
-    resume,
-    sglang_errors,
-    success,
-)
-from fastdeploy.http.openapi import takes
+from fastdeploy.http.dialects.common import Routes, add_absent_routes, place_pause, resume, success
 from fastdeploy.inter_communicator import messages as m
 
 NO_GROUP = "this device has no process group for weights: use /areal_update_weights with a model_path"
@@ -47,30 +38,23 @@ class UpdateBody(LaxBody):
 
 def areal_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    client, config = context.client, context.config
+    client, routes = context.client, Routes(router, sglang_errors=True)
 
-    @router.post("/areal_pause_generation")
-    @sglang_errors()
-    async def pause_generation(request: Request) -> Response:
+    @routes.post("/areal_pause_generation", LaxBody)
+    async def pause_generation(_: LaxBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. AReaL's client resubmits the requests that were aborted."""
-        await read_control(request, LaxBody)
-        report = await place_pause(context, config.areal_pause_mode, None, placed_by="areal")
+        report = await place_pause(client, context.config.areal_pause_mode, None, placed_by="areal")
         return success("Generation paused", report=report)
 
-    @router.post("/areal_continue_generation")
-    @sglang_errors()
-    async def continue_generation(request: Request) -> Response:
-        await read_control(request, LaxBody)
-        return success("Generation continued", report=await resume(context))
+    @routes.post("/areal_continue_generation", LaxBody)
+    async def continue_generation(_: LaxBody) -> dict[str, Any]:
+        return success("Generation continued", report=await resume(client))
 
-    @router.post("/areal_update_weights", openapi_extra=takes(UpdateBody, query=True))
-    @sglang_errors()
-    async def update_weights(request: Request) -> Response:
+    @routes.post("/areal_update_weights", UpdateBody)
+    async def update_weights(body: UpdateBody) -> dict[str, Any]:
         """Read the folder before the reply, since AReaL then deletes the folder. The KV of requests in flight is
         computed again under the new weights, as in AReaL. A paused engine stays paused."""
-        body = await read_control(request, UpdateBody)
-        source = FolderSource(body.model_path)
-        args = m.UpdateWeightsArgs(source, version=body.version, kv="recompute")
+        args = m.UpdateWeightsArgs(FolderSource(body.model_path), version=body.version, kv="recompute")
         return success("TP rank: 0 success\n", report=await client.call(args))
 
     add_absent_routes(router, ABSENT)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, place_pause, read_lax, resume
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, place_pause, resume
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 # SGLang's names of a pause -> our (mode, clear_cache).
@@ -35,36 +33,27 @@ class MemoryBody(LaxBody):
     tags: list[str] | None = None
 
 
-def add_control_routes(router: APIRouter, context: ServingContext) -> None:
-    _add_generation_control(router, context)
-    _add_memory(router, context)
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    client, routes = context.client, Routes(router, query=False)
 
-
-def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
-
-    @router.post("/pause_generation", openapi_extra=takes(PauseGenerationBody))
-    async def pause_generation(request: Request) -> Response:
+    @routes.post("/pause_generation", PauseGenerationBody)
+    async def pause_generation(body: PauseGenerationBody) -> dict[str, Any]:
         """Answer when the engine is quiesced. Requests that arrive during the pause are held, whatever the mode."""
-        body = await read_lax(request, PauseGenerationBody)
-        mode, clear_cache = MODES[body.mode] if body.mode else (config.sglang_pause_mode, None)
-        report = await place_pause(context, mode, clear_cache, placed_by="sglang")
-        return json_response({"status": "ok", "message": "Generation paused successfully.", "report": report})
+        mode, clear_cache = MODES[body.mode] if body.mode else (context.config.sglang_pause_mode, None)
+        report = await place_pause(client, mode, clear_cache, placed_by="sglang")
+        return {"status": "ok", "message": "Generation paused successfully.", "report": report}
 
-    @router.post("/continue_generation")
-    async def continue_generation(request: Request) -> Response:
-        await read_lax(request, LaxBody)
-        report = await resume(context)
-        return json_response({"status": "ok", "message": "Generation continued successfully.", "report": report})
+    @routes.post("/continue_generation", LaxBody)
+    async def continue_generation(_: LaxBody) -> dict[str, Any]:
+        return {"status": "ok", "message": "Generation continued successfully.", "report": await resume(client)}
 
-    @router.post("/abort_request", openapi_extra=takes(AbortRequestBody))
-    async def abort_request(request: Request) -> Response:
-        body = await read_lax(request, AbortRequestBody)
+    @routes.post("/abort_request", AbortRequestBody)
+    async def abort_request(body: AbortRequestBody) -> dict[str, Any]:
         rids = [body.rid] if isinstance(body.rid, str) else body.rid
         if not body.abort_all and not all(rids or [""]):
             raise InvalidField("rid", "expected the rid of a request, or abort_all: true")
         args = m.AbortArgs(abort_all=True) if body.abort_all else m.AbortArgs(request_ids=rids)
-        return json_response({"success": True, **await client.call(args)})
+        return {"success": True, **await client.call(args)}
 
     @router.get("/flush_cache")
     @router.post("/flush_cache")
@@ -75,20 +64,18 @@ def _add_generation_control(router: APIRouter, context: ServingContext) -> None:
         result = await client.call(m.ResetCacheArgs(running=paused))
         return json_response({"message": "Cache flushed.", **result, "success": True})
 
+    @routes.post("/release_memory_occupation", MemoryBody)
+    async def release_memory_occupation(body: MemoryBody) -> dict[str, Any]:
+        tags = memory_tags(body.tags)
+        if tags is None:
+            return {"success": True, "asleep": []}
+        args = m.SleepArgs(tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S)
+        return {"success": True, **await client.call(args)}
 
-def _add_memory(router: APIRouter, context: ServingContext) -> None:
-    async def call(request: Request, args_for: Callable[[tuple[str, ...]], m.Args]) -> Response:
-        tags = memory_tags((await read_lax(request, MemoryBody)).tags)
-        result = {"asleep": []} if tags is None else await context.client.call(args_for(tags))
-        return json_response({"success": True, **result})
-
-    @router.post("/release_memory_occupation", openapi_extra=takes(MemoryBody))
-    async def release_memory_occupation(request: Request) -> Response:
-        return await call(request, lambda tags: m.SleepArgs(tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
-
-    @router.post("/resume_memory_occupation", openapi_extra=takes(MemoryBody))
-    async def resume_memory_occupation(request: Request) -> Response:
-        return await call(request, m.WakeArgs)
+    @routes.post("/resume_memory_occupation", MemoryBody)
+    async def resume_memory_occupation(body: MemoryBody) -> dict[str, Any]:
+        tags = memory_tags(body.tags)
+        return {"success": True, **({"asleep": []} if tags is None else await client.call(m.WakeArgs(tags)))}
 
 
 def memory_tags(tags: list[str] | None) -> tuple[str, ...] | None:

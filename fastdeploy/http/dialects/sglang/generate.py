@@ -21,21 +21,21 @@ from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields
 from fastdeploy.http.body import read_json
 from fastdeploy.http.context import ServingContext, engine_requests
-from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompts, parse_generate, read_prompts
+from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
 from fastdeploy.http.openapi import streams, takes
 from fastdeploy.http.serving.openai_reply import weight_versions
 from fastdeploy.http.serving.responses import EventStream, JsonResponse
 from fastdeploy.inter_communicator import messages as m
 
-# Bytes of the ids that the tokens of one request were drawn from. They are held until the request has ended. 64 MiB is
-# 400 tokens of a vocabulary of 42,000 that top_p does not cut. With a usual top_p a token has tens to hundreds of ids.
+# Bytes of the ids that the tokens of one request were drawn from. The ids are held until the request has ended.
+# 64 MiB is 400 tokens of a vocabulary of 42,000 that top_p does not cut. A usual top_p leaves tens to hundreds of ids.
 MAX_KEPT_BYTES = 64 << 20
 KEPT = "sampling_params.custom_params.return_top_p_token_ids"
 # AReaL recognises an abort without tokens by this beginning of the message.
 BEFORE_PREFILL = "Abort before prefill"
 
 
-def add_generate_route(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:
@@ -52,18 +52,16 @@ def add_generate_route(router: APIRouter, context: ServingContext) -> None:
 
 
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
-    every = prompts.prompts
     salt = body.cache_salt or body.extra_key or ""
     fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
-    requests = engine_requests(
-        [p.rid for p in every], [p.ids for p in every], [p.sampling for p in every], fields, prompts.group
-    )
-    return GenerationRequest(requests, [p.text for p in every])
+    rids, ids, sampling, texts = zip(*((p.rid, p.ids, p.sampling, p.text) for p in prompts.prompts), strict=True)
+    return GenerationRequest(engine_requests(rids, ids, sampling, fields, prompts.group), list(texts))
 
 
 class LabelledGeneration(Generation):
-    """A generation that also knows the label of weights for a choice without tokens: ``label``, which is asked of the
-    engine when such a choice ends. A request with more than MAX_KEPT_BYTES of kept ids ends with InvalidField."""
+    """A generation that raises InvalidField for more than MAX_KEPT_BYTES of kept ids.
+
+    label: the label of the weights for choices without tokens. The engine is asked for it when such a choice ends."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
@@ -83,10 +81,13 @@ class LabelledGeneration(Generation):
         return deltas
 
 
-class SentChoice:
-    """The fields of one choice that grow with each event, already encoded. num_tokens: tokens in them."""
+class ChoiceReply:
+    """One choice with the fields of its reply that grow with each event, already encoded.
 
-    def __init__(self, pace: Pace):
+    number: that of the prompt. num_tokens: tokens in the encoded fields."""
+
+    def __init__(self, number: int, prompt: Prompt, choice: Choice, pace: Pace):
+        self.number, self.prompt, self.choice = number, prompt, choice
         self.text = ""
         self.num_tokens = 0
         self.ids = GrowingArray(pace)
@@ -100,89 +101,82 @@ class GenerateView:
     def __init__(self, context: ServingContext, generation: LabelledGeneration, body: GenerateBody, prompts: Prompts):
         self.generation = generation
         self._context = context
-        self._prompts = prompts
         self._with_text = body.return_text_in_logprobs
         self._with_prompt = body.return_prompt_token_ids
-        self._sent = [SentChoice(generation.pace) for _ in generation.choices]
+        self._several = prompts.batch or prompts.n > 1
+        numbers = [i // prompts.n for i in range(len(generation.choices))]
+        self._replies = [
+            ChoiceReply(number, prompts.prompts[number], choice, generation.pace)
+            for number, choice in zip(numbers, generation.choices, strict=True)
+        ]
+        self._first_of = self._replies[:: prompts.n]  # by prompt
         self._input_logprobs: dict[int, tuple[int, dict[str, Any]]] = {}  # by prompt
         self._began = time.monotonic()
-
-    @property
-    def _several(self) -> bool:
-        return self._prompts.batch or self._prompts.n > 1
 
     async def body(self) -> Any:
         outputs = await self.outputs()
         return outputs if self._several else outputs[0]
 
     async def outputs(self) -> list[dict[str, Any]]:
-        return [await self._output(i, choice.text) for i, choice in enumerate(self.generation.choices)]
+        return [await self._output(reply, reply.choice.text) for reply in self._replies]
 
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        sent = self._sent[index]
-        sent.text += delta.text
-        chunk = await self._output(index, sent.text)
-        return [chunk | {"index": index} if self._several else chunk]
+        reply = self._replies[index]
+        reply.text += delta.text
+        event = await self._output(reply, reply.text)
+        return [event | {"index": index} if self._several else event]
 
-    async def _output(self, index: int, text: str) -> dict[str, Any]:
-        prompt = self._prompts.prompts[index // self._prompts.n]
-        choice, sent = self.generation.choices[index], self._sent[index]
-        kept = 0 if prompt.scoring else len(choice.token_ids)
-        await self._append_new(index, kept)
+    async def _output(self, reply: ChoiceReply, text: str) -> dict[str, Any]:
+        prompt, choice = reply.prompt, reply.choice
+        num_tokens = 0 if prompt.scoring else len(choice.token_ids)
+        await self._append_new(reply, num_tokens)
         meta: dict[str, Any] = {
             "id": prompt.rid,
-            "finish_reason": finish_reason(choice, kept),
+            "finish_reason": finish_reason(choice, num_tokens),
             "prompt_tokens": len(prompt.ids),
-            "completion_tokens": kept,
-            "cached_tokens": self.generation.cached_tokens[index // self._prompts.n],
-            **self._versions(choice, kept),
+            "completion_tokens": num_tokens,
+            "cached_tokens": self.generation.cached_tokens[reply.number],
+            # The label of the last token. Without tokens: of the weights that served when the choice ended.
+            "weight_version": choice.spans[-1].version if choice.spans else self.generation.label,
+            "weight_versions": weight_versions(choice.spans if num_tokens else []),
         }
         if prompt.logprobs.wanted:
-            meta |= await self._logprobs(index)
+            meta |= await self._logprobs(reply)
         if choice.finish_reason is not None:
             meta["e2e_latency"] = time.monotonic() - self._began
-        output = {"text": "" if prompt.scoring else text, "output_ids": sent.ids.raw(), "meta_info": meta}
+        output = {"text": "" if prompt.scoring else text, "output_ids": reply.ids.raw(), "meta_info": meta}
         return output | {"prompt_token_ids": prompt.ids} if self._with_prompt else output
 
-    async def _append_new(self, index: int, kept: int) -> None:
-        """Append the tokens that are new since the last event, up to the first ``kept`` tokens of the choice."""
-        prompt = self._prompts.prompts[index // self._prompts.n]
-        choice, sent = self.generation.choices[index], self._sent[index]
-        ids, entries = choice.token_ids[sent.num_tokens : kept], choice.logprobs[sent.num_tokens : kept]
-        sent.num_tokens = kept
-        await sent.ids.extend(ids)
-        if prompt.logprobs.wanted:
-            await sent.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
-            if prompt.logprobs.top:
-                await sent.top.extend(map(self._top, entries), 1 + prompt.logprobs.top)
+    async def _append_new(self, reply: ChoiceReply, num_tokens: int) -> None:
+        """Append the tokens that are new since the last event, up to the first ``num_tokens`` of the choice."""
+        options, new = reply.prompt.logprobs, slice(reply.num_tokens, num_tokens)
+        ids, entries = reply.choice.token_ids[new], reply.choice.logprobs[new]
+        reply.num_tokens = num_tokens
+        await reply.ids.extend(ids)
+        if options.wanted:
+            await reply.triples.extend(self._triple(e.logprob, t) for t, e in zip(ids, entries, strict=True))
+            if options.top:
+                await reply.top.extend(map(self._top, entries), 1 + options.top)
 
-    def _versions(self, choice: Choice, kept: int) -> dict[str, Any]:
-        """Return the labels of weights. weight_version is that of the last token. For a choice without tokens it is the
-        label of the weights that served when the choice ended."""
-        spans = choice.spans if kept else []
-        label = choice.spans[-1].version if choice.spans else self.generation.label
-        return {"weight_version": label, "weight_versions": weight_versions(spans)}
-
-    async def _logprobs(self, index: int) -> dict[str, Any]:
+    async def _logprobs(self, reply: ChoiceReply) -> dict[str, Any]:
         """Return triples [logprob, id, text or null] of the output and of the prompt from logprob_start_len on. The
         first token of a prompt has a null logprob."""
-        prompt, sent = self._prompts.prompts[index // self._prompts.n], self._sent[index]
+        options = reply.prompt.logprobs
         fields: dict[str, Any] = {
-            "output_token_logprobs": sent.triples.raw(),
-            "output_token_logprobs_length": sent.num_tokens,
-            **await self._of_prompt(index // self._prompts.n),
+            "output_token_logprobs": reply.triples.raw(),
+            "output_token_logprobs_length": reply.num_tokens,
+            **await self._of_prompt(reply.number),
         }
-        if prompt.logprobs.top:
-            fields["output_top_logprobs"] = sent.top.raw()
-        choice = self.generation.choices[index]
-        if prompt.logprobs.kept and choice.finish_reason is not None:
-            fields |= kept_ids(choice.logprobs[: sent.num_tokens])
+        if options.top:
+            fields["output_top_logprobs"] = reply.top.raw()
+        if options.kept and reply.choice.finish_reason is not None:
+            fields |= kept_ids(reply.choice.logprobs[: reply.num_tokens])
         return fields
 
     async def _of_prompt(self, number: int) -> dict[str, Any]:
         """Return the fields about the tokens of a prompt. They are encoded again only when more of them are known."""
-        prompt = self._prompts.prompts[number]
-        entries = self.generation.choices[number * self._prompts.n].prompt_logprobs
+        first = self._first_of[number]
+        prompt, entries = first.prompt, first.choice.prompt_logprobs
         known, fields = self._input_logprobs.get(number, (-1, {}))
         if known == len(entries):
             return fields
@@ -217,23 +211,19 @@ def kept_ids(entries: list[Logprob]) -> dict[str, str]:
     }
 
 
-def finish_reason(choice: Choice, kept: int) -> dict[str, Any] | None:
-    """Return SGLang's finish_reason, which is None until the choice has ended."""
+def finish_reason(choice: Choice, num_tokens: int) -> dict[str, Any] | None:
+    """Return SGLang's finish_reason, which is None until the choice has ended. num_tokens: tokens in the reply."""
     match choice.finish_reason:
         case None:
             return None
         case "stop":
             matched = choice.stop_reason if choice.stop_reason is not None else choice.token_ids[-1]
-            return {"type": "length", "length": 0} if not kept else {"type": "stop", "matched": matched}
+            return {"type": "length", "length": 0} if not num_tokens else {"type": "stop", "matched": matched}
         case "length":
-            return {"type": "length", "length": kept}
+            return {"type": "length", "length": num_tokens}
         case "error":  # SGLang's form. The status keeps clients from resuming this as an abort.
-            return {
-                "type": "abort",
-                "message": choice.message,
-                "status_code": 500,
-                "err_type": "InternalServerError",
-            }
+            error = {"status_code": 500, "err_type": "InternalServerError"}
+            return {"type": "abort", "message": choice.message, **error}
     message = choice.message or "Aborted"
     if not choice.token_ids and not message.startswith(BEFORE_PREFILL):
         message = f"{BEFORE_PREFILL}: {message}"

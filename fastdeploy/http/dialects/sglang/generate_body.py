@@ -5,53 +5,27 @@ from __future__ import annotations
 import uuid
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
-from fastdeploy.http.body import Body, Int64, parse_body
+from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import stop_strings
 from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED = (
-    "input_embeds",
-    "image_data",
-    "video_data",
-    "audio_data",
-    "session_params",
-    "lora_path",
-    "lora_id",
-    "custom_logit_processor",
-    "positional_embed_overrides",
-    "token_ids_logprob",
-    "token_indices_to_pool",
-    "multi_item_delimiter_indices",
-    "return_hidden_states",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "return_entropy",
-    "return_sampling_mask",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-    "require_reasoning",
-    "max_thinking_tokens",
-    "watermark",
+    "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_path", "lora_id",
+    "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "token_indices_to_pool",
+    "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
+    "return_entropy", "return_sampling_mask", "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
+    "require_reasoning", "max_thinking_tokens", "watermark",
     *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt"}),
-)
-UNSUPPORTED_SAMPLING = (
-    "stop_regex",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
-    "logit_bias",
-    "watermark",
-)
-HARMLESS_SAMPLING = ("spaces_between_special_tokens", "stream_interval")
+)  # fmt: skip
+UNSUPPORTED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
 
@@ -85,11 +59,9 @@ class SamplingBody(Body):
     custom_params: CustomParams = CustomParams()
 
 
-class GenerateBody(BaseModel):
+class GenerateBody(LaxBody):
     """The fields of the body that are read. Other fields are dropped, as in SGLang. Fields of type Any may be lists
     with one entry per prompt. SGLang has no field ``model``, but routers add it."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
     rid: Annotated[Any, described(str | list[str])] = None
@@ -140,9 +112,9 @@ class Prompts(NamedTuple):
 
 
 def parse_generate(data: dict[str, Any]) -> GenerateBody:
-    """Raises InvalidField for a field that this server cannot honour."""
+    """Read the body. Raises InvalidField for a field that this server cannot honour."""
     refuse(data, UNSUPPORTED)
-    return parse_body({k: v for k, v in data.items() if k in GenerateBody.model_fields}, GenerateBody, {})
+    return parse_body(data, GenerateBody, {})
 
 
 def refuse(data: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> None:
@@ -160,7 +132,7 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     """Check all fields and tokenise the prompts. Raises InvalidField."""
     inputs, field, batch = _inputs(body)
     context.check_choices(len(inputs), 1)
-    params = [_sampling_body(p, i) for i, p in enumerate(per_prompt("sampling_params", body.sampling_params, inputs))]
+    params = [_sampling_body(p) for p in per_prompt("sampling_params", body.sampling_params, inputs)]
     n = params[0].n
     if any(p.n != n for p in params):
         raise InvalidField("sampling_params.n", "expected the same number for all prompts of a batch")
@@ -231,12 +203,12 @@ def _rid(value: Any) -> str:
     return value
 
 
-def _sampling_body(params: Any, index: int) -> SamplingBody:
+def _sampling_body(params: Any) -> SamplingBody:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidField("sampling_params", "expected an object, or a list of one object per prompt")
     refuse(params, UNSUPPORTED_SAMPLING, "sampling_params.")
-    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING + HARMLESS_SAMPLING}
+    known = {k: v for k, v in params.items() if k not in UNSUPPORTED_SAMPLING}
     try:
         body = parse_body(known, SamplingBody, {})
     except InvalidField as error:
@@ -250,11 +222,8 @@ def _logprob_options(body: GenerateBody, inputs: list[Any], params: list[Samplin
     wanted = per_prompt("return_logprob", body.return_logprob, inputs)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, inputs)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, inputs)
-    for field, values, kind in (
-        ("return_logprob", wanted, bool),
-        ("logprob_start_len", starts, int),
-        ("top_logprobs_num", tops, int),
-    ):
+    kinds = (("return_logprob", wanted, bool), ("logprob_start_len", starts, int), ("top_logprobs_num", tops, int))
+    for field, values, kind in kinds:
         if any(value is not None and type(value) is not kind for value in values):
             raise InvalidField(field, f"expected {kind.__name__}, or a list of one per prompt")
     kept = [p.custom_params.return_top_p_token_ids for p in params]
@@ -282,7 +251,6 @@ def _sampling(
     mode = params.logprobs_mode or body.logprobs_mode or ("processed" if logprobs.kept else "temperature")
     if logprobs.kept and mode != "processed":
         raise InvalidField("logprobs_mode", f"expected processed with return_top_p_token_ids, got {mode!r}")
-    seed = None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS
     return SamplingParams(
         max_tokens=max(min(wanted, left), 1),
         min_tokens=params.min_new_tokens,
@@ -293,7 +261,7 @@ def _sampling(
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        seed=seed,
+        seed=None if params.sampling_seed is None else params.sampling_seed % 2**SEED_BITS,
         stop_token_ids=tuple(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logprobs=logprobs.top if logprobs.wanted else None,

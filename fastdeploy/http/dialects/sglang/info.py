@@ -1,4 +1,4 @@
-"""SGLang's routes that tell the state of this server and change nothing."""
+"""SGLang's routes that report the state of this server and change nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdeploy.http.errors import json_response
 from fastdeploy.inter_communicator import messages as m
 
 
-def add_information_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     client = context.client
 
     async def load() -> dict[str, int]:

@@ -21,6 +21,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import msgspec
 
@@ -30,23 +31,11 @@ from fastdeploy.core.safe_files import ANYWHERE, Folder, make_beneath, open_regu
 
 INDEX = "model.safetensors.index.json"
 # Copied besides *.safetensors. No other file of a published folder is copied.
-CHECKPOINT_FILES = frozenset(
-    {
-        INDEX,
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "checksums.json",
-        "config.json",
-        "generation_config.json",
-        "merges.txt",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-    }
-)
+CHECKPOINT_FILES = frozenset({
+    INDEX, "added_tokens.json", "chat_template.jinja", "chat_template.json", "checksums.json", "config.json",
+    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "vocab.json",
+})  # fmt: skip
 NO_ROOT = "the server has no folder to write to: start it with --pull-root PATH"
 SYNC = ".weight_sync"  # folder for the state of pulls, of the same name as in SGLang
 LOCK, OWN, STATE, PART = "lock", "files.json", "state.json", "part"
@@ -58,23 +47,19 @@ SLICE_BYTES = 64 << 20  # bytes copied between two checks whether the pull was g
 
 class Pulls:
     """The pulls of one API server, each on a thread of its own. A pull that takes longer than --stage-timeout-s is
-    given up. Its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
+    given up, but its thread may hang in a read of a dead mount. No pull starts while MAX_PULLS threads run or hang."""
 
     def __init__(self, config: ServeConfig):
         self._config = config
-        self._num_threads = 0
+        self._free_threads = threading.BoundedSemaphore(MAX_PULLS)
 
     async def pull(self, local_dir: str, source_dir: str, version: int) -> None:
         """See :func:`pull_weights`. Also raises StagingTimeout or UpdateInProgress."""
-        if self._num_threads >= MAX_PULLS:
+        if not self._free_threads.acquire(blocking=False):
             raise UpdateInProgress(f"{MAX_PULLS} pulls are under way or hang: try again when one has ended")
-        loop, given_up = asyncio.get_running_loop(), threading.Event()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def finish(error: BaseException | None) -> None:
-            self._num_threads -= 1
-            if not done.done():
-                done.set_result(None) if error is None else done.set_exception(error)
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # so that a time-out does not cancel the future
+        given_up = threading.Event()
 
         def work() -> None:
             error = None
@@ -82,24 +67,21 @@ class Pulls:
                 pull_weights(self._config, local_dir, source_dir, version, given_up)
             except BaseException as raised:
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(finish, error)
+            self._free_threads.release()
+            done.set_result(None) if error is None else done.set_exception(error)
 
-        self._num_threads += 1
         threading.Thread(target=work, name="pull-weights", daemon=True).start()
         limit = self._config.stage_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await done
+                await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise StagingTimeout(f"version {version} was not copied in {limit:g} s (--stage-timeout-s)") from error
         finally:
             given_up.set()
 
 
-def pull_weights(
-    config: ServeConfig, local_dir: str, source_dir: str, version: int, given_up: threading.Event | None = None
-) -> None:
+def pull_weights(config: ServeConfig, local_dir: str, source_dir: str, version: int, given_up: threading.Event) -> None:
     """Make ``local_dir`` a copy of ``version``. A folder with files that no pull has made is not changed. Nothing more
     is written once ``given_up`` is set. Raises InvalidField, WeightUpdateRefused or OutOfSpace."""
     if not 0 <= version <= MAX_VERSION:
@@ -115,7 +97,7 @@ def pull_weights(
         _check_whole(source, names, version)
         try:
             with _target(config.pull_root, local_dir) as (target, sync):
-                _copy(source, names, target, sync, version, given_up or threading.Event())
+                _copy(source, names, target, sync, version, given_up)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OutOfSpace(f"local_checkpoint_dir: no room for version {version}: {error.strerror}") from error

@@ -6,10 +6,7 @@ from fastapi import APIRouter
 
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import add_absent_routes
-from fastdeploy.http.dialects.sglang.control import add_control_routes
-from fastdeploy.http.dialects.sglang.generate import add_generate_route
-from fastdeploy.http.dialects.sglang.info import add_information_routes
-from fastdeploy.http.dialects.sglang.weights import add_weight_routes
+from fastdeploy.http.dialects.sglang import control, generate, info, weights
 
 NO_GROUP = "this device has no process group for weights: use /update_weights_from_disk or /update_weights_from_tensor"
 NO_IPC = "this device has no CUDA IPC handles: use /update_weights_from_disk or /update_weights_from_tensor"
@@ -31,7 +28,7 @@ ABSENT = {
 
 def sglang_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    for add_routes in (add_generate_route, add_control_routes, add_information_routes, add_weight_routes):
-        add_routes(router, context)
+    for module in (generate, control, info, weights):
+        module.add_routes(router, context)
     add_absent_routes(router, ABSENT, reason_field="error_message")
     return router

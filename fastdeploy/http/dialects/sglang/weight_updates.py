@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import Source
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S
+from fastdeploy.http.dialects.common import place_pause
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "sglang"
@@ -92,17 +92,8 @@ class WeightUpdates:
         """Commit while no request is in flight. The pause for that has a hold of its own, so that an engine that was
         paused before stays paused."""
         hold_id = f"update-{commit.session_id}"
-        pause = m.PauseArgs(
-            mode="abort",
-            admission="hold",
-            timeout_s=PAUSE_TIMEOUT_S,
-            on_timeout="keep",
-            ttl_s=COMMIT_HOLD_TTL_S,
-            hold_id=hold_id,
-            placed_by=PLACED_BY,
-        )
         try:
-            await self._client.call(pause)
+            await place_pause(self._client, "abort", None, PLACED_BY, hold_id, COMMIT_HOLD_TTL_S)
             return await self._client.call(commit)
         finally:
             await self._client.call(m.ResumeArgs(hold_id=hold_id))

@@ -13,7 +13,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import read_lax, sglang_errors, success
+from fastdeploy.http.dialects.common import Routes, read_lax, sglang_errors, success
 from fastdeploy.http.dialects.sglang.pull_weights import Pulls
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
@@ -23,6 +23,7 @@ from fastdeploy.http.dialects.sglang.tensor_upload import (
     require_target,
 )
 from fastdeploy.http.dialects.sglang.weight_updates import PLACED_BY, Update, WeightUpdates
+from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import admitted_upload, spooled_bytes
 from fastdeploy.inter_communicator import messages as m
@@ -52,20 +53,16 @@ class PullBody(LaxBody):
     target_version: int
 
 
-def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
-    _add_updates(router, context)
-    _add_session(router, context)
-    _add_pull(router, context)
-    _add_checker(router, context)
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    routes, weights = Routes(router, query=False, sglang_errors=True), WeightUpdates(context.client)
+    _add_updates(router, routes, context, weights)
+    _add_session(routes, weights)
+    _add_files_and_checks(router, routes, context)
 
 
-def _add_updates(router: APIRouter, context: ServingContext) -> None:
-    weights = WeightUpdates(context.client)
-
-    @router.post("/update_weights_from_disk", openapi_extra=takes(DiskBody))
-    @sglang_errors(num_paused_requests=0)
-    async def update_weights_from_disk(request: Request) -> Response:
-        body = await read_lax(request, DiskBody)
+def _add_updates(router: APIRouter, routes: Routes, context: ServingContext, weights: WeightUpdates) -> None:
+    @routes.post("/update_weights_from_disk", DiskBody, num_paused_requests=0)
+    async def update_weights_from_disk(body: DiskBody) -> dict[str, Any]:
         require_format(body.load_format, DISK_FORMATS)
         if body.manifest:
             raise InvalidField("manifest", "not supported by this server")
@@ -87,44 +84,35 @@ def _add_updates(router: APIRouter, context: ServingContext) -> None:
             sources = [await files.enter_async_context(upload) for upload in uploads]
             abort_all, flush = bool(body.abort_all_requests), bool(body.flush_cache)
             report = await weights.add(Update(sources, version, abort_all, flush, partial=True))
-        return success("Success", report=report)
+        return json_response(success("Success", report=report))
 
 
-def _add_session(router: APIRouter, context: ServingContext) -> None:
-    weights = WeightUpdates(context.client)
-
-    @router.post("/begin_weight_update", openapi_extra=takes(BeginBody))
-    @sglang_errors()
-    async def begin_weight_update(request: Request) -> Response:
-        require_target((await read_lax(request, BeginBody)).selector)
+def _add_session(routes: Routes, weights: WeightUpdates) -> None:
+    @routes.post("/begin_weight_update", BeginBody)
+    async def begin_weight_update(body: BeginBody) -> dict[str, Any]:
+        require_target(body.selector)
         begun = await weights.begin()
         return success("Success", session_id=begun["session_id"], lease_s=begun["lease_s"])
 
-    @router.post("/end_weight_update", openapi_extra=takes(VersionedBody))
-    @sglang_errors()
-    async def end_weight_update(request: Request) -> Response:
-        return success("Success", report=await weights.end((await read_lax(request, VersionedBody)).weight_version))
-
-    @router.post("/post_process_weights")
-    @sglang_errors()
-    async def post_process_weights(request: Request) -> Response:
-        """Do nothing: weights are packed as they arrive."""
-        return success("Success")
+    @routes.post("/end_weight_update", VersionedBody)
+    async def end_weight_update(body: VersionedBody) -> dict[str, Any]:
+        return success("Success", report=await weights.end(body.weight_version))
 
 
-def _add_pull(router: APIRouter, context: ServingContext) -> None:
+def _add_files_and_checks(router: APIRouter, routes: Routes, context: ServingContext) -> None:
     pulls = Pulls(context.config)
 
-    @router.post("/pull_weights", openapi_extra=takes(PullBody))
-    @sglang_errors()
-    async def pull(request: Request) -> Response:
+    @router.post("/post_process_weights")
+    async def post_process_weights() -> Response:
+        """Do nothing: weights are packed as they arrive."""
+        return json_response(success("Success"))
+
+    @routes.post("/pull_weights", PullBody)
+    async def pull(body: PullBody) -> dict[str, Any]:
         """Copy a published version to a local folder. The engine is neither paused nor changed."""
-        body = await read_lax(request, PullBody)
         await pulls.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
         return success(f"pulled version {body.target_version}")
 
-
-def _add_checker(router: APIRouter, context: ServingContext) -> None:
     @router.get("/weights_checker")
     @router.post("/weights_checker", openapi_extra=takes(CheckBody))
     @sglang_errors()
@@ -136,4 +124,4 @@ def _add_checker(router: APIRouter, context: ServingContext) -> None:
         ranks, sizes = ("tp_rank", "dp_rank", "pp_rank", "rank"), ("tp_size", "dp_size", "pp_size", "size")
         role = {"role": "target", **dict.fromkeys(ranks, 0), **dict.fromkeys(sizes, 1)}
         rank = {"checksums": info["checksums"], "per_gpu_checksum": info["checksum"], "parallelism_info": [role]}
-        return success("Success", ranks=[rank], per_engine_checksum=info["checksum"])
+        return json_response(success("Success", ranks=[rank], per_engine_checksum=info["checksum"]))

@@ -13,8 +13,8 @@ from starlette.responses import Response
 from fastdeploy.core.errors import InvalidField, ModelNotFound
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, adapters_off, read_control
-from fastdeploy.http.dialects.vllm.memory import TAGS
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, adapters_off
+from fastdeploy.http.dialects.vllm.control import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
     DELTA_REFUSED,
     FinishBody,
@@ -23,8 +23,6 @@ from fastdeploy.http.dialects.vllm.weights import (
     check_init,
     parse_update_info,
 )
-from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
 
 Method = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -58,20 +56,42 @@ class SessionBody(LaxBody):
 
 def skyrl_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    _add_rpc(router, worker_methods(WeightUpdates(context.client)) | memory_methods(context))
-    _add_adapters(router)
+    routes, methods = Routes(router), worker_methods(WeightUpdates(context.client)) | memory_methods(context)
+
+    @routes.post("/collective_rpc", RpcBody)
+    async def collective_rpc(body: RpcBody) -> dict[str, Any]:
+        if body.method not in methods:
+            raise InvalidField("method", f"{body.method!r} is none of {', '.join(sorted(methods))}")
+        return {"results": [await methods[body.method](body.kwargs)]}
+
+    @router.post("/skyrl/v1/load_lora_adapter")
+    async def load_lora_adapter() -> Response:
+        raise adapters_off()
+
+    @routes.post("/skyrl/v1/abort_lora_requests", AdapterBody)
+    async def abort_lora_requests(body: AdapterBody) -> dict[str, Any]:
+        """Answer 404. With any other answer, a caller that names an unknown adapter would think that its requests were
+        aborted."""
+        why = f"lora_name: no adapter {body.lora_name!r} is loaded; this server serves none"
+        raise ModelNotFound(why, param="lora_name")
+
+    @router.post("/skyrl/v1/generate")
+    async def generate(request: Request) -> Response:
+        """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
+        data = parse_json(await request.body())
+        field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
+        raise InvalidField(field, "not supported by this server: use /inference/v1/generate")
 
     @router.post("/fetch_weights")
     async def fetch_weights() -> Response:
         """Refuse the call: it names differences between checkpoints, in a format that only SkyRL has."""
         raise InvalidField("weight_sync_backend", DELTA_REFUSED)
 
-    @router.post("/finish_session", openapi_extra=takes(SessionBody, query=True))
-    async def finish_session(request: Request) -> Response:
+    @routes.post("/finish_session", SessionBody)
+    async def finish_session(body: SessionBody) -> dict[str, Any]:
         """Answer a router that ties a session to a replica. There is nothing to release, since one replica is behind
         this address. 0 is a valid session id."""
-        body = await read_control(request, SessionBody)
-        return json_response({"status": "ok", "session_id": body.session_id})
+        return {"status": "ok", "session_id": body.session_id}
 
     return router
 
@@ -112,42 +132,7 @@ def memory_methods(context: ServingContext) -> dict[str, Method]:
         tags = ("weight",) if keep_kv else ("weight", "kv_cache")
         return await client.call(m.SleepArgs(tags=tags, mode="keep", timeout_s=PAUSE_TIMEOUT_S))
 
-    async def wake(kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Skip tags that do not sleep, such as KV that was kept."""
-        wanted = [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags]
-        asleep = (await client.call(m.WeightInfoArgs()))["asleep"]
-        tags = tuple(tag for tag in wanted if tag in asleep)
-        if not tags:
-            return {"asleep": asleep}
-        return await client.call(m.WakeArgs(tags=tags))
+    async def wake_up(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return await wake(client, [TAGS[tag] for tag in parse_body(kwargs, WakeBody, {}).tags])
 
-    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake}
-
-
-def _add_rpc(router: APIRouter, methods: dict[str, Method]) -> None:
-    @router.post("/collective_rpc", openapi_extra=takes(RpcBody, query=True))
-    async def collective_rpc(request: Request) -> Response:
-        body = await read_control(request, RpcBody)
-        if body.method not in methods:
-            raise InvalidField("method", f"{body.method!r} is none of {', '.join(sorted(methods))}")
-        return json_response({"results": [await methods[body.method](body.kwargs)]})
-
-
-def _add_adapters(router: APIRouter) -> None:
-    @router.post("/skyrl/v1/load_lora_adapter")
-    async def load_lora_adapter() -> Response:
-        raise adapters_off()
-
-    @router.post("/skyrl/v1/abort_lora_requests", openapi_extra=takes(AdapterBody, query=True))
-    async def abort_lora_requests(request: Request) -> Response:
-        """Answer 404. With any other answer, a caller that names an unknown adapter would think that its requests were
-        aborted."""
-        name = (await read_control(request, AdapterBody)).lora_name
-        raise ModelNotFound(f"lora_name: no adapter {name!r} is loaded; this server serves none", param="lora_name")
-
-    @router.post("/skyrl/v1/generate")
-    async def generate(request: Request) -> Response:
-        """Refuse the call. SkyRL uses this route for two fields that vLLM's own route does not have."""
-        data = parse_json(await request.body())
-        field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
-        raise InvalidField(field, "not supported by this server: use /inference/v1/generate")
+    return {"skyrl_sleep_for_weight_sync": sleep, "skyrl_wake_for_weight_sync": wake_up}

@@ -1,18 +1,25 @@
-"""vLLM's /pause, /resume, /is_paused, /abort_requests and /reset_prefix_cache."""
+"""vLLM's routes that pause, abort, clear caches and free memory."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from pydantic import BeforeValidator
 from starlette.responses import Response
 
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import Body, LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import place_pause, read_control, resume
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, place_pause, resume
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import takes
 from fastdeploy.inter_communicator import messages as m
+
+# vLLM's names of memory -> our names.
+TAGS = {"weights": "weight", "weight": "weight", "kv_cache": "kv_cache"}
+EVERYTHING = ("weight", "kv_cache")
 
 
 class PauseBody(LaxBody):
@@ -39,51 +46,100 @@ class ResetBody(LaxBody):
     reset_running_requests: bool = False
 
 
-def add_control_routes(router: APIRouter, context: ServingContext) -> None:
-    _add_pause(router, context)
-    _add_abort(router, context)
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _add_pause(router: APIRouter, context: ServingContext) -> None:
-    client, config = context.client, context.config
+class TagsBody(LaxBody):
+    tags: Annotated[list[str], BeforeValidator(_as_list)] = []
 
-    @router.post("/pause", openapi_extra=takes(PauseBody, query=True))
-    async def pause(request: Request) -> Response:
+    def ours(self) -> tuple[str, ...]:
+        """Return our names of the tags. No tags means all memory."""
+        for tag in self.tags:
+            if tag not in TAGS:
+                raise InvalidField("tags", f"expected some of weights, kv_cache, got {tag!r}")
+        return tuple(dict.fromkeys(TAGS[tag] for tag in self.tags)) or EVERYTHING
+
+
+class SleepBody(TagsBody):
+    """level: 1 keeps the weights outside of the engine's memory. 2 drops the weights, which must be published again.
+    mode: mode of the pause that a sleep implies."""
+
+    level: int = 1
+    mode: Literal["abort", "wait", "keep"] | None = None
+
+
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    _add_pause_and_abort(router, context)
+    _add_memory(router, context)
+
+
+def _add_pause_and_abort(router: APIRouter, context: ServingContext) -> None:
+    client, routes = context.client, Routes(router)
+
+    @routes.post("/pause", PauseBody)
+    async def pause(body: PauseBody) -> dict[str, Any]:
         """Answer when the engine is quiesced."""
-        body = await read_control(request, PauseBody)
-        mode = body.mode or ("wait" if body.wait_for_inflight_requests else config.vllm_pause_mode)
-        report = await place_pause(context, mode, body.clear_cache, placed_by="vllm")
-        return json_response({"status": "paused", "report": report})
+        mode = body.mode or ("wait" if body.wait_for_inflight_requests else context.config.vllm_pause_mode)
+        report = await place_pause(client, mode, body.clear_cache, placed_by="vllm")
+        return {"status": "paused", "report": report}
 
-    @router.post("/resume")
-    async def resume_generation(request: Request) -> Response:
-        await read_control(request, LaxBody)
-        return json_response({"status": "resumed", "report": await resume(context)})
+    @routes.post("/resume", LaxBody)
+    async def resume_generation(_: LaxBody) -> dict[str, Any]:
+        return {"status": "resumed", "report": await resume(client)}
 
     @router.get("/is_paused")
     async def is_paused() -> Response:
         return json_response(await client.call(m.PauseStatusArgs()))
 
-    @router.post("/reset_prefix_cache", openapi_extra=takes(ResetBody, query=True))
-    async def reset_prefix_cache(request: Request) -> Response:
+    @routes.post("/reset_prefix_cache", ResetBody)
+    async def reset_prefix_cache(body: ResetBody) -> dict[str, Any]:
         """Drop the prefix cache. The call is never refused, also if there are frozen requests."""
-        body = await read_control(request, ResetBody)
-        result = await client.call(m.ResetCacheArgs(running=body.reset_running_requests))
-        return json_response({"success": True, **result})
+        return {"success": True, **await client.call(m.ResetCacheArgs(running=body.reset_running_requests))}
 
-
-def _add_abort(router: APIRouter, context: ServingContext) -> None:
-    client = context.client
-
-    @router.post("/abort_requests", openapi_extra=takes(AbortBody, query=True))
-    async def abort_requests(request: Request) -> Response:
-        ids = (await read_control(request, AbortBody)).request_ids
-        args = m.AbortArgs(request_ids=ids) if ids else m.AbortArgs(abort_all=True)
-        result = await client.call(args)
+    @routes.post("/abort_requests", AbortBody)
+    async def abort_requests(body: AbortBody) -> dict[str, Any]:
+        ids = body.request_ids
+        result = await client.call(m.AbortArgs(request_ids=ids) if ids else m.AbortArgs(abort_all=True))
         reply = {"status": "aborted", "aborted": len(result["aborted"])}
-        return json_response({**reply, "requests": result["aborted"], "not_found": result["not_found"]})
+        return {**reply, "requests": result["aborted"], "not_found": result["not_found"]}
 
-    @router.post("/inference/v1/abort_requests", openapi_extra=takes(AbortTheseBody, query=True))
-    async def abort_these(request: Request) -> Response:
-        ids = (await read_control(request, AbortTheseBody)).request_ids
-        return json_response(await client.call(m.AbortArgs(request_ids=ids)))
+    @routes.post("/inference/v1/abort_requests", AbortTheseBody)
+    async def abort_these(body: AbortTheseBody) -> dict[str, Any]:
+        return await client.call(m.AbortArgs(request_ids=body.request_ids))
+
+
+def _add_memory(router: APIRouter, context: ServingContext) -> None:
+    client, routes = context.client, Routes(router)
+
+    @routes.post("/sleep", SleepBody)
+    async def sleep(body: SleepBody) -> dict[str, Any]:
+        if body.level not in (1, 2):
+            raise InvalidField("level", f"expected 1 or 2, got {body.level}")
+        sleeping = await asleep(client)
+        tags = tuple(tag for tag in body.ours() if tag not in sleeping)
+        if not tags:
+            return {"status": "sleeping", "asleep": sleeping}
+        mode, discard = body.mode or context.config.vllm_pause_mode, body.level == 2 and "weight" in tags
+        args = m.SleepArgs(tags=tags, mode=mode, discard=discard, timeout_s=PAUSE_TIMEOUT_S)
+        return {"status": "sleeping", **await client.call(args)}
+
+    @routes.post("/wake_up", TagsBody)
+    async def wake_up(body: TagsBody) -> dict[str, Any]:
+        return {"status": "awake", **await wake(client, body.ours())}
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        sleeping = await asleep(client)
+        return json_response({"is_sleeping": bool(sleeping), "asleep": sleeping})
+
+
+async def asleep(client: EngineClient) -> list[str]:
+    return sorted((await client.call(m.WeightInfoArgs()))["asleep"])
+
+
+async def wake(client: EngineClient, tags: Collection[str]) -> dict[str, Any]:
+    """Wake those of the tags that sleep. A tag that does not sleep is no error."""
+    sleeping = await asleep(client)
+    found = tuple(tag for tag in tags if tag in sleeping)
+    return await client.call(m.WakeArgs(tags=found)) if found else {"asleep": sleeping}

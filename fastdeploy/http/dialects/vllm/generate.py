@@ -60,7 +60,7 @@ def generate_schema() -> dict[str, Any]:
     return schema
 
 
-def add_generate_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
         """Generate from token ids. X-Session-ID is for routers and has no effect here. Without max_tokens the limit is
@@ -96,11 +96,10 @@ class GenerateView(OpenAIReply):
 
     async def body(self) -> dict[str, Any]:
         choices = await self.choices()
-        prompt_logprobs = [choice.pop("prompt_logprobs", None) for choice in choices][0]
         return {
             "request_id": self.generation.request_id,
             "choices": choices,
-            "prompt_logprobs": prompt_logprobs,
+            "prompt_logprobs": [choice.pop("prompt_logprobs", None) for choice in choices][0],
             "kv_transfer_params": None,
             "usage": self.usage(),
         }
@@ -113,18 +112,17 @@ class GenerateView(OpenAIReply):
 
     async def events(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         logprobs = await self._logprobs(delta.token_ids, delta.logprobs)
-        chunk = await self._event(index, delta, {"index": index, "logprobs": logprobs})
-        chunk["choices"] = [_without_prompt(choice) for choice in chunk["choices"]]
-        return [chunk | {"request_id": self.generation.request_id}]
+        event = await self._event(index, delta, {"index": index, "logprobs": logprobs})
+        event["choices"] = [_without_prompt(choice) for choice in event["choices"]]
+        return [event | {"request_id": self.generation.request_id}]
 
     async def _logprobs(self, ids: list[int], logprobs: list[Logprob]) -> dict[str, Any] | None:
         """Return one entry per token, or null if no log probabilities were asked for."""
         if not self._with_logprobs:
             return None
-        pairs = zip(ids, logprobs, strict=True)
         content = (
             ChosenToken(token_name(token), entry.logprob, None, [TokenLogprob(token_name(t), p) for t, p in entry.top])
-            for token, entry in pairs
+            for token, entry in zip(ids, logprobs, strict=True)
         )
         return {"content": await self.generation.pace.array(content, work_of(logprobs))}
 

@@ -12,9 +12,9 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Version
-from fastdeploy.http.dialects.common import adapters_off, read_control, server_arguments, sglang_errors
+from fastdeploy.http.dialects.common import Routes, adapters_off, read_control, server_arguments, success
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import asks, takes
+from fastdeploy.http.openapi import asks
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -33,10 +33,9 @@ class CheckBody(LaxBody):
     baseline: dict[str, str] | None = None
 
 
-def add_information_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     _add_server(router, context)
-    _add_version(router, context)
-    _add_checker(router, context)
+    _add_weights(router, context)
 
 
 def _add_server(router: APIRouter, context: ServingContext) -> None:
@@ -89,32 +88,25 @@ def vllm_config(context: ServingContext) -> dict[str, Any]:
     }
 
 
-def _add_version(router: APIRouter, context: ServingContext) -> None:
+def _add_weights(router: APIRouter, context: ServingContext) -> None:
     client = context.client
 
-    @router.post("/update_weight_version", openapi_extra=takes(VersionBody, query=True))
-    @sglang_errors()
-    async def update_weight_version(request: Request) -> Response:
+    @Routes(router, sglang_errors=True).post("/update_weight_version", VersionBody)
+    async def update_weight_version(body: VersionBody) -> dict[str, Any]:
         """Relabel the weights that serve. Later tokens carry the new label, and no request is disturbed."""
-        version = (await read_control(request, VersionBody)).new_version
+        version = body.new_version
         await client.call(m.SetVersionArgs(version))
-        message = f"later tokens are labelled {version}"
-        return json_response({"success": True, "message": message, "new_version": version, "weight_version": version})
+        return success(f"later tokens are labelled {version}", new_version=version, weight_version=version)
 
     @router.get("/weight_info")
     async def weight_info() -> Response:
         info = await client.call(m.WeightInfoArgs())
         return json_response({"weight_version": info["version"], **info})
 
-
-def _add_checker(router: APIRouter, context: ServingContext) -> None:
-    client = context.client
-
-    @router.post("/weight_checker", openapi_extra=takes(CheckBody, query=True))
-    async def weight_checker(request: Request) -> Response:
+    @Routes(router).post("/weight_checker", CheckBody)
+    async def weight_checker(body: CheckBody) -> dict[str, Any]:
         """Answer checksum with the SHA-256 of every tensor that serves, and compare with the names that differ from
         ``baseline``, the caller's own checksums. A name that only one side has differs."""
-        body = await read_control(request, CheckBody)
         if body.action not in ("checksum", "compare"):
             raise InvalidField("action", f"expected checksum or compare, got {body.action!r}")
         baseline = body.baseline if body.action == "compare" else {}
@@ -122,6 +114,6 @@ def _add_checker(router: APIRouter, context: ServingContext) -> None:
             raise InvalidField("baseline", "expected an object of checksums to compare with")
         checksums = (await client.call(m.WeightInfoArgs(checksums=True)))["checksums"]
         if body.action == "checksum":
-            return json_response({"checksums": checksums})
+            return {"checksums": checksums}
         mismatches = sorted({name for name, _ in checksums.items() ^ baseline.items()})
-        return json_response({"match": not mismatches, "mismatches": mismatches})
+        return {"match": not mismatches, "mismatches": mismatches}

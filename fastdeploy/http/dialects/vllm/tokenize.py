@@ -50,7 +50,7 @@ SAMPLING = frozenset({"n", "max_tokens", "min_tokens", "temperature", "top_p", "
                       "ignore_eos"})  # fmt: skip
 
 
-def add_token_routes(router: APIRouter, context: ServingContext) -> None:
+def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = await read_control(request, TokenizeBody)

@@ -1,7 +1,7 @@
-"""vLLM's weight-transfer routes: begin, chunks, commit, by calls that name no session.
+"""vLLM's weight-transfer routes: begin, parts, commit, by calls that name no session.
 
-This device has neither NCCL groups nor CUDA IPC handles. ``update_info`` names a folder or a shared memory segment
-instead. Or the body is not JSON but the safetensors bytes themselves.
+This device has neither NCCL groups nor CUDA IPC handles. Instead ``update_info`` names a folder or a shared memory
+segment, or the body is the bytes of a safetensors file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Sour
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
-from fastdeploy.http.dialects.common import read_control, read_fields
+from fastdeploy.http.dialects.common import Routes, read_fields
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
@@ -93,7 +93,7 @@ class InitBody(LaxBody):
     init_info: InitInfo
 
 
-class Chunk(NamedTuple):
+class Part(NamedTuple):
     source: Source
     info: UpdateInfo
 
@@ -108,10 +108,10 @@ class WeightUpdates:
         fields = body.model_dump(exclude={"is_checkpoint_format", "weight_version"})
         return await self._client.call(m.BeginUpdateArgs(body.weight_version, **fields, placed_by=PLACED_BY))
 
-    async def add(self, chunk: Chunk) -> dict[str, Any]:
+    async def add(self, part: Part) -> dict[str, Any]:
         """Add the tensors to vLLM's open session. Without an open session the tensors are an update of their own, which
         is committed at once."""
-        source, info = chunk
+        source, info = part
         fields = {"version": info.weight_version, **info.model_dump(include={"checksums", "verify_checksum"})}
         if not await self._is_for_no_session(info):
             receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
@@ -136,8 +136,8 @@ class WeightUpdates:
 
 
 def check_init(info: Any) -> None:
-    """Raise InvalidField for a transport that does not exist here, before a client waits for it to connect. The others
-    need no setup."""
+    """Raise InvalidField for a transport that does not exist here, before a client waits for a connection. The other
+    transports need no setup."""
     if not isinstance(info, dict):
         raise InvalidField("init_info", "expected an object")
     if DELTA_FIELD in info:
@@ -146,49 +146,47 @@ def check_init(info: Any) -> None:
         raise InvalidField("init_info", WHAT_WORKS)
 
 
-def parse_update_info(info: Any) -> Chunk:
+def parse_update_info(info: Any) -> Part:
     if not isinstance(info, dict):
         raise InvalidField("update_info", f"expected an object: {WHAT_WORKS}")
     if TRANSPORT_FIELDS & info.keys():
         raise InvalidField("update_info", WHAT_WORKS)
     parsed = parse_body(info, UpdateInfo, {})
-    return Chunk(parsed.source(), parsed)
+    return Part(parsed.source(), parsed)
 
 
 @contextlib.asynccontextmanager
-async def read_chunk(request: Request, context: ServingContext) -> AsyncIterator[Chunk]:
-    """Read the chunk that the call names or uploads. The file of an upload is removed when the block ends."""
+async def read_part(request: Request, context: ServingContext) -> AsyncIterator[Part]:
+    """Read the part that the call names or uploads. The file of an upload is removed when the block ends."""
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
         check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)
         async with spooled_upload(request, context, check) as source:
-            yield Chunk(source, info)
+            yield Part(source, info)
     else:
         yield parse_update_info((await read_fields(request)).get("update_info"))
 
 
-def add_weight_routes(router: APIRouter, context: ServingContext) -> None:
-    weights = WeightUpdates(context.client)
+def add_routes(router: APIRouter, context: ServingContext) -> None:
+    weights, routes = WeightUpdates(context.client), Routes(router)
 
     @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
     async def init_weight_transfer_engine(request: Request) -> Response:
         check_init((await read_fields(request)).get("init_info"))
         return json_response({"message": "Weight transfer initialized"})
 
-    @router.post("/start_weight_update", openapi_extra=takes(StartBody, query=True))
-    async def start_weight_update(request: Request) -> Response:
-        begun = await weights.start(await read_control(request, StartBody))
-        return json_response({"message": "Weight update started", **begun})
+    @routes.post("/start_weight_update", StartBody)
+    async def start_weight_update(body: StartBody) -> dict[str, Any]:
+        return {"message": "Weight update started", **await weights.start(body)}
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_chunk(request, context) as chunk:
-            report = await weights.add(chunk)
+        async with read_part(request, context) as part:
+            report = await weights.add(part)
         return json_response({"message": "Weights updated", "report": report})
 
-    @router.post("/finish_weight_update", openapi_extra=takes(FinishBody, query=True))
-    async def finish_weight_update(request: Request) -> Response:
-        report = await weights.finish((await read_control(request, FinishBody)).weight_version)
-        reply = {"message": "Weight update finished", "weight_version": report.get("version")}
-        return json_response({**reply, "report": report})
+    @routes.post("/finish_weight_update", FinishBody)
+    async def finish_weight_update(body: FinishBody) -> dict[str, Any]:
+        report = await weights.finish(body.weight_version)
+        return {"message": "Weight update finished", "weight_version": report.get("version"), "report": report}
