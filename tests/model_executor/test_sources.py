@@ -110,6 +110,7 @@ def test_nothing_beyond_nbytes_of_a_segment_is_read(segment):
 
 
 def test_reading_a_segment_neither_unlinks_nor_tracks_it(segment, monkeypatch):
+    monkeypatch.delitem(sys.modules, "multiprocessing.shared_memory", raising=False)  # another test may import it
     monkeypatch.setattr(resource_tracker, "register", lambda *args: pytest.fail("the tracker would unlink it"))
     write_safetensors(segment, {"w": np.ones(4, np.float32)})
     with open_source(SharedMemorySource(segment.name)) as reader:
