@@ -21,7 +21,7 @@ TYPES = (
     (errors.ControlError, "control_error"),
     (errors.EngineError, "engine_error"),
 )
-# Seconds after which a client may try again: a full queue moves soon, and an engine takes longer to restart.
+# Seconds after which a client may try again: a full queue has room soon, and a restart of the engine takes longer.
 RETRY_AFTER = {429: 1, 503: 2}
 
 

@@ -29,7 +29,7 @@ class Publication:
     """Weights that all replicas have committed.
 
     number: counts this client's publications from 1. version: the label on the first replica (without a given version,
-    each replica makes its own from its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
+    each replica makes a label of its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
 
     number: int
     version: str
