@@ -109,7 +109,7 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
 
 
 def _named_by_flag(error: Exception) -> Exception:
-    """Return ``error``, or for a bad setting an error that names the flag."""
+    """Return ``error``. For a bad setting, return an error that names the flag."""
     if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
         return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
     return error

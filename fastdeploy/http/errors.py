@@ -42,7 +42,7 @@ def _body(message: str, kind: str, code: str | int, detail: dict[str, Any]) -> d
 
 
 def error_response(error: Exception, **extra: Any) -> Response:
-    """Return the answer to a request that ended in ``error``. ``extra`` has further fields beside "error"."""
+    """Return the answer to a request that failed with ``error``. ``extra`` has further fields beside "error"."""
     status = errors.STATUS.get(getattr(error, "code", ""), 500)
     if status == 500:
         known = isinstance(error, errors.FastDeployError)  # logged in one line: thousands of requests may fail alike

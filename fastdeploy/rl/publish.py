@@ -60,8 +60,8 @@ class Publisher:
     ) -> Publication:
         """Stage all parts on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with
         a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
-        requests until the next publication. Raises HoldLost, and no replica has committed, if a hold of this client
-        has ended on a replica."""
+        requests until the next publication. Raises HoldLost if a hold of this client has ended on a replica;
+        then no replica has committed."""
         sessions: Sessions = {}
         tensors = nbytes = 0
         try:
