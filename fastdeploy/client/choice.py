@@ -1,4 +1,4 @@
-"""A choice while it is generated. Its ids, logprobs, spans and text always end at the same token."""
+"""A choice while it is generated. The choice's ids, logprobs, spans and text always end at the same token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdeploy.inter_communicator.messages import Output
 
 
 class TextOptions(NamedTuple):
-    """Options of decoding. stops: stop strings. min_tokens: stop strings are ignored before so many tokens."""
+    """Options of decoding. stops: stop strings. min_tokens: a stop string ends no shorter choice."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False

@@ -108,7 +108,7 @@ class StopAutomaton:
     def __init__(self, stops: tuple[str, ...]):
         self.stops = stops
         self._children: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the other state with the longest text that is an end of a state's text
+        self._fallback = [0]  # by state: the other state whose text is the longest end of its text
         self.found: list[int | None] = [None]
         self.held = [0]
         for order, stop in enumerate(stops):

@@ -41,8 +41,8 @@ class EngineClient:
         self._first_connection = True
         self._connection: Connection | None = None
         self._streams: dict[str, RequestStream] = {}
-        self._with_tokens: deque[RequestStream] = deque()  # readers to wake, before those of the other queue,
-        self._with_ends: deque[RequestStream] = deque()  # since thousands may end at once while a few run on
+        self._with_tokens: deque[RequestStream] = deque()  # their readers are woken first,
+        self._with_ends: deque[RequestStream] = deque()  # because thousands may end at once while a few run on
         self._waking: asyncio.Handle | None = None
         self._calls: dict[int, asyncio.Future[m.Reply]] = {}
         self._cancelled: dict[str, int] = {}
@@ -81,7 +81,7 @@ class EngineClient:
                 self._disconnect(lost)
 
     async def _connect(self) -> Connection | None:
-        """Return a new connection, after as many tries as it takes; None if the engine has ended for ever."""
+        """Try until there is a connection, and return it. Return None if the engine has ended for ever."""
         while True:
             try:
                 connection = self._connector.connect()
@@ -296,7 +296,7 @@ class EngineClient:
     def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._next_call += 1
-        self._send(m.Call(call_id=self._next_call, args=args))  # as in submit
+        self._send(m.Call(call_id=self._next_call, args=args))  # raises if it cannot be encoded: then no future is kept
         self._calls[self._next_call] = future
         return self._next_call, future
 

@@ -27,10 +27,10 @@ class GenerationRequest(NamedTuple):
 
 
 class Generation:
-    """The running engine requests of one caller, for use in ``async with``, whose end cancels unfinished requests.
+    """The running engine requests of one caller. The end of ``async with`` cancels the unfinished requests.
 
-    Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: of each prompt. pace: of
-    all work for this caller. for_tokens: see Reader. Without it :meth:`step` returns less often, with more tokens.
+    Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: one per prompt. pace:
+    counts the work for this caller. for_tokens: see Reader. If False, :meth:`step` returns less often.
     """
 
     def __init__(

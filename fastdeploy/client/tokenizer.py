@@ -140,7 +140,7 @@ def _require_json_object(model_path: str, name: str) -> None:
 
 
 def _load(model_path: str) -> Any:
-    # Else transformers warns that torch is missing, and of prompts longer than the tokenizer's own limit.
+    # Otherwise transformers warns about missing torch, and about prompts above the tokenizer's own limit.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if os.path.exists(os.path.join(model_path, "tokenizer.json")):
         # AutoTokenizer would import torch if it is installed. Torch and Paddle may not share a process.

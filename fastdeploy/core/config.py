@@ -38,7 +38,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         kv_cache_gb: GiB of KV cache; None = from the memory that is free.
 
     Requests
-        max_waiting: requests that may wait; further requests get 429.
+        max_waiting: choices that may wait; further requests get 429.
         max_retained: requests with retain_s whose results are kept.
         max_retained_mb: MiB that the results of all requests with retain_s may take.
 

@@ -137,7 +137,7 @@ class StagingTimeout(ControlError, code="staging_timeout", status=504):
 
 
 class ResumeRefused(ControlError, code="resume_refused", status=409):
-    """The engine has no complete weights to run with."""
+    """The engine sleeps, or has no complete weights to run with."""
 
 
 class HoldNotFound(ControlError, code="hold_not_found", status=404):

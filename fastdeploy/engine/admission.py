@@ -67,7 +67,7 @@ class AdmissionControl:
             raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
         add.check_fields()
         if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
-            message = f"the queue holds its maximum of {self._max_waiting} requests"
+            message = f"the queue holds its maximum of {self._max_waiting} choices"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def _check_prompt(self, add: AddRequest) -> None:

@@ -45,7 +45,7 @@ def _add_http_flags(add: AddArgument, http: ServeConfig) -> None:
     add("--port", type=int, default=http.port, help="port to listen on, 0 = any free one (%(default)s)")
     add("--workers", type=int, default=http.workers, help="API server processes (%(default)s)")
     add("--served-model-name", help="the model's name in requests and replies (the folder's name)")
-    add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on streams idle for so long (%(default)g)")
+    add("--keepalive-s", type=float, default=http.keepalive_s, help="comment on a stream silent so long (%(default)g)")
     add("--shutdown-s", type=float, default=http.shutdown_s, help="seconds that a shutdown may take (%(default)g)")
     add("--stall-s", type=float, default=http.stall_s, help="an engine silent for so long is killed (%(default)g)")
 
@@ -81,7 +81,7 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
     add("--max-num-seqs", type=int, default=engine.max_num_seqs, help="sequences per step (%(default)s)")
     add("--max-num-batched-tokens", type=int, default=engine.max_num_batched_tokens, help="per step (%(default)s)")
     add("--max-step-ms", type=float, default=engine.max_step_ms, help="time cap of a step with prefill (%(default)g)")
-    add("--max-waiting", type=int, default=engine.max_waiting, help="requests that may wait, then 429 (%(default)s)")
+    add("--max-waiting", type=int, default=engine.max_waiting, help="choices that may wait, then 429 (%(default)s)")
     add("--block-size", type=int, default=engine.block_size, help="tokens per KV block (%(default)s)")
     add("--num-gpu-blocks-override", type=int, help="KV blocks (from --kv-cache-gb, or the memory that is free)")
     add("--kv-cache-gb", type=float, help="memory for the KV cache in GiB")
@@ -102,7 +102,7 @@ def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig)
     text = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
     add("--pull-root", default=http.pull_root, metavar="PATH", help=text)
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
-    text = "seconds that reading new weights may take, then it is abandoned (%(default)g)"
+    text = "seconds that reading new weights may take; then the update ends (%(default)g)"
     add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=text)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
 

@@ -44,8 +44,8 @@ def stop_signals_deferred() -> Iterator[None]:
 
 
 class Lifeline:
-    """Ends the engine on a stop signal, or when the supervisor is gone. In the second case the lifeline also removes
-    the socket folder. stop: ends this process; ``serve`` sets it to the stop of the engine's loop.
+    """Ends the engine on a stop signal, or when the supervisor has ended. In the second case the lifeline also
+    removes the socket folder. stop: ends this process; ``serve`` sets it to the stop of the engine's loop.
 
     A thread watches the supervisor. A signal at the parent's death does not suffice: its handler would wait until the
     main thread returns from a step, and before a handler is set the signal would end the process without a clean-up.
@@ -109,7 +109,7 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
 
 
 def _named_by_flag(error: Exception) -> Exception:
-    """Return ``error``, or for a bad setting an error that names the flag."""
+    """Return ``error``. For a bad setting, return an error that names the flag."""
     if isinstance(error, InvalidField) and error.field in EngineConfig.__struct_fields__:
         return FastDeployError("--" + error.field.replace("_", "-") + str(error).removeprefix(error.field))
     return error
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--supervisor", type=int, required=True, help="process id of the parent")
     parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the supervisor")
     parser.add_argument("--lost-commit", action="store_true", help="an earlier engine had newer weights")
-    parser.add_argument("--bound-s", type=float, default=10.0, help="seconds to stop in when the supervisor is gone")
+    parser.add_argument("--bound-s", type=float, default=10.0, help="seconds for a stop after the supervisor has ended")
     args = parser.parse_args()
     setup_logging("engine")
     events = EventPipe(args.event_fd)

@@ -169,7 +169,7 @@ class LLM:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _generate(self, request: GenerationRequest) -> list[Choice]:
-        stops = any(text.stops for text in request.texts)  # only then must each token be read as it comes
+        stops = any(text.stops for text in request.texts)  # stop strings are searched in each token as it comes
         running = Generation(self._client, self.tokenizer, request, Pace(asyncio.Lock()), for_tokens=stops)
         async with running as generation:
             while not generation.finished:
@@ -177,7 +177,7 @@ class LLM:
         return generation.choices
 
     def _run_engine(self) -> None:
-        """Run the engine, then end all waiting for its answers. The target of the engine's thread."""
+        """Run the engine. At its end, fail all calls that wait for an answer. The target of the engine's thread."""
         error: errors.EngineError | None = None
         try:
             self._engine.run()

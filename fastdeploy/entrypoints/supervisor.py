@@ -246,7 +246,7 @@ class Supervisor:
         self._watch(child, self._on_server_event, self._on_server_end)
 
     def _on_server_event(self, child: Child, event: dict) -> None:
-        if event["event"] == "up":  # "ready" for BackOff, whether or not the engine is
+        if event["event"] == "up":  # for BackOff the API server is ready, even if the engine is not
             child.ready_since = time.monotonic()
             return
         self._connected.add(child.name)

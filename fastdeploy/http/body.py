@@ -67,7 +67,7 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 
 async def read_json(request: Request) -> dict[str, Any]:
     """Read the body of ``request``, and return its JSON object. The body can be read only once. Unlike
-    ``request.body()`` this keeps no bytes: a request may live for minutes after its body was parsed."""
+    ``request.body()`` this function keeps no bytes: a request may live for minutes after its body was parsed."""
     return parse_json(b"".join([part async for part in request.stream()]))
 
 

@@ -23,8 +23,8 @@ from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_pro
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 
-# A bound for the characters of a token, if no token of the vocabulary is longer. A text that exceeds a context by this
-# bound is refused before it is tokenised.
+# Characters of the longest token, unless the vocabulary has a longer one. A text that is too long for a context of such
+# tokens is refused before it is tokenised.
 CHARS_PER_TOKEN = 64
 # Fields that SamplingParams takes unchanged. None means "absent": the default of SamplingParams applies.
 PASSED_ON = (

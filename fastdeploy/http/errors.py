@@ -21,7 +21,7 @@ TYPES = (
     (errors.ControlError, "control_error"),
     (errors.EngineError, "engine_error"),
 )
-# Seconds after which a client may try again: a full queue moves soon, and an engine takes longer to restart.
+# Seconds after which a client may try again: a full queue has room soon, and a restart of the engine takes longer.
 RETRY_AFTER = {429: 1, 503: 2}
 
 
@@ -42,7 +42,7 @@ def _body(message: str, kind: str, code: str | int, detail: dict[str, Any]) -> d
 
 
 def error_response(error: Exception, **extra: Any) -> Response:
-    """Return the answer to a request that ended in ``error``. ``extra`` has further fields beside "error"."""
+    """Return the answer to a request that failed with ``error``. ``extra`` has further fields beside "error"."""
     status = errors.STATUS.get(getattr(error, "code", ""), 500)
     if status == 500:
         known = isinstance(error, errors.FastDeployError)  # logged in one line: thousands of requests may fail alike

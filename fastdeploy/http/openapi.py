@@ -1,6 +1,6 @@
 """The description of the routes that /openapi.json serves.
 
-Routes parse their bodies themselves, so FastAPI does not know their fields. A route declares them next to its path::
+Routes parse their bodies themselves, so FastAPI does not know the fields. A route declares them beside its path::
 
     @router.post("/v1/pause", openapi_extra=takes(PauseBody, query=True))
 """

@@ -1,4 +1,4 @@
-"""Weight uploads. The API server writes the bytes to a file for the engine, and removes it at the end of the call.
+"""Weight uploads. The API server writes the bytes to a file for the engine, and removes the file after the call.
 
 The file is written and not mapped into memory: a full disk then raises an error instead of a signal. The file is locked
 while its API server lives. The file of a killed API server is not locked, and the next API server removes it.

@@ -15,7 +15,7 @@ MAX_WHY = 500  # characters
 
 
 class EventPipe:
-    """The child's end. A line is shorter than PIPE_BUF, so it is written at once. A supervisor that has ended is no
+    """The child's end. A line is shorter than PIPE_BUF, so it is written as a whole. A supervisor that has ended is no
     error."""
 
     def __init__(self, fd: int):

@@ -49,7 +49,7 @@ class InprocTransport:
         return True
 
     def post(self, client: str, message: ToEngine) -> None:
-        """Put in a message of ``client``, from any thread."""
+        """Give the engine a message of ``client``. May be called from any thread."""
         self._inbox.put((client, message))
 
     def wake(self) -> None:
@@ -77,7 +77,7 @@ class InprocConnection:
         self._transport.post(self.identity, message)
 
     def deliver(self, message: ToClient | EngineError) -> None:
-        """Put in a message of the engine, on the engine's thread. Wakes the event loop once for all unread messages."""
+        """Add a message, on the engine's thread. The event loop is woken once for all unread messages."""
         self._messages.append(message)
         if len(self._messages) == 1:
             self._loop.call_soon_threadsafe(self._arrived.set)

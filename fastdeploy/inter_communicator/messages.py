@@ -43,7 +43,7 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
     on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope:
-    id of the scope; here and below."""
+    id of the scope, as in the messages below."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
@@ -64,8 +64,8 @@ class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class RenewArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Let a hold end ``ttl_s`` seconds from now (None: not by itself). Fails with HoldNotFound if there is no such
-    hold."""
+    """Let a hold end ``ttl_s`` seconds from now. None: the hold does not end by itself. Fails with HoldNotFound if
+    there is no such hold."""
 
     hold_id: str
     ttl_s: float | None = None
@@ -84,7 +84,7 @@ class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Begin, one part and commit in one call. See BeginUpdateArgs.
+    """A whole update in one call: begin, one part and commit. Other fields: see BeginUpdateArgs.
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
     timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
@@ -105,10 +105,10 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id}.
 
     expected_version: the update is refused unless this version serves, now and at the commit.
-    kv: keep|recompute, for begun requests.
+    kv: keep or recompute the KV of requests in flight.
     partial: tensors that do not arrive keep their value; otherwise all must arrive.
     in_place: no second copy of the weights. Needs a paused engine, and places the system hold "in_place".
-    lease_s: seconds without a part, commit or begin after which the session ends.
+    lease_s: the session ends when no part and no commit has come for so many seconds.
     timeout_s: seconds that each part, and the check of the commit, may take; after that the session ends.
     placed_by: name of the opener, for callers that keep no session id.
     """
@@ -140,9 +140,9 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Ask whether the engine would refuse an upload, before its bytes are received: as a part of the session (found as
-    for UpdateChunkArgs), or without a session as an update that starts with ``begin``. Reply: {}. Fails as the part or
-    the begin would. Changes nothing."""
+    """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
+    session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
+    Reply: {}, or the error of the refusal. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
@@ -179,19 +179,19 @@ class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class ResetCacheArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Forget all cached prefixes. running: begun requests lose their KV too, and are recomputed. Reply: {"success":
+    """Forget all cached prefixes. running: requests in flight lose their KV too, and are recomputed. Reply: {"success":
     true, "requests_to_recompute": n}. Works in every state."""
 
     running: bool = False
 
 
 class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Give memory back to the system, behind a pause with the system hold "sleep". Reply once that is done.
+    """Give memory back to the system, behind a pause with the system hold "sleep". The reply comes afterwards.
 
     tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
     mode: of the pause. discard: the weights are not kept. After the wake-up the system hold "republish" is in force
     until new weights are committed.
-    timeout_s: PauseTimeout after that; then nothing sleeps, and the hold is released."""
+    timeout_s: after that the call fails with PauseTimeout. Then nothing has changed, and its hold is released."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"

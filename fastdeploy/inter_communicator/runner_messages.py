@@ -4,7 +4,7 @@
     beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
 
 The answer to a call is one Failed, or one Done with None or the result that the call's docstring names. On ``steps``,
-Tick messages may come before, while the call runs.
+Tick messages may come before the answer, while the call runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def endpoints(folder: str) -> tuple[str, str]:
 
 
 class Execute(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a StepResult, or by None for a step that was given up."""
+    """``Runner.execute``. Answered by a StepResult, or by None for a step that was given up."""
 
     plan: StepPlan
 
@@ -35,11 +35,11 @@ class Info(msgspec.Struct, frozen=True, tag=True):
 
 
 class HasWeights(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a bool."""
+    """``Runner.has_weights``. Answered by a bool."""
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the number of the staging."""
+    """``Runner.begin_update``. Answered by the number of the new staging."""
 
     partial: bool
     in_place: bool
@@ -52,7 +52,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sleep(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the number of bytes that were given back."""
+    """``Runner.sleep``. Answered by the number of bytes that were given back."""
 
     tags: tuple[str, ...]
     discard: bool
@@ -86,7 +86,7 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class Checksums(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a dict of tensor name to sha256."""
+    """``Runner.checksums``. Answered by a dict of tensor name to sha256."""
 
 
 class Tick(msgspec.Struct, frozen=True, tag=True):

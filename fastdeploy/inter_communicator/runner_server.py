@@ -25,7 +25,7 @@ LINGER_MS = 1000
 class RunnerServer:
     """Runs the calls of one engine on the runner. ``serve`` runs on the thread that made the server.
 
-    folder: of the sockets. tick_s: seconds between two ticks of a long call; 0 = as often as the runner allows.
+    folder: has the sockets. tick_s: seconds between two ticks of a long call; 0 = as often as the runner allows.
     """
 
     def __init__(self, folder: str, tick_s: float = TICK_S):

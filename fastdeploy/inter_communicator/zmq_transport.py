@@ -27,7 +27,7 @@ MAX_BATCH = 4096
 
 
 class ZmqRouterTransport:
-    """The engine's end (see transport.Transport). Bytes that are no message are dropped, and logged."""
+    """The engine's end (see transport.Transport). Bytes that are no message are logged. See Malformed."""
 
     def __init__(self, endpoint: str):
         self._context = zmq.Context()
@@ -134,9 +134,9 @@ class ZmqConnection:
         self._socket.send(self._encoder.encode(message))
 
     async def messages(self) -> AsyncIterator[ToClient]:
-        """Yield the messages of the engine, and end once it has closed its socket and all messages are yielded.
-        Messages that are there already are yielded without a return to the event loop. So no message waits for the
-        tasks that an earlier message woke."""
+        """Yield the messages of the engine. End when the engine has closed its socket and all messages are yielded.
+        Messages that have arrived are yielded without a return to the event loop. So no message waits for the tasks
+        that an earlier message woke."""
         lost = asyncio.ensure_future(self._lost())
         try:
             while True:

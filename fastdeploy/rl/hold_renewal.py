@@ -20,8 +20,8 @@ PERIOD = 0.25
 class HoldRenewer:
     """Renews holds in a thread of its own, so that a hold stands while training blocks the caller's event loop.
 
-    A renewal after the hold's end changes nothing, since it never places a hold. A failed renewal is only logged here.
-    Holds.require_standing checks the holds before a commit.
+    A renewal never places a hold, so a renewal after the hold's end changes nothing. A failed renewal is only logged
+    here. Holds.require_standing checks the holds before a commit.
     """
 
     def __init__(self, replicas: Sequence[Replica]):

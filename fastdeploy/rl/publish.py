@@ -29,7 +29,7 @@ class Publication:
     """Weights that all replicas have committed.
 
     number: counts this client's publications from 1. version: the label on the first replica (without a given version,
-    each replica makes its own from its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
+    each replica makes a label of its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
 
     number: int
     version: str
@@ -60,8 +60,8 @@ class Publisher:
     ) -> Publication:
         """Stage all parts on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with
         a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
-        requests until the next publication. Raises HoldLost, and no replica has committed, if a hold of this client
-        has ended on a replica."""
+        requests until the next publication. Raises HoldLost if a hold of this client has ended on a replica;
+        then no replica has committed."""
         sessions: Sessions = {}
         tensors = nbytes = 0
         try:

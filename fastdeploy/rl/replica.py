@@ -15,23 +15,23 @@ from fastdeploy.rl.errors import Unreachable
 from fastdeploy.rl.replies import decode_object, read_events, reply_error
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
-# These routes take the data key. Every other route takes the control key, and is at the control address.
+# These routes take the API key. Every other route takes the control key, and is at the control address.
 DATA_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"})
 
 
 def http_client(headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """Make a client without a limit of connections, which ignores proxies of the environment."""
+    """Return a client that has no limit of connections and ignores the proxies of the environment."""
     return httpx.AsyncClient(headers=headers, limits=httpx.Limits(), trust_env=False)
 
 
 class Replica:
-    """One server. api_key, control_key: keys of its data and control routes (None: FASTDEPLOY_API_KEY and
+    """One server. api_key, control_key: keys of the data and control routes (None: FASTDEPLOY_API_KEY and
     FASTDEPLOY_CONTROL_KEY of the environment; "": no key). control_url: address of the control routes, if they have a
     port of their own.
 
     in_flight: choices of this client that run here. boot_id: last known boot id of the engine. stale: why the replica
     gets no requests until it is published to (a restart without the published weights, or a failed commit), or None.
-    retry_at: earliest time of the next use, on the event loop's clock. needs_probe: ask /health before the next use.
+    retry_at: earliest time of the next use, on the event loop's clock. needs_probe: ask /health and /ready before use.
     """
 
     def __init__(

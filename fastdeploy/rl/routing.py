@@ -16,7 +16,7 @@ MAX_SESSIONS = 100_000
 
 class Router:
     """Chooses a replica per request, and avoids those that failed, reject requests or serve other weights. A session
-    moves to another replica only if its own failed or is stale, not if it rejects requests for a moment."""
+    moves to another replica only if its own replica failed or is stale, not if that replica is busy for a moment."""
 
     def __init__(self, replicas: Sequence[Replica]):
         self.replicas = list(replicas)

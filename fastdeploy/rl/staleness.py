@@ -1,7 +1,7 @@
 """Staleness: the age of a token's weights, counted in publications of this client.
 
 weight_epoch counts the commits of one engine since its start, and versions may repeat. So neither can be compared
-between replicas, and publications can. A replica's answer to a commit has the weight_epoch of that publication there.
+between replicas. Publications can. A replica's answer to a commit says which weight_epoch the publication has there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAX_COMMITS = 1024  # kept per engine
 
 
 class PublicationLedger:
-    """Maps weight epochs to publications. ``newest`` is the number of publications so far; 0 stands for the weights
-    before the first."""
+    """Maps each weight_epoch to a publication. ``newest`` is the number of publications so far; 0 stands for the
+    weights before the first."""
 
     def __init__(self) -> None:
         self.newest = 0

@@ -23,9 +23,9 @@ class BodyLimit:
     """Middleware that refuses a body beyond --max-body-mb, or beyond --max-upload-mb for weights. A body that declares
     its length is refused before it is read, and any other body as soon as it exceeds the limit.
 
-    A body of more than 64 KiB is received only when --max-bodies-mb has room for all of it. For weights upload.py has
-    other limits. If a response begins before the whole body was received, the connection is closed and the rest of the
-    body is not read. slice_lock: see Pace.
+    A body of more than 64 KiB is received only when --max-bodies-mb has room for all of it. Uploads of weights have
+    other limits (upload.py). If a response begins before the whole body was received, the connection is closed and the
+    rest of the body is not read. slice_lock: see Pace.
     """
 
     def __init__(self, app: ASGIApp, config: ServeConfig, slice_lock: asyncio.Lock):

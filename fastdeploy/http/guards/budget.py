@@ -12,7 +12,7 @@ from fastdeploy.core.errors import ServerBusy
 
 class Budget:
     """``total`` units for all requests of one event loop. A caller waits up to ``wait_s`` seconds while too few units
-    are free. limit: words for the limit in the error."""
+    are free. limit: the name of the limit, for the error message."""
 
     def __init__(self, total: int, wait_s: float, limit: str):
         self._total = self._free = total

@@ -67,7 +67,7 @@ ROUTES: dict[str, Access] = (
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The parts of a request that decide about its access. port: local port of the connection. key: the key in the
+    """The parts of a request that decide whether it is allowed. port: local port of the connection. key: the key in the
     Authorization header."""
 
     path: str

@@ -1,4 +1,4 @@
-"""The HTTP answer of a generation: server-sent events, or one JSON body. A client that disconnects cancels it."""
+"""The HTTP answer of a generation: server-sent events, or one JSON body. A disconnect cancels the generation."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class EventStream(GenerationResponse):
         self._sent_at = asyncio.get_running_loop().time()
 
     def _check_idle(self) -> None:
-        """Wake the stream after ``keepalive_s`` without events. Tokens do not reset the timer."""
+        """Wake the stream if it sent nothing for ``keepalive_s``. In any case, set the timer again."""
         loop = asyncio.get_running_loop()
         left = self._sent_at + self._keepalive_s - loop.time()
         if left <= 0:

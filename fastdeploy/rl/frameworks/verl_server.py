@@ -1,8 +1,8 @@
 """The server handle that verl calls. It makes HTTP calls to one of our servers, and imports neither verl nor Ray. The
 module ``verl`` beside this one makes a Ray actor of the handle, and passes in verl's class of a reply.
 
-An aborted generation is returned with its tokens so far and is not continued here. verl's client submits prompt and
-tokens again while the stop reason is "aborted".
+An aborted generation is returned with its tokens so far, and is not continued here. verl's client submits the prompt
+and the tokens again while the stop reason is "aborted".
 """
 
 from __future__ import annotations

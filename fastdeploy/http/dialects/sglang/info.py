@@ -46,7 +46,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
-        """Answer as /health does. No token is generated, since a paused engine is healthy."""
+        """Answer 200 while an engine is connected, else 503. No token is generated: a paused engine is healthy."""
         await client.require_engine()
         return json_response({"status": "ok"})
 

@@ -1,6 +1,6 @@
-"""SGLang's /pull_weights: copy a version of the weights that a trainer has published to a folder of this host.
+"""SGLang's /pull_weights: copy a published version of the weights into a folder of this host.
 
-slime uses the route in its disk mode. Versions are Hugging Face folders ``weight_v000007`` below ``source_dir``.
+slime uses the route in its disk mode. Version 7 is the Hugging Face folder ``weight_v000007`` below ``source_dir``.
 Version 0 is the model that the server started with. A second call of the trainer loads the local folder.
 
 The server may read and write files that the caller may not. Therefore:
@@ -165,7 +165,7 @@ def _target(root: str, path: str) -> Iterator[tuple[int, int]]:
 
 
 def _copy(source: Folder, names: list[str], target: int, sync: int, version: int, given_up: threading.Event) -> None:
-    """Copy the files. The list of files is written first, so that the next pull recognises the files of a killed one.
+    """Copy the files. The list of files is written first, so that the next pull recognises the files of a killed pull.
     The state file is absent while the folder may hold files of two versions."""
     _check_wanted(given_up)
     own = _own_files(sync)

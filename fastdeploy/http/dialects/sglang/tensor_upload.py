@@ -33,8 +33,8 @@ class TensorBody(msgspec.Struct):
         return parse_body({"weight_version": self.weight_version}, VersionedBody, {}).weight_version
 
     def distinct_tensors(self) -> list[bytes]:
-        """Return each entry once. SGLang's clients send one entry per tensor-parallel rank. The entries are equal where
-        each rank takes its own part of them."""
+        """Return each entry once. SGLang's clients send one entry per tensor-parallel rank. Equal entries
+        have whole tensors, of which each rank takes its own part."""
         return list(dict.fromkeys(self.serialized_named_tensors))
 
 
@@ -49,7 +49,7 @@ def require_target(selector: str | None) -> None:
 
 
 def parse_tensors(raw: bytes) -> TensorBody:
-    """Raises InvalidField. Call it on a thread: the body may have gigabytes."""
+    """Parse and check the body. Raises InvalidField. Runs on a thread, since the body may have gigabytes."""
     try:
         body = msgspec.json.decode(raw, type=TensorBody)
     except msgspec.DecodeError as error:

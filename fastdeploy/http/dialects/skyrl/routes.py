@@ -1,4 +1,4 @@
-"""SkyRL's routes. SkyRL speaks vLLM's dialect, and has these routes besides: /collective_rpc with methods of its
+"""SkyRL's routes. SkyRL uses vLLM's routes, and these: /collective_rpc with methods of its
 workers, /fetch_weights, adapters, and /finish_session of its router."""
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def skyrl_router(context: ServingContext) -> APIRouter:
 
     @routes.post("/skyrl/v1/abort_lora_requests", AdapterBody)
     async def abort_lora_requests(body: AdapterBody) -> dict[str, Any]:
-        """Answer 404. With any other answer, a caller that names an unknown adapter would think that its requests were
-        aborted."""
+        """Answer 404. With any other answer, a caller would think that the requests of its adapter were aborted."""
         why = f"lora_name: no adapter {body.lora_name!r} is loaded; this server serves none"
         raise ModelNotFound(why, param="lora_name")
 

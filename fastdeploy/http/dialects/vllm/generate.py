@@ -1,5 +1,5 @@
-"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The body is translated to that of a
-completion, which is checked and run as any other."""
+"""POST /inference/v1/generate: token ids in, token ids out, whole or as a stream. The body is translated to the
+body of a completion, which is checked and run like any other completion."""
 
 from __future__ import annotations
 

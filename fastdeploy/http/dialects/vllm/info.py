@@ -105,8 +105,8 @@ def _add_weights(router: APIRouter, context: ServingContext) -> None:
 
     @Routes(router).post("/weight_checker", CheckBody)
     async def weight_checker(body: CheckBody) -> dict[str, Any]:
-        """Answer checksum with the SHA-256 of every tensor that serves, and compare with the names that differ from
-        ``baseline``, the caller's own checksums. A name that only one side has differs."""
+        """Answer "checksum" with the SHA-256 of every tensor that serves. Answer "compare" with the names that differ
+        from ``baseline``, the caller's own checksums. A name that only one side has counts as different."""
         if body.action not in ("checksum", "compare"):
             raise InvalidField("action", f"expected checksum or compare, got {body.action!r}")
         baseline = body.baseline if body.action == "compare" else {}
