@@ -147,9 +147,13 @@ class EndedSessions:
 
 
 def check_label(field: str, version: str | None) -> None:
-    """Raise InvalidField unless ``version`` is None or can be a label of weights."""
-    if version is not None and not 1 <= len(version) <= MAX_VERSION_CHARS:
+    """Raise InvalidField unless ``version`` is None or can be a label of weights. The label must fit into messages."""
+    if version is None:
+        return
+    if not 1 <= len(version) <= MAX_VERSION_CHARS:
         raise InvalidField(field, f"expected 1 to {MAX_VERSION_CHARS} characters, got {len(version)}")
+    if version != version.encode("utf-8", "replace").decode():
+        raise InvalidField(field, "expected text that UTF-8 can encode, got half of a surrogate pair")
 
 
 def check_kv(kv: str | None) -> None:

@@ -39,17 +39,22 @@ class Connection:
         on_tick: Callable[[], bool] | None = None,
     ) -> Result:
         """Send ``call`` and return its result. Raises the runner's error, and EngineError if its process ends. on_tick:
-        called while the call runs; True gives up a step."""
+        called while the call runs; True gives up a step. An error of ``on_tick`` also gives up the step, and is raised
+        once the call has ended, so that the next call gets its own answer."""
         self._socket.send(self._encoder.encode(call))
-        while True:
-            match self._replies.decode(self._receive()):
-                case m.Done(encoded):
-                    return result.decode(encoded)
-                case m.Failed() as failed:
-                    raise failed.error()
-                case m.Tick():
-                    give_up = on_tick is not None and on_tick()
-                    self._socket.send(self._encoder.encode(m.Answer(give_up)))
+        failure: Exception | None = None
+        while isinstance(reply := self._replies.decode(self._receive()), m.Tick):
+            give_up = failure is not None
+            try:
+                give_up = give_up or (on_tick is not None and on_tick())
+            except Exception as error:
+                failure, give_up = error, True
+            self._socket.send(self._encoder.encode(m.Answer(give_up)))
+        if failure is not None:
+            raise failure
+        if isinstance(reply, m.Failed):
+            raise reply.error()
+        return result.decode(reply.result)
 
     def _receive(self) -> bytes:
         ready = [source for source, _ in self._poller.poll()]

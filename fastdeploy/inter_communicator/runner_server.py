@@ -129,6 +129,8 @@ class RunnerServer:
                 return self._stagings[number].add(source, checksums, verify_checksum)
             case m.Finish(number):
                 self._staged[number] = self._stagings[number].finish()
+                if number not in self._stagings:  # abandoned meanwhile: nothing will commit the result
+                    self._staged.pop(number, None)
             case m.Abandon(number):
                 self._stagings.pop(number).abandon()
                 self._staged.pop(number, None)

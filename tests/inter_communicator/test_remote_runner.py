@@ -1,0 +1,64 @@
+"""Calls to a runner behind sockets that fail in the middle, or overlap."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+
+import pytest
+
+from fastdeploy import LLM, SamplingParams
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.inter_communicator import runner_messages as m
+from fastdeploy.inter_communicator.runner_server import RunnerServer
+from support.fake_runner import FakeRunner, FakeStaging
+from support.runner_thread import serve_in_thread
+
+
+def test_a_step_that_the_engine_fails_in_leaves_no_answer_for_the_next_call():
+    def failing() -> bool:
+        raise ValueError("a bug in the engine")
+
+    remote, close = serve_in_thread(FakeRunner())
+    with pytest.raises(ValueError, match="a bug in the engine"):
+        remote.execute(StepPlan(1, [], []), failing)
+    result = remote.execute(StepPlan(2, [], []))
+    assert result is not None and result.step_id == 2
+    close()
+
+
+def test_a_label_that_no_message_can_hold_is_refused_and_the_engine_goes_on():
+    remote, _ = serve_in_thread(FakeRunner())
+    with LLM(runner=remote) as llm:
+        with pytest.raises(InvalidField, match="version: expected text that UTF-8 can encode"):
+            llm.update_weights(version="v\ud800")
+        [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        assert output.choices[0].finish_reason == "length"
+
+
+def test_weights_that_are_ready_after_their_session_was_given_up_are_freed():
+    began, may_end = threading.Event(), threading.Event()
+
+    class SlowStaging(FakeStaging):
+        def finish(self) -> tuple[int, bool]:
+            began.set()
+            assert may_end.wait(30)
+            return 1, True
+
+    runner = FakeRunner()
+    with tempfile.TemporaryDirectory() as folder:
+        server = RunnerServer(folder)
+        server._stagings[1] = SlowStaging(runner, False, False)
+        server._beside_call(runner, m.AddSource(1, FolderSource("w1"), {}, False))
+        finishing = threading.Thread(target=server._beside_call, args=(runner, m.Finish(1)))
+        finishing.start()
+        assert began.wait(30)
+        server._beside_call(runner, m.Abandon(1))
+        may_end.set()
+        finishing.join(30)
+        assert server._staged == {} and server._stagings == {}
+        server._context.destroy(linger=0)
+        os.close(server._results_fd)
