@@ -144,7 +144,7 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
 
 int fd_attention(const AttentionArgs* a) { return FD_MATRIX(a->cache->bf16, attention, *a); }
 
-// The pieces of work that fd_attention makes of a batch; qkv and out may be null.
+// The number of tasks that fd_attention makes of a batch; qkv and out may be null.
 int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {
   return FD_MATRIX(a->cache->bf16, count_tasks, *a, count);
 }

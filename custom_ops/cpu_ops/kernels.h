@@ -20,7 +20,7 @@ constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
 struct Weight {
   bool bf16;
   int64_t n, k;      // as given
-  int64_t k_padded;  // k, or rounded up to 32
+  int64_t k_padded;  // k; for bfloat16, rounded up to 32
   int64_t bytes;
   void* data;
   float* bias;  // null or [round_up(n, 16)]
