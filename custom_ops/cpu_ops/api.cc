@@ -1,6 +1,6 @@
 // The library's C interface (called through ctypes, fastdeploy/model_executor/ops/cpu_library.py). Pointers are
 // addresses, shapes are checked by the caller. An op returns 0, -1 when memory ran out, or -2 when something else
-// failed, which fd_last_error then tells.
+// failed. Then fd_last_error returns the message.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
