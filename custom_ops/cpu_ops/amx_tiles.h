@@ -1,4 +1,4 @@
-// Use of the AMX tile registers. Static for the reason given in simd.h.
+// Use of the AMX tile registers. All functions are static: simd.h gives the reason.
 #pragma once
 
 #include <immintrin.h>

@@ -1,6 +1,6 @@
 // The library's C interface (called through ctypes, fastdeploy/model_executor/ops/cpu_library.py). Pointers are
 // addresses, shapes are checked by the caller. An op returns 0, -1 when memory ran out, or -2 when something else
-// failed, which fd_last_error then tells.
+// failed. Then fd_last_error returns the message.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -144,7 +144,7 @@ void fd_copy_blocks(Cache* c, const int32_t* sources, const int32_t* targets, in
 
 int fd_attention(const AttentionArgs* a) { return FD_MATRIX(a->cache->bf16, attention, *a); }
 
-// The pieces of work that fd_attention makes of a batch; qkv and out may be null.
+// The number of tasks that fd_attention makes of a batch; qkv and out may be null.
 int fd_attention_tasks(const AttentionArgs* a, int64_t* count) {
   return FD_MATRIX(a->cache->bf16, count_tasks, *a, count);
 }

@@ -1,5 +1,5 @@
-// Approximations on 16 lanes for results that are rounded to the 8 bits of bfloat16.
-// Static for the reason given in simd.h.
+// Approximations on 16 lanes for results that are rounded to bfloat16 (8 significant bits).
+// All functions are static: simd.h gives the reason.
 #pragma once
 
 #include <immintrin.h>

@@ -107,8 +107,8 @@ void prepare_token(const AttentionArgs& a, int64_t sequence, int64_t token, void
     norm_and_rotate(a, row + (a.heads + h) * dim, a.k_norm, cos, sin, head);
     const int64_t at = h * cache.block_size * padded;
     const float* value = row + (a.heads + cache.kv_heads + h) * dim;
-    // A pair that is not finite must reach the rows behind it, and no row before it, whose weight for its value is 0.
-    // So the value becomes 0, and the key NaN, which makes the score NaN for all rows that see it.
+    // A key or value that is not finite must change the rows after it, and no row before it. A row before it
+    // multiplies its value by 0. So the value becomes 0. The key becomes NaN, and so do the scores of later rows.
     alignas(64) static constexpr float kZeros[kMaxHeadDim] = {};
     if (!is_finite(cache, head) || !is_finite(cache, value)) {
       head[0] = NAN;

@@ -1,5 +1,5 @@
-// Cutting of attention into tasks, and merging of their results; shared by the vector and the AMX version. Static for
-// the reason given in simd.h.
+// Cutting of attention into tasks, and merging of their results; shared by the vector and the AMX version. All
+// functions are static: simd.h gives the reason.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,9 @@ constexpr int64_t kKeyBlock = 64;
 // Query rows of one task: (token, head of the group) pairs that share the keys and values of one kv head.
 constexpr int64_t kQueryRows = 32;
 
-// Keys of a partition, also from position 0. The result of a row is that of its first partition, merged with those of
-// the others in order. Each partition is computed on its own, so one task for all of them gives the same bits as one
-// task each.
+// Keys of a partition; the first begins at position 0. The result of a row is that of its first partition, merged with
+// those of the others in order. Each partition is computed on its own, so one task for all of them gives the same bits
+// as one task each.
 constexpr int64_t kPartition = 1024;
 static_assert(kPartition % kKeyBlock == 0, "no block of keys straddles two partitions");
 constexpr int32_t kAllPartitions = -1;
@@ -32,13 +32,13 @@ constexpr int32_t kAllPartitions = -1;
 constexpr int64_t kFairShares = 64;
 constexpr int64_t kTasksPerMerge = 64;  // fewer results are merged faster than another thread wakes up
 
-// If `members` is above 1, the task has one decode row of each of so many neighbouring sequences, whose first `shared`
-// keys are the same blocks of the cache (samples that share a prompt). The task reads these keys once for all of them.
+// If `members` is above 1, the task has one decode token of each of so many neighbouring sequences, whose first
+// `shared` keys are the same blocks of the cache (choices that share a prompt). The task reads these keys only once.
 struct Task {
   int32_t sequence, kv_head, first_row, rows, members, shared;
   int32_t keys;       // number of keys that the last of its rows sees
   int32_t partition;  // number of the partition, or kAllPartitions
-  int32_t partial;    // if it has one partition: its first row in the partial results
+  int32_t partial;    // unless kAllPartitions: its first row in the partial results
 };
 
 // The softmax of each row over the keys so far: the best score, the sum of weights relative to it, and the weighted sum
@@ -152,8 +152,8 @@ static inline Tasks make_tasks(const AttentionArgs& a, bool share) {
   return {list, next - list, state_in(static_cast<float*>(scratch(kScratchPartial, partial_bytes)), partial_rows)};
 }
 
-// Merges a later partition, of keys from `begin` on, into the state of those before. log_base: the natural logarithm of
-// the number whose powers the weights are. Rows that see no key of the partition keep their state.
+// Merges a later partition, of keys from `begin` on, into the state of those before. The weights are
+// powers of e^log_base. Rows that see no key of the partition keep their state.
 static inline void merge(const AttentionArgs& a, const Task& task, int64_t begin, float log_base,
                          const SoftmaxState& later, const SoftmaxState& state) {
   const int64_t padded = a.cache->dim_padded;

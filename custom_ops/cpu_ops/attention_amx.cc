@@ -15,8 +15,8 @@ namespace fd {
 namespace amx {
 namespace {
 
-// Rows of an input tile, always 16: rows that a task does not have compute on whatever lies behind its queries, and a
-// row of the result depends on its own row of the input only.
+// Rows of an input tile, always 16. If a task has fewer, the other rows hold whatever lies behind its queries. A row of
+// the result depends on its own row of the input only.
 constexpr int64_t kTileRows = 16;
 constexpr bool kSharesKeys = true;       // a tile has room for the rows of several sequences
 constexpr float kLogBase = 0.69314718f;  // scores are powers of 2
@@ -100,7 +100,7 @@ inline __m512 exp2_or_zero(__m512 x, __mmask16 wanted) {
 }
 
 // Online softmax over one key block, in powers of 2. Row r sees the first start + (first_row + r) / group + 1 of its
-// keys, `start` being relative to the block (and so perhaps negative). `scale` includes log2(e).
+// keys. `start` is relative to the block, and may be negative. `scale` includes log2(e).
 void softmax_block(Workspace& work, const SoftmaxState& state, int rows, int64_t units, int64_t start, int64_t group,
                    int64_t first_row, float scale) {
   const __m512 factor = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-INFINITY);

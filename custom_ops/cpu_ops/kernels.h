@@ -19,8 +19,8 @@ constexpr int64_t kDepth = 32;    // k of a bfloat16 tile
 // An immutable packed weight. Owns its pages and its bias, which is padded to whole tiles.
 struct Weight {
   bool bf16;
-  int64_t n, k;      // as given
-  int64_t k_padded;  // k, or rounded up to 32
+  int64_t n, k;      // out_features, in_features
+  int64_t k_padded;  // k; for bfloat16, rounded up to 32
   int64_t bytes;
   void* data;
   float* bias;  // null or [round_up(n, 16)]
@@ -91,7 +91,7 @@ struct Block {
 // of the residual. Null: all rows.
 struct StepArgs {
   Batch batch;
-  int64_t bf16;     // type of all weights and of the cache
+  int64_t bf16;     // 1 if all weights and the cache are bfloat16, 0 if float32
   float* residual;  // [tokens, hidden]
   const int64_t* rows;
   int64_t num_rows;

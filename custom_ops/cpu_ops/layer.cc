@@ -29,7 +29,7 @@ LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
       const float *gate = both + r * w.n + i, *up = gate + half;
-      store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // behind all reads
+      store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // after all reads
     }
   return make_linear_input(slot, both, nullptr, 0, input.m, next);
 }

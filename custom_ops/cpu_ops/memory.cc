@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
 
-// Whole huge pages, except for an end of less than half of one: a layer has four weights, and their ends add up.
+// Rounds up to whole huge pages unless less than half of the last is needed: the waste of four weights a layer adds up.
 size_t whole_pages(size_t bytes) { return bytes % kHuge < kHuge / 2 ? round_up(bytes, 4096) : round_up(bytes, kHuge); }
 
 class Buffer {

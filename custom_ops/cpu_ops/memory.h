@@ -32,6 +32,6 @@ enum ScratchSlot {
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);
-void free_scratch();  // frees that of the calling thread
+void free_scratch();  // frees the slots of the calling thread
 
 }  // namespace fd

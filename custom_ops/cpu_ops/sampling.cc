@@ -76,7 +76,7 @@ constexpr int64_t kBlock = 1024;
 // Lanes at or before the boundary.
 Mask kept_lanes(Floats16 logits, int64_t i, Candidate boundary) {
   Mask kept = greater(logits, set1(boundary.logit));
-  const int64_t before = boundary.id - i + 1;  // ids up to the boundary's own count among equals
+  const int64_t before = boundary.id - i + 1;  // among equal logits, ids up to the boundary's count
   if (before > 0) {
     const Mask ids = before >= 16 ? 0xffff : (1u << before) - 1;
     kept |= equal(logits, set1(boundary.logit)) & ids;
@@ -146,7 +146,7 @@ int64_t collect(const Row& row, float floor, float ceiling, Candidate* out) {
   return found;
 }
 
-// Rearranges [begin, end) around a pivot, best first, and returns the pivot's place. Median of three: no random.
+// Rearranges [begin, end) around a pivot, best first, and returns the pivot's place. Median of three: nothing random.
 Candidate* partition(Candidate* begin, Candidate* end) {
   Candidate* middle = begin + (end - begin) / 2;
   Candidate* last = end - 1;

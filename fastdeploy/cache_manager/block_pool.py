@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 class BlockPool:
     """Reference-counted block ids 0 .. num_blocks-1.
 
-    A free block may still hold content that ``PrefixIndex`` can find. Free blocks are taken again least recently
-    released first; ``on_evict(block)`` is called then.
+    A free block may still hold content that ``PrefixIndex`` can find. Blocks without such content are taken first,
+    then the least recently released ones. ``on_evict(block)`` is called for each block taken.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[int], None]):
@@ -37,13 +37,13 @@ class BlockPool:
         return taken
 
     def share(self, block: int) -> None:
-        """Add a reference to a block, which may be a free one with its content."""
+        """Add a reference to a block, which may be free and still hold its content."""
         if self.references[block] == 0:
             del self._free[block]
         self.references[block] += 1
 
     def release(self, blocks: Iterable[int], indexed: Callable[[int], bool]) -> None:
-        """Give back one reference of each. Blocks that are not in the prefix index are taken again first."""
+        """Give back one reference of each block. Blocks that are not in the prefix index are the next to be taken."""
         for block in blocks:
             assert self.references[block] > 0, f"block {block} released twice"
             self.references[block] -= 1

@@ -13,7 +13,7 @@ from fastdeploy.core.request import Request
 
 
 class KVGrant(NamedTuple):
-    """Result of an admission. hit_tokens: tokens that need no computing. copy: must run before the next step."""
+    """Result of an admission. hit_tokens: tokens that need no computing. copy: runs before the next step computes."""
 
     hit_tokens: int
     copy: BlockCopy | None
@@ -22,8 +22,8 @@ class KVGrant(NamedTuple):
 class KVCacheManager:
     """Owns the block pool and the prefix index.
 
-    Blocks are matched and published in the KV namespace of the weights that serve the request's scope. Blocks of
-    a request with ``kv_mixed`` are never published.
+    Blocks are matched and published per cache_salt, in the KV namespace of the weights that serve the request's
+    scope. Blocks of a request with ``kv_mixed`` are not published.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):

@@ -1,4 +1,4 @@
-"""Settings: frozen, checked once, without unknown keys. The supervisor passes them to its children as JSON."""
+"""Settings of the processes: immutable, without unknown keys. The supervisor passes them to its children as JSON."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of the API servers. Each API server process has the limits of connections and bodies for itself.
+    """Settings of the API servers. The limits of connections and bodies are per API server process.
 
     Address
         host, port: address to listen on; port 0 = any free one.
@@ -115,7 +115,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         served_model_name: the model's name in requests and replies.
         logprobs_mode: mode of a request that names none.
         max_reply_logprobs: log probabilities that one request may ask for.
-        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause by that dialect that names none.
+        vllm_pause_mode, sglang_pause_mode, areal_pause_mode: mode of a pause call of that dialect that names no mode.
 
     Access
         trust_request_chat_template: a chat request may bring its own template, a program that the API server runs.
@@ -206,7 +206,7 @@ def _require(field: str, ok: bool, expected: str, got: object) -> None:
 
 
 def _require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...]) -> None:
-    """Raise InvalidField if a number is not above 0, in any field that is not named in ``but``."""
+    """Raise InvalidField for a number that is not above 0. Fields named in ``but`` are not checked."""
     for field, value in msgspec.structs.asdict(config).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         _require(field, field in but or not is_number or value > 0, "a number above 0", value)

@@ -30,7 +30,7 @@ class FastDeployError(Exception):
     status: int = 500
 
     def __init_subclass__(cls, code: str = "", status: int = 0):
-        if code:  # a class of another module sets both itself, and never comes from the engine
+        if code:  # classes of other modules set both themselves, and are never sent by the engine
             cls.code, cls.status = code, status
             BY_CODE[code] = cls
 
@@ -53,7 +53,7 @@ def _restore(cls: type[FastDeployError], message: str, fields: dict[str, Any]) -
 
 
 class RequestError(FastDeployError, code="invalid_request_error", status=400):
-    """The caller's fault: no request was accepted, and no state changed."""
+    """A request that the server refuses or cannot answer."""
 
 
 class InvalidField(RequestError, code="invalid_field", status=400):
@@ -89,7 +89,7 @@ class AttachedElsewhere(RequestError, code="attached_elsewhere", status=409):
 
 
 class RequestTooLarge(RequestError, code="request_too_large", status=413):
-    """The body is larger than --max-body-mb."""
+    """The body is larger than --max-body-mb, or an upload larger than --max-upload-mb."""
 
 
 class UnsupportedBody(RequestError, code="unsupported_media_type", status=415):
@@ -125,7 +125,7 @@ class PauseInterrupted(ControlError, code="pause_interrupted", status=409):
 
 
 class PauseTimeout(ControlError, code="pause_timeout", status=504):
-    """A pause with on_timeout=cancel did not drain in time: the engine runs again."""
+    """A pause with on_timeout=cancel did not drain in time. Its hold is released."""
 
 
 class WeightUpdateRefused(ControlError, code="weight_update_refused", status=400):
@@ -141,7 +141,7 @@ class ResumeRefused(ControlError, code="resume_refused", status=409):
 
 
 class HoldNotFound(ControlError, code="hold_not_found", status=404):
-    """No such hold is in force: it was released, its ttl ended, or the engine restarted."""
+    """No such hold stands: it was released, its ttl ended, or the engine restarted."""
 
 
 class OutOfSpace(ControlError, code="out_of_space", status=507):

@@ -44,8 +44,8 @@ def clip_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """A log probability in the mode that the request asked for. top: (token id, logprob), best first, as many as asked
-    for. kept: the ids that top_k, top_p and min_p left to draw from, ascending, as little-endian int32; empty unless
-    SamplingParams.return_kept is set and one of the three is in use."""
+    for. kept: with SamplingParams.return_kept, the ids that top_k, top_p and min_p left to draw from, ascending, as
+    little-endian int32; for greedy, the drawn id. Empty if none of the three is in use."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -1,8 +1,8 @@
 """Messages between scheduler and runner: a StepPlan to the runner, a StepResult back.
 
 msgspec can encode all of them, so a runner may live in another process. No message refers to an object of the
-scheduler. The structs that exist once per sequence and step are arrays on the wire. They are not tracked by the garbage
-collector, since they cannot be part of a cycle.
+scheduler. A NewSequence and a ScheduledChunk are arrays on the wire. These two and Sampled are not tracked by the
+garbage collector, since they cannot be part of a cycle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fastdeploy.core.served_weights import ServedWeights
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The constants of a sequence while it is in the batch. The runner is told once.
+    """The constants of a sequence while it is in the batch. The runner gets them once.
 
-    key: names the sequence; its second part, the number of the choice, keys random numbers.
+    key: (request id, number of the choice). Random numbers depend on the number of the choice.
     num_prompt_tokens: later tokens count as output for penalties, including the output of an earlier attempt.
     banned: ids that may not be drawn at a position below banned_before (EOS and stop ids, until min_tokens is reached).
     """
@@ -44,8 +44,8 @@ class ScheduledChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     blocks: the KV block ids that the runner has not been told; they continue the block table. Position p is stored in
     block_table[p // block_size], at ``p % block_size``.
     new: set in the first chunk of a sequence, and after the sequence has lost its KV.
-    prompt_logprobs: the number of tokens of the chunk, from the first, whose next token is a prompt token with a
-    logprob that is asked for.
+    prompt_logprobs: so many tokens, from the first of the chunk on, are followed by a prompt token whose logprob is
+    asked for.
     """
 
     sequence: int

@@ -47,18 +47,18 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 
 class Request:
     """One choice of a client's request. Three parts of the engine mutate it, all on the loop's thread: the scheduler
-    (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication,
-    ``num_computed`` and ``kv_recomputed`` on admission and release) and the lifecycle (``silent``).
+    (state, tokens, ``num_computed``, ``kv_mixed``), the KV cache manager (blocks and their publication; on admission
+    and release also ``num_computed``, ``kv_recomputed`` and ``kv_mixed``) and the lifecycle (``silent``).
 
     There is no prefill or decode phase. Steps bring ``num_computed`` (tokens whose KV is in ``blocks``) up to
     ``len(token_ids)``. The step that gets there samples the next token.
 
     token_ids: prompt and output. While the request waits and has no output, this is the prompt's list itself, which all
     choices share and nobody may change. ADMIT makes a copy.
-    key: (request id, number of the choice). The number keys random numbers; a resubmitted choice keeps its number.
+    key: (request id, number of the choice). Random numbers depend on the number; a resubmitted choice keeps it.
     scope: the scope that the request is paused with, and whose weights compute it.
     num_new_prompt_tokens: tokens of the prompt without the output of an earlier attempt.
-    blocks: grows in place; a new array after the KV was given up.
+    blocks: ids of KV blocks. Grows in place; a new array after the KV was given up.
     order: (priority, arrival number), smaller first. Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
     silent: the client wants no final output (it cancelled the request, or is gone).
@@ -203,7 +203,7 @@ class RequestTable:
         return list(group.requests) if group else []
 
     def id_is_in_use(self, add: AddRequest) -> bool:
-        """Whether another request has the id of ``add``, or its client's id for it, which members of a group share."""
+        """Whether an id of ``add`` is in use: its own, or the id for clients, which only members of a group share."""
         others = self._groups if add.group else self._by_client_id
         return add.request_id in self._groups or (add.group or add.request_id) in others
 

@@ -21,7 +21,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     n: choices. They share the prompt, and are paused and aborted together.
     priority: smaller goes first.
     cache_salt: KV is shared only between requests with the same salt.
-    first_choice: number of the first choice, which keys random numbers. Choices are numbered over all prompts of an
+    first_choice: number of the first choice. Random numbers depend on it. Choices are numbered over all prompts of an
         HTTP request, so that equal prompts get different tokens. A choice that is resubmitted alone keeps its number.
     resumed_tokens: this many tokens at the end of the prompt are output of an earlier attempt. Penalties and stop
         strings count them as output, and the text of the answer begins with theirs. max_tokens and min_tokens do not
@@ -54,7 +54,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 NAMES = RequestFields.__struct_fields__
-# Fields that change nothing in the answer, but when it comes.
+# Fields that change no token of the answer, only when the answer comes or ends.
 TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s"})
 
 
@@ -63,7 +63,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
 
     The answer is one Output with ``finish_reason`` per choice, or one Rejected for all.
 
-    request_id: the id that the client knows; the engine never renames it.
+    request_id: the id in all messages, which the engine never changes. The client knows it if ``group`` is empty.
     arrival: time.time() at the API server; 0 = the engine's own time.
     group: the id that the client knows, if one HTTP request with several prompts became several AddRequest. Aborting a
         group aborts all of its members. "" = the request_id.

@@ -28,7 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     (greedy: after penalties and bans). processed returns fewer than k if fewer tokens can be drawn.
     return_kept: return the ids that each token was drawn from (Logprob.kept). Needs logprobs in mode processed, which
     are normalised over these ids.
-    seed: keys the random number of each token, together with the number of the choice and the absolute position. So a
+    seed: fixes the random number of each token, together with the number of the choice and the absolute position. So a
     request that is aborted and resubmitted with its tokens draws the tokens of an undisturbed run. None = the engine
     chooses a seed for each request.
     """

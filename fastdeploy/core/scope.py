@@ -12,7 +12,7 @@ WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no sco
 
 @dataclass
 class Totals:
-    """Choices that have ended since the engine started, and the tokens that aborts handed over."""
+    """Choices that have ended since the engine started, and the output tokens of the aborted choices."""
 
     aborted: int = 0
     finished: int = 0

@@ -28,7 +28,7 @@ class AdmissionControl:
 
     def add(self, client: str, add: AddRequest) -> None:
         """Accept a request, or attach ``client`` to the retained request of the same id, or reject the request.
-        Raises an exception that is not a FastDeployError, after the client was told."""
+        An exception that is not a FastDeployError is raised again after the client was told."""
         try:
             if (record := self._retention.find(add)) is not None:
                 self._lifecycle.attach(client, record)
@@ -45,7 +45,7 @@ class AdmissionControl:
         """Return a new group for ``add``. Raises RequestsRejected, DuplicateRequest, QueueFull or InvalidField."""
         self._check_pauses(add)
         self._check_queue(add)
-        add.sampling.check()  # a row that a step cannot compute would fail the step of every request
+        add.sampling.check()  # one sequence that cannot be computed would fail the whole step
         check_retainable(add)
         self._retention.check_room(add)
         self._check_prompt(add)
@@ -67,7 +67,7 @@ class AdmissionControl:
             raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
         add.check_fields()
         if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
-            message = f"the queue holds its maximum of {self._max_waiting} choices"
+            message = f"at most {self._max_waiting} choices may wait (--max-waiting)"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def _check_prompt(self, add: AddRequest) -> None:

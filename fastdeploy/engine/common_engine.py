@@ -210,8 +210,8 @@ class CommonEngine:
     # ------------------------------------------------------------------ messages
 
     def _handle(self, client: str, message: m.ToEngine | m.Malformed) -> None:
-        """Handle one message. After an unexpected exception the engine goes on if its state is consistent. The handler
-        has answered the message then. Otherwise the engine ends, as after a failed step."""
+        """Handle one message. A handler that raises an unexpected exception has answered the message. The engine then
+        goes on if its state is consistent. If not, the engine ends, as after a failed step."""
         if client not in self.lifecycle.delivery.clients and not isinstance(message, m.Hello):
             self._transport.send(client, m.Goodbye())
             return

@@ -22,7 +22,7 @@ class Deadlines:
         self._prune_at = MIN_PRUNE
 
     def add(self, group: Group, now: float, wall: float) -> None:
-        """now: on the loop's clock; wall: time.time() at the same moment."""
+        """Add the deadlines of a group. now: on the loop's clock. wall: time.time() at the same moment."""
         add = group.add
         if add.deadline_s is not None:
             self._push(now + (add.arrival or wall) + add.deadline_s - wall, DEADLINE, group)

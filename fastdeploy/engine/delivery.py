@@ -15,7 +15,7 @@ from fastdeploy.inter_communicator.messages import Output
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
-MAX_OUTPUTS = 512  # in one message. A step makes fewer; the end of all waiting requests may make more
+MAX_OUTPUTS = 512  # in one message. A step rarely makes more; the end of all waiting requests may
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]  # answers a control call: (result, error)
 
@@ -42,7 +42,7 @@ class DeliveryFence:
 
     @property
     def overtaken(self) -> bool:
-        """True if all have acknowledged, but an output of the scope followed: the fence must be raised again."""
+        """True if all have acknowledged, but an output of the scope followed: a new fence must be raised."""
         return not self.unacknowledged and self.followed
 
 

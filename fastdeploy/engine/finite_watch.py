@@ -19,8 +19,8 @@ class FiniteWatch:
         self._seen_epoch = -1
 
     def step_done(self, plan: StepPlan, num_tokens: int, num_non_finite: int) -> None:
-        """num_tokens: tokens sampled in this step. num_non_finite: sequences that ended since their logits were not
-        finite."""
+        """num_tokens: tokens sampled in this step. num_non_finite: sequences that ended because their logits were
+        not finite."""
         if num_non_finite:
             self._metrics.non_finite_rows.inc(num_non_finite)
         served = plan.chunks[0].served

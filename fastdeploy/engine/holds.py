@@ -19,7 +19,7 @@ class Mode(IntEnum):
 
 
 class Admission(IntEnum):
-    """Treatment of requests that arrive while a hold stands. Reject has priority over hold."""
+    """Treatment of requests that arrive during a pause: HOLD (they wait) or REJECT (503). REJECT has priority."""
 
     HOLD = 1
     REJECT = 2

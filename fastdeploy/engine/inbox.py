@@ -35,5 +35,5 @@ class Inbox:
         return True
 
     def step_completed(self) -> None:
-        """Allow that the next step is abandoned."""
+        """Allow the next step to be abandoned."""
         self._abandoned = False

@@ -21,7 +21,6 @@ from fastdeploy.engine.retention import DETACHED, Record, Retention
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.metrics.metrics import EngineMetrics
-from fastdeploy.scheduler.queue import Gate
 from fastdeploy.scheduler.scheduler import NewToken, Scheduler
 
 log = logging.getLogger("fastdeploy.engine")
@@ -29,8 +28,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of the choices of one scope. aborted, finished, aborted_tokens: since the engine started, with the tokens
-    of aborted choices. started, queued: now in the engine. A choice counts as started when its request has a token."""
+    """Counts of the choices of one scope. aborted, finished: since the engine started. aborted_tokens: output tokens of
+    the aborted ones. started, queued: now in the engine. A choice is started when its request has a token."""
 
     aborted: int
     finished: int
@@ -135,7 +134,7 @@ class RequestLifecycle:
         self.hand_over([])
 
     def cancel(self, client: str, cancel: m.CancelRequest) -> None:
-        """End the choices that ``client`` cancels. A request with retain_s goes on without a client."""
+        """End the choices that ``client`` cancels. With retain_s, an abort only detaches the client."""
         requests, reason = self.requests.get(cancel.request_id), FinishReason(cancel.reason)
         if requests and requests[0].group.add.retain_s > 0 and reason is FinishReason.ABORT:
             if requests[0].group.client == client:
@@ -199,8 +198,8 @@ class RequestLifecycle:
         return list(dict.fromkeys(r.group.client_id for r in live))
 
     def drained(self, scope: Scope) -> bool:
-        """Return whether no started request of ``scope`` may run. None may while the gate of the engine is closed."""
-        return self.scheduler.gate is Gate.CLOSED or self.scheduler.drained(scope)
+        """Return whether no started request of ``scope`` is left to run."""
+        return self.scheduler.drained(scope)
 
     def counts(self, scope: Scope) -> Counts:
         totals = scope.totals
@@ -238,7 +237,7 @@ class RequestLifecycle:
 
     def check_integrity(self) -> None:
         """Check that nothing leaked and nothing is counted twice, in time in proportion to the KV cache. Runs after a
-        message whose handling failed, and in tests after every round of the loop."""
+        message whose handling failed and in tests; see also ``check_idle``."""
         scheduler = self.scheduler
         scheduler.check_integrity()
         for request in self.requests:

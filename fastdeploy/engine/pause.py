@@ -112,7 +112,7 @@ class PauseState:
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
-        """Release one hold by name, or all anonymous holds. An unknown name is no error: the reply tells it. Raises
+        """Release one hold by name, or all anonymous holds. An unknown name is no error: the reply lists it. Raises
         ResumeRefused for a locked hold."""
         if args.hold_id in self.holds and (why := self.holds[args.hold_id].locked):
             raise ResumeRefused(f"hold_id: {args.hold_id!r} cannot be released: {why}", param="hold_id")
@@ -131,7 +131,7 @@ class PauseState:
         }
 
     def renew(self, args: RenewArgs) -> dict[str, Any]:
-        """Set the ttl of a standing hold anew. Raises HoldNotFound if no hold of that name stands that a caller placed:
+        """Set the ttl of a standing hold anew. Raises HoldNotFound if no caller's hold of that name stands: then
         the engine may run."""
         hold = self.holds.get(args.hold_id)
         if hold is None or hold.placed_by == SYSTEM:
@@ -174,7 +174,7 @@ class PauseState:
         if at_rest or not self._drained():
             self._lower_fence()
             return
-        # A later pause call does not replace the fence: else a client that never acknowledges would get ever more time.
+        # A later pause call does not replace the fence: a client that never acknowledges must not get more time.
         if self._fence is None or self._fence.overtaken:
             self._fence = self._lifecycle.raise_fence(self.scope, self._clock() + FENCE_TIMEOUT_S)
         if self._fence.passed:
@@ -282,7 +282,7 @@ class PauseState:
             standing.named = True  # a caller that names an anonymous hold owns it from now on
             return standing
         if len(self.holds) >= MAX_HOLDS:
-            raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; resume, or name yours")
+            raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; release one, or name one that stands")
         named = name is not None
         while name is None or (not named and name in self.holds):
             self._num_anonymous += 1

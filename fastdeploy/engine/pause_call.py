@@ -62,7 +62,8 @@ def makes_step_useless(args: Args) -> bool:
 
 @dataclass
 class PauseCall:
-    """A pause call without an answer yet. ``answer`` is called exactly once. Times are on the loop's clock."""
+    """A pause call without an answer yet. ``answer`` is called exactly once. Times are on the loop's clock. baseline:
+    counts of the scope when the call came."""
 
     hold: Hold
     clear_cache: bool

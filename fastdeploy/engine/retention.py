@@ -127,15 +127,15 @@ class Retention:
             self._members.setdefault(group.client_id, set()).add(group.add.request_id)
 
     def check_room(self, add: AddRequest) -> None:
-        """Raise QueueFull for a request with retain_s if the results of live requests take max_bytes alone."""
+        """Raise QueueFull for a request with retain_s if the results of live requests alone take max_bytes."""
         if add.retain_s > 0 and self.nbytes - self._ended_nbytes >= self._max_bytes:
             mib = self._max_bytes / 2**20
             message = f"retain_s: the results of requests that run take all {mib:g} MiB of --max-retained-mb"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 
     def find(self, add: AddRequest) -> Record | None:
-        """Return the record of the same request, sent before. Raises DuplicateRequest if a retained request has the
-        same id, or the same id for clients, but another body."""
+        """Return the record of this request, if it was sent before. Raises DuplicateRequest if a retained request has
+        the same id, or the same id for clients, but another body."""
         record = self._records.get(add.request_id)
         sibling = self._records.get(next(iter(self._members.get(add.group or add.request_id, ())), ""))
         for known in (record, sibling):

@@ -12,8 +12,8 @@ PROMPT_TOKENS = 256
 
 
 def warm_up(runner: Runner, pacer: StepPacer) -> None:
-    """Compute a prompt and one more token, and drop the results. The first step touches the memory. From the others the
-    pacer learns the cost of a step, so that it does not begin with its small first guesses.
+    """Compute a prompt twice and one more token, and drop the results. The first step touches the memory. From the next
+    two the pacer learns the cost of a step, so that it does not begin with its small first guess.
 
     The KV goes into free blocks. A later request writes each block before it reads the block.
     """

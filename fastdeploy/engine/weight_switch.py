@@ -24,7 +24,7 @@ class WeightSwitch:
         self._on_commit = on_commit
 
     def commit(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
-        """Change weights, weight epoch, label and KV namespace at once. Return the report."""
+        """Change weights, ``weight_epoch``, label and KV namespace at once. Return the report."""
         whole = self._scopes.whole
         before = whole.served
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]

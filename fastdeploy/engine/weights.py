@@ -167,7 +167,7 @@ class WeightSessions:
         return {"aborted": [session.id]}
 
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
-        """Answer at once, or for checksums when the staging thread has computed them."""
+        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them."""
         label = self._scope.weights_label()
         session = self.session.describe(self._clock()) if self.session is not None else None
         result = {**label, "session": session, "asleep": sorted(self._runner.asleep)}
@@ -342,8 +342,8 @@ class WeightSessions:
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))
 
     def _swap(self, session: Session) -> None:
-        """Swap in the new weights with their label and weight epoch, unless the version that serves is not the expected
-        one."""
+        """Swap in the new weights with their label and ``weight_epoch``, unless the version that serves is not the
+        expected one."""
         try:
             self._check_expected(session.expected_version)
         except VersionConflict as error:

@@ -49,7 +49,7 @@ class ModelConfig:
 
 def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """Read the common part of a config. raw: config.json, with the architecture's own defaults for missing keys.
-    generation: generation_config.json; its eos_token_id comes before that of config.json. Raises InvalidField."""
+    generation: generation_config.json; its eos_token_id has priority over that of config.json. Raises InvalidField."""
     if raw.get("quantization_config"):
         raise InvalidField("quantization_config", "quantised checkpoints are not supported")
     if raw.get("hidden_act", "silu") != "silu":

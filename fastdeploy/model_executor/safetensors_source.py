@@ -30,7 +30,7 @@ INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", 
 # A tensor takes about 140 bytes of a header and 100 of an index.
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
 MAX_TENSORS = 32_768
-MAX_FILES = 512  # all are open at once, and a process may often have 1,024
+MAX_FILES = 512  # all are open at once, and many systems limit a process to 1,024 open files
 MAX_ENTRY_BYTES = 4096
 MAX_RANK = 8
 MAX_INT64 = 2**63 - 1
@@ -150,7 +150,7 @@ class SafetensorsReader:
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             bound = f"{size} bytes cannot hold the header, which has at most {MAX_HEADER_BYTES}"
-            raise refuse_file(file, f"is cut short, or no safetensors: {bound}")
+            raise refuse_file(file, f"is cut short, or is not in safetensors format: {bound}")
         end = 0
         header = _parse_header(os.pread(fd, length, 8), file)
         if len(self.entries) + len(header) > MAX_TENSORS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 class StepPacer:
     """Learns the cost of a prompt token from steps with many of them, and sizes chunks so that a step with prefill
-    stays within ``max_step_s`` seconds: a pause waits for the step in flight.
+    stays within ``max_step_s`` seconds: a pause may have to wait for the step in flight.
 
     Results do not depend on chunk sizes (the ops guarantee it), so outputs stay reproducible.
     """

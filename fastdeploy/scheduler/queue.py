@@ -91,7 +91,7 @@ class WaitingQueue:
             heapq.heapify(heap)
 
     def promote(self, request: Request) -> None:
-        """Move a request whose group has just produced its first token."""
+        """Move a request, whose group has just produced its first token, to the started requests."""
         self.remove(request)
         self.push(request)
 

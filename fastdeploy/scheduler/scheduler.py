@@ -220,7 +220,7 @@ class Scheduler:
 
     def _preempt(self, candidates: list[Request]) -> Request:
         """Retract the last candidate in order, and return it. A request with ``kv_mixed``, whose KV cannot be rebuilt,
-        is taken only if all candidates are such."""
+        is taken only if all candidates have it."""
         victim = max(candidates, key=lambda r: (not r.kv_mixed, r.order, r.choice))
         victim.num_preempted += 1
         self.num_preemptions += 1
@@ -327,7 +327,7 @@ class Scheduler:
         return not running and not self.waiting.started_of(scope)
 
     def count(self, scope: Scope) -> tuple[int, int]:
-        """Return the number of unfinished requests of ``scope`` that have produced a token, and of the others."""
+        """Return the number of unfinished requests of ``scope`` whose group has produced a token, and of the others."""
         batch = [r.group.started for r in (*self.running, *self.frozen) if scope.covers(r.scope)]
         started, waiting = self.waiting.count(scope)
         return started + sum(batch), waiting - started + len(batch) - sum(batch)
@@ -352,7 +352,7 @@ class Scheduler:
         self.kv.forget_prefixes()
 
     def check_integrity(self) -> None:
-        """Assert that the state is consistent. Tests call this after every step, the engine when idle."""
+        """Assert that the state is consistent. See ``RequestLifecycle.check_integrity`` for when this runs."""
         assert self.running == sorted(self.running, key=lambda r: (r.order, r.choice))
         assert len(self.running) <= self.max_num_seqs
         assert all(self.waiting.gate_of(r.scope) is not Gate.CLOSED for r in self.running)

@@ -38,7 +38,7 @@ class ModelRunner:
     """Implements ``Runner`` (core/runner.py).
 
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
-    the checkpoint (float16 becomes float32). num_blocks comes before kv_cache_bytes, and either is refused if it
+    the checkpoint (float16 becomes float32). num_blocks has priority over kv_cache_bytes, and either is refused if it
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
     most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
     that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
@@ -108,10 +108,10 @@ class ModelRunner:
         )
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
-        """See ``Runner.execute``. Blocks until the results are on the host.
-        Raises WrongOrder without whole weights or a KV cache."""
+        """See ``Runner.execute``. Returns when the results are on the host.
+        Raises WrongOrder without complete weights or a KV cache."""
         if self.weights is None or self.cache is None:
-            raise WrongOrder("there are no whole weights to execute with" if self.weights is None else "no KV cache")
+            raise WrongOrder("there are no complete weights to execute with" if self.weights is None else "no KV cache")
         started = time.perf_counter()
         with paddle.no_grad():
             if plan.copies:
@@ -132,7 +132,7 @@ class ModelRunner:
         if WEIGHT in self.asleep:
             raise WrongOrder("the weights are asleep: wake them up before an update")
         if partial and self.weights is None:
-            raise WrongOrder("there are no whole weights that a partial update could complete: send all of them")
+            raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
         take = self._give_up_weights if in_place else None
         return WeightStaging(self.model, partial, self._values, take, self._model_roots)
 
@@ -197,7 +197,7 @@ class ModelRunner:
 
     def _values(self) -> Mapping[str, Value]:
         if self.weights is None:
-            raise WrongOrder("there are no whole weights")
+            raise WrongOrder("there are no complete weights")
         return self.weights.values
 
     def _give_up_weights(self) -> Mapping[str, Value]:

@@ -45,7 +45,7 @@ class _Rows:
         self.choices = np.array([sequence.key[1] for sequence in sequences], np.int64)
 
     def sample_batch(self, positions: np.ndarray) -> SampleBatch:
-        """positions int64 [R]: of the tokens to be drawn."""
+        """Return the parameters of the draw. positions int64 [R]: of the tokens to be drawn."""
         greedy = not self.temperature.any()
         random = np.zeros(len(positions)) if greedy else uniform(self.seeds, self.choices, positions)
         return SampleBatch(self.temperature, self.top_k, self.top_p, self.min_p, random)

@@ -160,7 +160,7 @@ class WeightStaging:
         array = reader.read(name, expected.get(name))
         self._check_wanted()
         if not fits(array, self._ops.dtype):
-            raise refuse_tensor(name, f"of {reader.entries[name].file} holds values that {self._ops.dtype} cannot")
+            raise refuse_tensor(name, f"of {reader.entries[name].file} has values too large for {self._ops.dtype}")
         self._received.add(name)
         return array
 
@@ -184,7 +184,7 @@ class WeightStaging:
                 self._packed[key] = serving[key]
 
     def _check_aliases(self) -> None:
-        """Compare the aliases that arrived with the tensors in whose place they stand, once these are packed."""
+        """Compare the aliases that arrived with the tensors that they must equal, once these are packed."""
         for alias, name in self._model.aliases.items():
             parameter = next(p for p in self._model.parameters if name in p.tensors)
             if alias not in self._alias_digests or parameter.key not in self._packed:
@@ -198,7 +198,7 @@ def _has(folder: Folder, name: str) -> bool:
     try:
         return folder.has(name)
     except OSError as error:
-        raise WeightUpdateRefused(f"{name}: cannot be looked for: {error.strerror}", file=name) from error
+        raise WeightUpdateRefused(f"{name}: cannot be accessed: {error.strerror}", file=name) from error
 
 
 def _expected_checksums(reader: SafetensorsReader, given: Mapping[str, str], verify: bool) -> dict[str, str]:

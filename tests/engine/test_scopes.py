@@ -74,6 +74,20 @@ def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
     assert_all_exact(h)
 
 
+def test_a_freeze_of_the_engine_does_not_end_the_drain_of_a_scope():
+    h = two_scopes()
+    call = h.call(m.PauseArgs(mode="wait", scope="a"))
+    h.run_rounds()
+    h.pause(mode="keep")
+    h.run_rounds(5)
+    assert h.reply(call) is None and max(counts(h, "a")) < LONG
+    h.resume()
+    h.run_rounds(150)
+    assert counts(h, "a") == [LONG, LONG, 0] and h.reply(call).result["counts"]["drained"] == 2
+    h.ask(m.ResumeArgs(scope="a"))
+    assert_all_exact(h)
+
+
 def test_a_fence_of_a_scope_waits_for_the_acknowledgement_of_each_client():
     h = two_scopes()
     h.transport.mute.add("a")

@@ -41,7 +41,7 @@ def read_config(folder: Folder) -> ModelConfig:
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """Make a config of config.json and generation_config.json, both parsed. Raises InvalidField."""
+    """Make a config from config.json and generation_config.json, both parsed. Raises InvalidField."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise InvalidField("architectures", f"expected a list of one name, got {names!r}")

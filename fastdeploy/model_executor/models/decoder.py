@@ -1,6 +1,6 @@
 """Parts that decoder-only models have in common: rotary tables, the builders of blocks, and the model around them.
 
-A builder of a block knows the parameters of its block in each layer, and makes the block of their packed values. An
+A builder of a block knows the parameters of its block in each layer, and makes the block from their packed values. An
 architecture is a ``Decoder`` with one builder for each block of a layer. Tensor names are those of transformers.
 """
 

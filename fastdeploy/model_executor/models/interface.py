@@ -42,7 +42,7 @@ class Model(Protocol):
     aliases: Mapping[str, str]
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
-        """Make weights of the packed value of each parameter, by key."""
+        """Make weights from the packed value of each parameter, by key."""
 
     def forward(
         self,
@@ -68,8 +68,8 @@ Config = TypeVar("Config", bound=ModelConfig)
 class Architecture(Generic[Config]):
     """An entry of the registry of architectures.
 
-    read_config: makes the config of config.json and generation_config.json, both parsed. Raises InvalidField that names
-    the key that is missing, malformed or not supported.
+    read_config: makes the config from config.json and generation_config.json, both parsed. Raises InvalidField, which
+    names the key that is missing, malformed or not supported.
     build: makes the model for a config, ops and the longest sequence (max_model_len).
     """
 

@@ -36,9 +36,9 @@ class Llama3Rope(NamedTuple):
     def scale(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide the frequencies of long waves by ``factor``, float32 [N] -> [N].
 
-        A wave is long if the original context holds fewer than low_freq_factor of it. It is short, and stays as it is,
-        if the context holds more than high_freq_factor of it. Between the two its frequency is interpolated linearly in
-        that number. The formula is that of "llama3" in modeling_rope_utils.py of transformers.
+        A wave is long if fewer than low_freq_factor of its periods fit into the original context. It is short, and does
+        not change, if more than high_freq_factor fit. Between the two, its frequency is interpolated linearly in that
+        number. The formula is that of "llama3" in modeling_rope_utils.py of transformers.
         """
         waves = np.float32(self.original_max_position_embeddings) * frequencies / np.float32(2 * np.pi)
         width = self.high_freq_factor - self.low_freq_factor

@@ -340,8 +340,8 @@ class CpuOps:
 
 
 def _called(between_layers: Callable[[], None], raised: list[BaseException]) -> int:
-    """Call ``between_layers`` from C++, which errors cannot pass. Returns 1, which ends the step, after an error, and
-    appends the error to ``raised``."""
+    """Call ``between_layers`` for C++, through which no Python error can pass. After an error, appends the error to
+    ``raised`` and returns 1, which ends the step."""
     try:
         between_layers()
     except BaseException as error:

@@ -40,7 +40,7 @@ class AttentionBatch(NamedTuple):
     """The token rows of one step: R sequences, T rows in total. int32 numpy arrays, made once per step.
 
     cu_tokens [R+1]: sequence r owns token rows cu_tokens[r]:cu_tokens[r+1].
-    starts [R]: position of the first of these rows, equal to the number of its tokens that are already in the cache.
+    starts [R]: position of the first of these rows, equal to the number of tokens of r that are in the cache already.
     block_tables [R, W]: block ids, padded with 0.
     positions [T]: absolute position of each row.
     """

@@ -151,7 +151,7 @@ class ReferenceOps:
 
     def rms_norm(self, x: paddle.Tensor, weight: paddle.Tensor, eps: float) -> paddle.Tensor:
         """Return x / sqrt(mean(x^2) + eps) * weight over the last axis: x [..., H]."""
-        # The square root of numpy is rounded correctly. Paddle approximates, in other ways at the end of an array.
+        # The square root of numpy is rounded correctly. Paddle's is approximate, with other bits at an array's end.
         norm = np.sqrt((x * x).mean(-1, keepdim=True).numpy() + np.float32(eps))
         return x / paddle.to_tensor(norm) * weight
 
@@ -165,9 +165,8 @@ class ReferenceOps:
     def copy_blocks(self, cache: KVCache, sources: list[int], targets: list[int]) -> None:
         assert isinstance(cache, ReferenceKVCache)
         within = np.arange(cache.block_size)
-        for source, target in zip(
-            sources, targets, strict=True
-        ):  # in order: the target of one pair may be the source of a later one
+        # In order: the target of one pair may be the source of a later one.
+        for source, target in zip(sources, targets, strict=True):
             old = paddle.to_tensor(source * cache.block_size + within)
             new = paddle.to_tensor(target * cache.block_size + within)
             for layer in (*cache.keys, *cache.values):
