@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ServedWeights(msgspec.Struct, frozen=True):
+class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The weights that compute the requests of one scope. A commit or a new label replaces the value.
 
     version: the trainer's label, which may repeat. weight_epoch: number of commits of weights so far; not an epoch of

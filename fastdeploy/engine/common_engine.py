@@ -268,14 +268,14 @@ class CommonEngine:
         self.lifecycle.hand_over([])  # the final outputs go before the reply
         self.retention.forget_ended()  # the next run may use the same request ids
         sessions = self.weights.drop_session("dropped by a reset")
-        released = self.pause.resume(m.ResumeArgs())["released"]
+        released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
         self._switch.relabel(args.version)
         return {
             "aborted": len(aborted),
             "released": released,
             "sessions_aborted": sessions,
-            "still_held_by": list(self.pause.holds),
+            "still_held_by": self.scopes.holds(),
             **self.scopes.whole.weights_label(),
         }
 

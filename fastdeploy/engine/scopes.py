@@ -9,7 +9,7 @@ from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
-from fastdeploy.inter_communicator.messages import PauseArgs
+from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
 
 
 class Scopes:
@@ -48,6 +48,14 @@ class Scopes:
         pause.pause(args, answer)
         if pause not in self._held:
             self._held.append(pause)
+
+    def release_anonymous_holds(self) -> list[str]:
+        """Release the anonymous holds of all scopes. Return their names."""
+        return [hold for pause in self._held for hold in pause.resume(ResumeArgs())["released"]]
+
+    def holds(self) -> list[str]:
+        """Return the names of all holds that stand, of all scopes."""
+        return [hold for pause in self._held for hold in pause.holds]
 
     def settle(self) -> None:
         """Call ``PauseState.settle`` of each scope with a hold."""

@@ -52,7 +52,7 @@ class RunnerServer:
             runner = load()
         except Exception as error:
             self._steps.recv()
-            self._steps.send(self._encoder.encode(m.Failed.of(error)))
+            self._steps.send(self._failed(error))
             self._context.destroy(linger=LINGER_MS)
             return
         beside = threading.Thread(target=self._serve_beside, args=(runner,), name="runner-beside", daemon=True)
@@ -146,4 +146,10 @@ class RunnerServer:
         try:
             return self._encoder.encode(m.Done(msgspec.Raw(self._encoder.encode(work()))))
         except Exception as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> bytes:
+        try:
             return self._encoder.encode(m.Failed.of(error))
+        except Exception as unsendable:  # the detail of the error holds what msgpack cannot encode
+            return self._encoder.encode(m.Failed.of(RuntimeError(f"{error!r}: {unsendable}")))

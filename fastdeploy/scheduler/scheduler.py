@@ -88,7 +88,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def _leave_batch(self, request: Request) -> None:
-        (self.frozen if request in self.frozen else self.running).remove(request)
+        (self.running if request in self.running else self.frozen).remove(request)
         if request.sequence is not None:
             self._free_sequences.append(request.sequence)
             request.sequence = None

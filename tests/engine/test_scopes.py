@@ -88,6 +88,17 @@ def test_a_freeze_of_the_engine_does_not_end_the_drain_of_a_scope():
     assert_all_exact(h)
 
 
+def test_a_reset_releases_the_anonymous_holds_of_all_scopes_and_names_those_that_stand():
+    h = two_scopes()
+    h.pause(mode="keep", scope="a")
+    h.pause(mode="keep", scope="b", hold_id="mine")
+    report = h.ask(m.ResetArgs()).result
+    assert len(report["released"]) == 1 and report["still_held_by"] == ["mine"]
+    h.add("after", [5], max_tokens=2, scope="a")
+    h.run_out()
+    assert h.stream("after").tokens == expected_tokens([5], 2)
+
+
 def test_a_fence_of_a_scope_waits_for_the_acknowledgement_of_each_client():
     h = two_scopes()
     h.transport.mute.add("a")

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from fastdeploy import LLM, SamplingParams
-from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import runner_messages as m
@@ -27,6 +27,17 @@ def test_a_step_that_the_engine_fails_in_leaves_no_answer_for_the_next_call():
         remote.execute(StepPlan(1, [], []), failing)
     result = remote.execute(StepPlan(2, [], []))
     assert result is not None and result.step_id == 2
+    close()
+
+
+def test_an_error_that_no_message_can_hold_is_an_answer_too():
+    class Refusing(FakeRunner):
+        def checksums(self) -> dict[str, str]:
+            raise WeightUpdateRefused("no checksums", tensors=[object()])
+
+    remote, close = serve_in_thread(Refusing())
+    with pytest.raises(RuntimeError, match="no checksums"):
+        remote.checksums()
     close()
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import MAX_VERSION_CHARS, version_label
+from fastdeploy.core.weight_source import MAX_VERSION_CHARS, FolderSource, SharedMemorySource, Source, version_label
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
@@ -82,6 +82,14 @@ class SourceBody(Body):
     @property
     def names_no_source(self) -> bool:
         return self.model_path is None and self.shared_memory is None
+
+    def source(self, field: str, expected: str) -> Source:
+        """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
+        if self.model_path is not None and self.shared_memory is None:
+            return FolderSource(self.model_path)
+        if self.shared_memory is not None and self.model_path is None:
+            return SharedMemorySource(self.shared_memory, self.nbytes)
+        raise InvalidField(field, f"expected one of {expected}")
 
     def rest(self) -> dict[str, Any]:
         """All fields but those of the source."""

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
+from fastdeploy.core.weight_source import Source
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import add_call, envelope, read
 from fastdeploy.http.control.protocol import (
@@ -83,12 +83,8 @@ async def _source(
             raise InvalidField("model_path", "expected no other source beside the uploaded body")
         async with spooled_upload(request, context, check) as source:
             yield source
-    elif body.model_path is not None and body.shared_memory is None:
-        yield FolderSource(body.model_path)
-    elif body.shared_memory is not None and body.model_path is None:
-        yield SharedMemorySource(body.shared_memory, body.nbytes)
     else:
-        raise InvalidField("model_path", "expected one of model_path, shared_memory, or an octet-stream body")
+        yield body.source("model_path", "model_path, shared_memory, or an octet-stream body")
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
+from fastdeploy.core.weight_source import Source
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
@@ -68,13 +68,6 @@ class UpdateInfo(SourceBody):
     weight_version: Version | None = None
     partial: bool = False
     kv: Kv = "keep"
-
-    def source(self) -> Source:
-        if self.model_path is not None and self.shared_memory is None:
-            return FolderSource(self.model_path)
-        if self.shared_memory is not None and self.model_path is None:
-            return SharedMemorySource(self.shared_memory, self.nbytes)
-        raise InvalidField("update_info", f"expected one of model_path and shared_memory: {WHAT_WORKS}")
 
 
 class UpdateBody(LaxBody):
@@ -152,7 +145,7 @@ def parse_update_info(info: Any) -> Part:
     if TRANSPORT_FIELDS & info.keys():
         raise InvalidField("update_info", WHAT_WORKS)
     parsed = parse_body(info, UpdateInfo, {})
-    return Part(parsed.source(), parsed)
+    return Part(parsed.source("update_info", f"model_path and shared_memory: {WHAT_WORKS}"), parsed)
 
 
 @contextlib.asynccontextmanager
