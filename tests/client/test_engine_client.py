@@ -21,8 +21,6 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from support.fake_engine_server import FakeEngine, reply_with
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def endpoint():

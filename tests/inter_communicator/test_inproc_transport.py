@@ -12,7 +12,6 @@ from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.inproc_transport import InprocTransport
 
 
-@pytest.mark.anyio
 async def test_messages_arrive_in_order_in_one_batch():
     transport = InprocTransport()
     client = transport.connect()
@@ -23,7 +22,6 @@ async def test_messages_arrive_in_order_in_one_batch():
     assert transport.recv(0.01) == []
 
 
-@pytest.mark.anyio
 async def test_a_client_gets_all_messages_of_another_thread_in_order_and_then_the_error():
     count = 2000
 
@@ -46,7 +44,6 @@ async def test_a_client_gets_all_messages_of_another_thread_in_order_and_then_th
     assert transport.connect() is None, "the engine has ended for ever"
 
 
-@pytest.mark.anyio
 async def test_a_message_to_a_closed_client_is_not_sent():
     transport = InprocTransport()
     client = transport.connect()

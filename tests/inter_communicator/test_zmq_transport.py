@@ -60,7 +60,6 @@ def test_socket_folder_is_private():
     ipc_dir.remove(path)
 
 
-@pytest.mark.anyio
 async def test_recv_returns_all_messages_of_a_client_in_order(endpoint, router):
     connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)
     for pid in range(100):
@@ -120,7 +119,6 @@ def test_wake_ends_a_blocked_recv_and_is_not_lost_when_it_comes_first(router):
     assert router.recv(None) == []
 
 
-@pytest.mark.anyio
 async def test_messages_sent_just_before_the_socket_closed_are_delivered(endpoint):
     router = ZmqRouterTransport(endpoint)
     connection = ZmqConnection(zmq.asyncio.Context.instance(), endpoint)

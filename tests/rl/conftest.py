@@ -1,23 +1,12 @@
-"""Runs tests that are coroutines, and shortens the client's waits, since faults are scripted here."""
+"""Shortens the client's waits, since faults are scripted here."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 import pytest
 
 from fastdeploy.rl import fan_out, hold_renewal, holds, publish, replica
-from rl.coroutines import run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
