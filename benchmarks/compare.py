@@ -38,6 +38,7 @@ from benchmarks.lib.roofline import Machine, Shape, probe
 from benchmarks.lib.server import ServerProcess
 
 STOP_S = 15.0
+ENDING_S = 2.0  # limit of the wait for the end of a server whose connections have broken
 IDLE_CORES = 0.05  # a server that uses more of a core is not idle
 WATCH_S, REST_S = 0.5, 10.0  # length of one measurement of CPU use; limit of the wait for an idle server
 
@@ -106,7 +107,11 @@ class Contender:
         Raises ServerError, WireError, OSError or TimeoutError if the server ends or cannot be driven."""
         self.unfreeze()
         sum_before, count_before = await self.token_metric()
-        figures = await load.run(self.client, model, seed)
+        try:
+            figures = await load.run(self.client, model, seed)
+        except FAILURES:  # a process that dies closes its connections before its exit status is known
+            self.server.require_running(ENDING_S)
+            raise
         self.server.require_running()
         sum_after, count_after = await self.token_metric()
         await self.wait_idle()

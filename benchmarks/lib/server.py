@@ -66,9 +66,10 @@ class ServerProcess:
             await asyncio.sleep(0.1)
         raise ServerError(f"the server did not become ready within {timeout_s:g} s; {self._log_end()}")
 
-    def require_running(self) -> None:
-        """Raise ServerError with the end of the log if the process has ended."""
-        if (status := self._process.poll()) is not None:
+    def require_running(self, wait_s: float = 0.0) -> None:
+        """Raise ServerError with the end of the log if the process has ended, or ends within ``wait_s``."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(wait_s)
             raise ServerError(f"the server ended with status {status}; {self._log_end()}")
 
     def _log_end(self) -> str:

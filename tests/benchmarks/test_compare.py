@@ -65,7 +65,7 @@ def test_a_server_that_dies_at_start_is_exit_code_two_and_shows_its_log(capsys: 
 EXITS = "import sys; print('no float32 KV here'); sys.exit(3)"
 NEVER_READY = "import time; print('still loading', flush=True); time.sleep(600)"
 DIES_LATER = """
-import http.server, os, sys
+import http.server, os, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -73,6 +73,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         print("out of memory", flush=True)
+        self.server.socket.close()  # a dying server breaks and refuses connections before its exit status is known
+        self.connection.shutdown(2)
+        time.sleep(1.5)
         os._exit(9)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 """
