@@ -53,8 +53,15 @@ def start_client(server, stream):
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
+def is_socket(fd):
+    try:
+        return os.readlink(fd).startswith("socket:")
+    except FileNotFoundError:  # closed since the folder was listed
+        return False
+
+
 def open_sockets(pid):
-    return sum(os.readlink(fd).startswith("socket:") for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(map(is_socket, Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def ended(server):
