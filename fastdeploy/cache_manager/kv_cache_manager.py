@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from fastdeploy.cache_manager.block_pool import BlockPool
@@ -23,7 +23,7 @@ class KVCacheManager:
     """Owns the block pool and the prefix index.
 
     Blocks are matched and published per cache_salt, in the KV namespace of the weights that serve the request's
-    scope. Blocks of a request with ``kv_mixed`` are not published.
+    model. Blocks of a request with ``kv_mixed`` are not published.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
@@ -78,7 +78,7 @@ class KVCacheManager:
         request.published_node = path[num_shared - 1] if num_shared else None
         request.num_published = num_shared
         request.tail_published = num_shared > request.num_prompt_tokens // self.block_size
-        request.kv_recomputed |= request.first_weight_epoch not in (None, request.scope.served.weight_epoch)
+        request.kv_recomputed |= request.first_kv_namespace not in (None, request.model.served.kv_namespace)
         self.hit_tokens += usable
         self.queried_tokens += request.num_tokens
         return KVGrant(usable, copy)
@@ -139,7 +139,7 @@ class KVCacheManager:
         request.published_node = None
         request.num_published = 0
         request.tail_published = False
-        if request.kv_mixed and request.first_weight_epoch is not None:
+        if request.kv_mixed and request.first_kv_namespace is not None:
             request.kv_recomputed = True  # the KV was of several weights, and will be rebuilt under one
         request.kv_mixed = False
 
@@ -152,9 +152,9 @@ class KVCacheManager:
             self._give_back(self._pinned)
             self._pinned.clear()
 
-    def forget_prefixes(self, kv_namespace: tuple[str, int] | None = None) -> None:
-        """Clear the prefix index, of one namespace or (None) of all. Requests keep their blocks."""
-        self.index.clear(lambda root: kv_namespace is None or root[0] == kv_namespace)
+    def forget_prefixes(self, kv_namespaces: Collection[tuple[int, int]] | None = None) -> None:
+        """Clear the prefix index, of these namespaces or (None) of all. Requests keep their blocks."""
+        self.index.clear(lambda root: kv_namespaces is None or root[0] in kv_namespaces)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Assert that each reference belongs to a request or a pinned block, and that free blocks have none."""
@@ -172,6 +172,6 @@ class KVCacheManager:
         self.index.check_integrity()
 
 
-def _namespace(request: Request) -> tuple[tuple[str, int], str]:
+def _namespace(request: Request) -> tuple[tuple[int, int], str]:
     """Return the namespace in which the request's blocks are matched and published."""
-    return request.scope.served.kv_namespace, request.group.add.cache_salt
+    return request.model.served.kv_namespace, request.group.add.cache_salt

@@ -47,6 +47,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         upload_dir: see ServeConfig.
         spill_dir: folder for sleeping weights; "" = the temporary folder.
         stage_timeout_s: seconds to read and check new weights, or one part of them, if the call names none.
+        adapter_memory_mb: MiB of packed adapters in memory; adapters beyond that are read again when they are named.
+        adapter_root: folder in which unknown adapter names are looked up; "" = nowhere.
+        adapter_store: folder for copies of loaded adapters; "" = the temporary folder.
+        max_lora_rank: largest rank of an adapter.
         lost_commit: an earlier engine of this server had newer weights.
     """
 
@@ -71,10 +75,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_retained: int = 4096
     stage_timeout_s: float = 600.0
     max_retained_mb: int = 1024
+    adapter_memory_mb: int = 1024
+    adapter_root: str = ""
+    adapter_store: str = ""
+    max_lora_rank: int = 64
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require_writable("spill_dir", self.spill_dir)
+        _require_writable("adapter_store", self.adapter_store)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         _require_positive_numbers(self, but=("max_retained",))
         return self

@@ -80,6 +80,10 @@ class ModelNotFound(RequestError, code="model_not_found", status=404):
     """The model that the request names is not served here."""
 
 
+class AdapterLoaded(RequestError, code="adapter_loaded", status=400):
+    """An adapter of this name is loaded, and the call does not replace it."""
+
+
 class DuplicateRequest(RequestError, code="duplicate_request_id", status=409):
     """A request with this id is still running."""
 

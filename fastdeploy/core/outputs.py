@@ -8,9 +8,10 @@ import msgspec
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by weights (version, weight_epoch).
+    """Output tokens [start, end) were sampled by weights (version, weight_epoch), with the adapter of this name and
+    epoch ("" = none; see ServedWeights).
 
-    recomputed: the request began under an earlier weight_epoch. Since then its KV was lost (to a preemption, a cleared
+    recomputed: the request began under other weights. Since then its KV was lost (to a preemption, a cleared
     cache or an update with kv=recompute), and was computed again by later weights.
     """
 
@@ -19,14 +20,16 @@ class Span(msgspec.Struct, frozen=True):
     start: int
     end: int
     recomputed: bool = False
+    adapter: str = ""
+    adapter_epoch: int = 0
 
 
 def merge_spans(spans: list[Span], more: Sequence[Span]) -> None:
     """Append ``more`` to ``spans``, joining neighbours of the same weights."""
     for span in more:
         last = spans[-1] if spans else None
-        if last and last == Span(span.version, span.weight_epoch, last.start, last.end, span.recomputed):
-            spans[-1] = Span(last.version, last.weight_epoch, last.start, span.end, last.recomputed)
+        if last and last == msgspec.structs.replace(span, start=last.start, end=last.end):
+            spans[-1] = msgspec.structs.replace(last, end=span.end)
         else:
             spans.append(span)
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 
 
@@ -56,13 +56,13 @@ class Request:
     token_ids: prompt and output. While the request waits and has no output, this is the prompt's list itself, which all
     choices share and nobody may change. ADMIT makes a copy.
     key: (request id, number of the choice). Random numbers depend on the number; a resubmitted choice keeps it.
-    scope: the scope that the request is paused with, and whose weights compute it.
+    model: the model that computes the request. scope: the scope that the request is paused with.
     num_new_prompt_tokens: tokens of the prompt without the output of an earlier attempt.
     blocks: ids of KV blocks. Grows in place; a new array after the KV was given up.
     order: (priority, arrival number), smaller first. Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
     silent: the client wants no final output (it cancelled the request, or is gone).
-    first_weight_epoch: of the weights that sampled the first token.
+    first_kv_namespace: of the weights that sampled the first token.
     kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
     published_node: node of the last full block that is published in the prefix index. num_published: number of
     published full blocks. tail_published: whether the prompt's partial last block is published too.
@@ -72,8 +72,8 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_token_at", "first_weight_epoch",
-        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "num_computed",
+        "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_kv_namespace", "first_token_at",
+        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "model", "num_computed",
         "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_told_blocks",
         "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampling", "scope",
         "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
@@ -82,7 +82,8 @@ class Request:
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
         add = group.add
         self.group = group
-        self.scope = group.scope
+        self.model = group.model
+        self.scope = group.model.scope
         self.choice = choice
         self.order = order
         self.sampling: SamplingParams = group.sampling
@@ -100,7 +101,7 @@ class Request:
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
-        self.first_weight_epoch: int | None = None
+        self.first_kv_namespace: tuple[int, int] | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
         self.sequence: int | None = None
@@ -149,10 +150,18 @@ class Request:
         at = self.num_output_tokens
         self.token_ids.append(token_id)
         if at == 0:
-            self.first_weight_epoch = served.weight_epoch
+            self.first_kv_namespace = served.kv_namespace
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return Span(served.version, served.weight_epoch, at, at + 1, self.kv_recomputed)
+        return Span(
+            served.version,
+            served.weight_epoch,
+            at,
+            at + 1,
+            self.kv_recomputed,
+            served.adapter_name,
+            served.adapter_epoch,
+        )
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"
@@ -168,15 +177,15 @@ class Group:
     sampling: always has a seed.
     """
 
-    __slots__ = ("add", "client", "client_id", "prompt_key", "requests", "sampling", "scheduled", "scope", "started")
+    __slots__ = ("add", "client", "client_id", "model", "prompt_key", "requests", "sampling", "scheduled", "started")
 
-    def __init__(self, client: str, add: AddRequest, scope: Scope):
+    def __init__(self, client: str, add: AddRequest, model: ServedModel):
         self.client = client
-        self.scope = scope
+        self.model = model
         self.client_id = add.group or add.request_id
         self.add = add
         self.sampling = add.sampling.seeded()
-        self.prompt_key = hash((scope.id, add.cache_salt, tuple(add.prompt_token_ids)))
+        self.prompt_key = hash((model, add.cache_salt, tuple(add.prompt_token_ids)))
         self.requests: list[Request] = []
         self.scheduled = False
         self.started = False

@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE
 
 MAX_N = 1024
 DAY_S = 86400.0
@@ -68,7 +67,7 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     group: the id that the client knows, if one HTTP request with several prompts became several AddRequest. Aborting a
         group aborts all of its members. "" = the request_id.
     fingerprint: of the HTTP body, if retain_s is set.
-    scope: id of the scope that the request belongs to. A pause of the scope holds it, the scope's weights compute it.
+    adapter: name of the adapter that computes the request; "" = the base model.
     """
 
     request_id: str
@@ -77,4 +76,4 @@ class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):
     arrival: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     group: str = ""
     fingerprint: str = ""
-    scope: str = WHOLE_ENGINE
+    adapter: str = ""

@@ -48,6 +48,24 @@ class Staging(Protocol):
         hangs. Such an ``add`` raises when it comes back, and changes nothing."""
 
 
+class AdapterInfo(NamedTuple):
+    """Facts about a staged adapter. rank: the largest of its modules. nbytes: in memory, packed."""
+
+    rank: int
+    nbytes: int
+
+
+class AdapterStaging(Protocol):
+    """A PEFT adapter under construction. Used by one thread, beside steps."""
+
+    def read(self, path: str) -> AdapterInfo:
+        """Read and pack the PEFT folder ``path`` (adapter_config.json, adapter_model.safetensors), which the engine has
+        written. Raises WeightUpdateRefused, which names the field or tensor, or OutOfSpace."""
+
+    def finish(self) -> Any:
+        """Return the argument of ``commit_adapter``."""
+
+
 class Runner(Protocol):
     """A worker that runs the model. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread, a
     Staging and ``checksums`` on other threads, beside steps. Only a commit changes the results of ``execute`` (in
@@ -82,6 +100,15 @@ class Runner(Protocol):
 
     def commit(self, staged: Any) -> None:
         """Replace the weights by the staged ones. Only references are exchanged, so this cannot fail half-way."""
+
+    def begin_adapter(self) -> AdapterStaging:
+        """Begin to stage an adapter. Works in every state of the weights."""
+
+    def commit_adapter(self, adapter: int, staged: Any) -> None:
+        """Make an adapter ready to execute with, under a number above 0 that no adapter has had. Cannot fail."""
+
+    def drop_adapters(self, adapters: Collection[int]) -> None:
+        """Free the adapters of these numbers. No later plan names them. A number without an adapter is ignored."""
 
     def checksums(self) -> dict[str, str]:
         """Return the sha256 (hex) of each tensor that serves, over its bytes in the serving dtype. Raises WrongOrder

@@ -1,4 +1,4 @@
-"""Scopes of pauses and weights."""
+"""Scopes of pauses, and the models that requests name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import Any
 
 from fastdeploy.core.served_weights import ServedWeights
 
-WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no scope belong to it
+WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
+ADAPTER_PREFIX = "adapter:"
+
+
+def adapter_scope(lora_name: str | None) -> str:
+    """Return the id of an adapter's scope; None stands for the whole engine."""
+    return WHOLE_ENGINE if lora_name is None else ADAPTER_PREFIX + lora_name
 
 
 @dataclass
@@ -19,33 +25,53 @@ class Totals:
     aborted_tokens: int = 0
 
 
+class ServedModel:
+    """A model that requests can name: the base model, or an adapter over it.
+
+    scope: the scope that its requests are paused with. served: the weights that compute its requests from the next
+    step on; only the engine's loop replaces the value, between two steps."""
+
+    __slots__ = ("scope", "served")
+
+    def __init__(self, scope: Scope, served: ServedWeights):
+        self.scope = scope
+        self.served = served
+
+
 class Scope:
-    """Requests that are paused together and served by the same weights.
+    """Requests that are paused together: of the whole engine, or of one adapter name.
 
-    served: replaced by ``serve`` and nowhere else. boot_id: of the engine, whose start begins a new count of
-    weight_epoch. above: the scope of the whole engine, or None for that scope itself. totals: of the requests that the
-    scope covers."""
+    above: the scope of the whole engine, or None for that scope itself. boot_id: of the engine, whose start begins a
+    new count of weight_epoch. totals: of the requests that the scope covers. model: the model whose label the reports
+    of the scope show."""
 
-    __slots__ = ("above", "boot_id", "id", "served", "totals")
+    __slots__ = ("above", "boot_id", "id", "model", "totals")
+
+    model: ServedModel
 
     def __init__(self, scope_id: str, boot_id: str = "", above: Scope | None = None):
         self.id = scope_id
         self.boot_id = boot_id
         self.above = above
         self.totals = Totals()
-        self.serve("0" if above is None else above.served.version, 0 if above is None else above.served.weight_epoch)
+        self.model = ServedModel(self, ServedWeights()) if above is None else above.model
 
-    def serve(self, version: str, weight_epoch: int) -> None:
-        self.served = ServedWeights(version, weight_epoch, (self.id, weight_epoch))
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter name of the scope; None for the whole engine."""
+        return None if self.above is None else self.id.removeprefix(ADAPTER_PREFIX)
 
     def covers(self, other: Scope) -> bool:
         """Whether a pause of this scope concerns the requests of ``other``."""
         return other is self or other.above is self
 
     def __str__(self) -> str:
-        return "the engine" if self.above is None else f"scope {self.id!r}"
+        return "the engine" if self.above is None else f"adapter {self.lora_name!r}"
 
     def weights_label(self) -> dict[str, Any]:
         """Return the label of the weights that serve, for reports."""
-        served = self.served
-        return {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}
+        served = self.model.served
+        label = {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}
+        if served.adapter:
+            label |= {"lora_name": served.adapter_name, "adapter_epoch": served.adapter_epoch}
+        return label

@@ -6,13 +6,21 @@ import msgspec
 
 
 class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The weights that compute the requests of one scope. A commit or a new label replaces the value.
+    """The weights that compute the requests of one model. A commit or a new label replaces the value.
 
-    version: the trainer's label, which may repeat. weight_epoch: number of commits of weights so far; not an epoch of
-    training. kv_namespace: names the KV that these weights compute. Requests share cached prefixes only within one
-    namespace.
+    version: the trainer's label, which may repeat; for an adapter, the label of the adapter. weight_epoch: number of
+    commits of base weights so far; not an epoch of training. adapter: the number by which the runner knows the packed
+    adapter; every load gets a new one. 0 = no adapter. adapter_name, adapter_epoch: the name, and the number of loads
+    under this name since it became known.
     """
 
     version: str = "0"
     weight_epoch: int = 0
-    kv_namespace: tuple[str, int] = ("", 0)
+    adapter: int = 0
+    adapter_name: str = ""
+    adapter_epoch: int = 0
+
+    @property
+    def kv_namespace(self) -> tuple[int, int]:
+        """Names the KV that these weights compute. Requests share cached prefixes only within one namespace."""
+        return self.weight_epoch, self.adapter

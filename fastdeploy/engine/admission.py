@@ -7,6 +7,8 @@ from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
+from fastdeploy.core.scope import Scope
+from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.retention import RETRY_AFTER_S, Retention, check_retainable
@@ -17,11 +19,18 @@ class AdmissionControl:
     """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait."""
 
     def __init__(
-        self, info: ModelInfo, max_waiting: int, scopes: Scopes, lifecycle: RequestLifecycle, retention: Retention
+        self,
+        info: ModelInfo,
+        max_waiting: int,
+        scopes: Scopes,
+        adapters: AdapterRegistry,
+        lifecycle: RequestLifecycle,
+        retention: Retention,
     ):
         self._info = info
         self._max_waiting = max_waiting
         self._scopes = scopes
+        self._adapters = adapters
         self._lifecycle = lifecycle
         self._retention = retention
         self._arrivals = 0
@@ -42,22 +51,24 @@ class AdmissionControl:
         self._lifecycle.accept(group)
 
     def _admit(self, client: str, add: AddRequest) -> Group:
-        """Return a new group for ``add``. Raises RequestsRejected, DuplicateRequest, QueueFull or InvalidField."""
-        self._check_pauses(add)
+        """Return a new group for ``add``. Raises ModelNotFound, RequestsRejected, DuplicateRequest,
+        QueueFull or InvalidField."""
+        model = self._adapters.find(add.adapter) if add.adapter else self._scopes.base
+        self._check_pauses(model.scope)
         self._check_queue(add)
         add.sampling.check()  # one sequence that cannot be computed would fail the whole step
         check_retainable(add)
         self._retention.check_room(add)
         self._check_prompt(add)
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
-        group = Group(client, add, self._scopes.pause_of(add.scope).scope)
+        group = Group(client, add, model)
         self._arrivals += 1
         order = (add.priority, self._arrivals)
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group
 
-    def _check_pauses(self, add: AddRequest) -> None:
-        for pause in (self._scopes.whole_pause, self._scopes.pause_of(add.scope)):
+    def _check_pauses(self, scope: Scope) -> None:
+        for pause in (self._scopes.whole_pause, self._scopes.pause_of(scope.id)):
             if pause.admission is Admission.REJECT:
                 message = f"{pause.scope} is pausing or paused and rejects new requests"
                 raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)

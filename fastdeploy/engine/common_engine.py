@@ -23,6 +23,7 @@ from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
+from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.finite_watch import FiniteWatch
@@ -78,7 +79,10 @@ class CommonEngine:
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
         self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
         self.pause = self.scopes.whole_pause
-        admission = AdmissionControl(info, config.max_waiting, self.scopes, self.lifecycle, self.retention)
+        self.adapters = AdapterRegistry(self.scopes)
+        admission = AdmissionControl(
+            info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
+        )
         policy = SourcePolicy(config.model_roots, config.upload_dir)
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)

@@ -123,7 +123,7 @@ class Delivery:
             outputs = by_client[group.client]
             outputs.append(output)
             if self._fences:
-                self._follow_fences(group.scope)
+                self._follow_fences(group.model.scope)
             if len(outputs) == MAX_OUTPUTS:
                 self.send(group.client, m.Outputs(by_client.pop(group.client)))
 

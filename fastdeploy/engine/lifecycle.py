@@ -92,7 +92,7 @@ class RequestLifecycle:
                 self.delivery.reject(group.client, group.add.request_id, elsewhere)
             group.client = client
         if outputs := record.replay():
-            self.delivery.send_replay(client, group.scope, outputs)
+            self.delivery.send_replay(client, group.model.scope, outputs)
 
     # ------------------------------------------------------------------ out
 

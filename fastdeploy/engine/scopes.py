@@ -1,11 +1,14 @@
-"""All scopes of an engine, and the pause state of each."""
+"""All scopes of an engine with the pause state of each, and the models that they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope, ServedModel
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
@@ -13,23 +16,27 @@ from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
 
 
 class Scopes:
-    """The scope of the whole engine, and any scopes added beside it. A request is scheduled only if the gate of its own
-    scope and the gate of the whole engine both allow that. A scope without a hold costs no time per step."""
+    """The scope of the whole engine, and one scope for each adapter name. A request is scheduled only if the gate of its own
+    scope and the gate of the whole engine both allow that. A scope without a hold costs no time per step.
+
+    base: the base model. adapters: the models over it, also those that were unloaded and still have requests."""
 
     def __init__(self, lifecycle: RequestLifecycle, boot_id: str, clock: Callable[[], float]):
         self._lifecycle = lifecycle
         self._clock = clock
         self.whole = Scope(WHOLE_ENGINE, boot_id)
+        self.base = self.whole.model
+        self.adapters: set[ServedModel] = set()
         self.whole_pause = PauseState(self.whole, lifecycle, clock)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
         self._held = [self.whole_pause]  # scopes with a hold, and always the whole engine, where system holds stand
 
     def add(self, scope_id: str) -> Scope:
-        """Add a scope. The weights of the whole engine serve it."""
-        assert scope_id not in self._pauses
-        scope = Scope(scope_id, self.whole.boot_id, self.whole)
-        self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock)
-        return scope
+        """Return the scope of this id, and make it if there is none."""
+        if scope_id not in self._pauses:
+            scope = Scope(scope_id, self.whole.boot_id, self.whole)
+            self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock)
+        return self._pauses[scope_id].scope
 
     def pause_of(self, scope_id: str) -> PauseState:
         """Return the pause state of a scope. Raises InvalidField for an unknown scope."""
@@ -38,9 +45,10 @@ class Scopes:
         return pause
 
     def serve(self, version: str, weight_epoch: int) -> None:
-        """Set the weights that compute all scopes from the next step on."""
-        for pause in self._pauses.values():
-            pause.scope.serve(version, weight_epoch)
+        """Set the base weights that compute all models from the next step on, and their label."""
+        self.base.served = ServedWeights(version, weight_epoch)
+        for model in self.adapters:
+            model.served = msgspec.structs.replace(model.served, weight_epoch=weight_epoch)
 
     def pause(self, args: PauseArgs, answer: Answer) -> None:
         """Pause one scope. See ``PauseState.pause``."""

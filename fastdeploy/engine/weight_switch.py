@@ -26,14 +26,14 @@ class WeightSwitch:
     def commit(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
         """Change weights, ``weight_epoch``, label and KV namespace at once. Return the report."""
         whole = self._scopes.whole
-        before = whole.served
+        before = whole.model.served
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]
         recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
         self._runner.commit(staged)
         weight_epoch = before.weight_epoch + 1
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
-        self._lifecycle.scheduler.weights_changed(whole, recompute)
+        self._lifecycle.scheduler.weights_changed(whole.model, before, recompute)
         if self._on_commit is not None:
             self._on_commit(weight_epoch)
         return {
@@ -50,5 +50,5 @@ class WeightSwitch:
         """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes."""
         check_label("version", version)
         if version is not None:
-            self._scopes.serve(version, self._scopes.whole.served.weight_epoch)
+            self._scopes.serve(version, self._scopes.base.served.weight_epoch)
         return self._scopes.whole.weights_label()

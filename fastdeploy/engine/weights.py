@@ -288,7 +288,7 @@ class WeightSessions:
         return session
 
     def _check_expected(self, expected: str | None) -> None:
-        serves = self._scope.served.version
+        serves = self._scope.model.served.version
         if expected is not None and expected != serves:
             raise VersionConflict(f"expected_version: expected {expected!r}, but {serves!r} serves", version=serves)
 

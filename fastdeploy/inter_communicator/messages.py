@@ -77,10 +77,12 @@ class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 
 class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """End requests with reason "abort" and the tokens that they have. One of the two fields must be given."""
+    """End requests with reason "abort" and the tokens that they have. One of the three fields must be given. lora_name:
+    all requests of this adapter."""
 
     request_ids: list[str] | None = None
     abort_all: bool = False
+    lora_name: str | None = None
 
 
 class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -165,6 +167,38 @@ class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     session_id: str | None = None
 
 
+class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Load a PEFT adapter under a name, or replace the adapter of that name between two steps. A refused adapter
+    changes nothing. Reply: a report.
+
+    source: a PEFT folder, or the tensors alone (adapter_model.safetensors) in a file or shared memory. config: the
+    content of adapter_config.json, for a source that is not a folder. path: the origin to show in /v1/models.
+    version: label of the adapter (None = made from its epoch). kv: keep or recompute the KV of requests in flight,
+    when an adapter is replaced. replace: False = AdapterLoaded if the name is known.
+    timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that."""
+
+    lora_name: str
+    source: Source
+    config: dict[str, Any] | None = None
+    path: str = ""
+    version: str | None = None
+    kv: str = "keep"
+    replace: bool = True
+    timeout_s: float | None = None
+
+
+class UnloadAdapterArgs(msgspec.Struct, frozen=True, tag=True):
+    """Remove a name at once. Its running requests finish on the weights they have. ModelNotFound for an unknown name.
+    Reply: {"lora_name", "lora_int_id", "adapter_epoch", "requests_in_flight"}."""
+
+    lora_name: str
+
+
+class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
+    """Reply: {"adapters": [one dict per known name: "lora_name", "lora_int_id", "adapter_epoch", "version", "path",
+    "rank", "nbytes", "in_memory", "requests"]}."""
+
+
 class SetVersionArgs(msgspec.Struct, frozen=True, tag=True):
     """Give the weights that serve another label, which later tokens carry. Nothing else changes."""
 
@@ -225,8 +259,9 @@ PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
 WeightCall = (
     UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
 )
+AdapterCall = LoadAdapterArgs | UnloadAdapterArgs | AdaptersArgs
 StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
-Args = PauseCall | WeightCall | StateCall | WeightInfoArgs | ModelInfoArgs | MetricsArgs
+Args = PauseCall | WeightCall | AdapterCall | StateCall | WeightInfoArgs | ModelInfoArgs | MetricsArgs
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):

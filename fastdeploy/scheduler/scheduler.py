@@ -13,7 +13,8 @@ from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import FinishReason, Request, RequestEvent, RequestState
 from fastdeploy.core.runner import ModelInfo
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.scope import Scope, ServedModel
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import Gate, WaitingQueue
 
@@ -188,7 +189,7 @@ class Scheduler:
             start,
             count,
             start + count == len(token_ids),
-            request.scope.served,
+            request.model.served,
             untold,
             new_blocks,
             new,
@@ -335,21 +336,24 @@ class Scheduler:
     def drop_kv(self, scope: Scope) -> None:
         """Release all KV of ``scope``. Running requests are recomputed when they are scheduled again. No later request
         gets a prefix hit in the released KV."""
+        namespaces = {scope.model.served.kv_namespace}
         for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
+            namespaces.add(request.model.served.kv_namespace)
             self.retract(request)
-        self.kv.forget_prefixes(None if scope.above is None else scope.served.kv_namespace)
+        self.kv.forget_prefixes(None if scope.above is None else namespaces)
 
-    def weights_changed(self, whole: Scope, recompute: bool) -> None:
-        """Take note that the weights of all scopes have changed. No request gets a prefix hit in KV of other weights.
-        Begun requests keep their own KV and share it no more; with ``recompute`` they lose it."""
-        if recompute:
-            self.drop_kv(whole)
-        for request in [r for r in (*self.running, *self.frozen) if r.wants_prompt_logprobs]:
-            self.retract(request)  # else its prompt logprobs would mix two weights
-        for request in (*self.running, *self.frozen):
-            request.kv_mixed = bool(request.num_computed) or request.kv_mixed
-        self._prefilling.clear()
-        self.kv.forget_prefixes()
+    def weights_changed(self, model: ServedModel, before: ServedWeights, recompute: bool) -> None:
+        """Take note that ``model`` is no longer computed by the weights ``before``; for the base model, that no model
+        is computed by the weights that computed it. No request gets a prefix hit in KV of other weights. Begun requests
+        keep their own KV and share it no more; with ``recompute`` they lose it."""
+        base = model.scope.above is None
+        for request in [r for r in (*self.running, *self.frozen) if base or r.model is model]:
+            self._prefilling.pop(request.prompt_key, None)
+            if recompute or request.wants_prompt_logprobs:  # prompt logprobs would mix two weights
+                self.retract(request)
+            else:
+                request.kv_mixed = bool(request.num_computed) or request.kv_mixed
+        self.kv.forget_prefixes(None if base else {before.kv_namespace})
 
     def check_integrity(self) -> None:
         """Assert that the state is consistent. See ``RequestLifecycle.check_integrity`` for when this runs."""

@@ -9,12 +9,14 @@ from fastdeploy.core.plan import BlockCopy
 from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope
+from fastdeploy.core.scope import WHOLE_ENGINE, Scope, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 
 
-def make(token_ids: list[int], salt: str = "", scope: Scope | None = None) -> Request:
-    group = Group("a", AddRequest("r", token_ids, SamplingParams(), cache_salt=salt), scope or Scope(WHOLE_ENGINE))
+def make(token_ids: list[int], salt: str = "", model: ServedModel | None = None) -> Request:
+    group = Group(
+        "a", AddRequest("r", token_ids, SamplingParams(), cache_salt=salt), model or Scope(WHOLE_ENGINE).model
+    )
     return Request(group, 0, (0, 1), 100)
 
 
@@ -63,16 +65,16 @@ def test_output_tokens_are_found_in_full_blocks_only():
     assert kv.admit(make(list(range(6)))).hit_tokens == 5
 
 
-@pytest.mark.parametrize("change", ["salt", "weight_epoch", "scope", "forgotten", "off"])
+@pytest.mark.parametrize("change", ["salt", "weight_epoch", "adapter", "forgotten", "off"])
 def test_blocks_that_must_not_be_shared_are_not_found(change):
     kv = KVCacheManager(16, 4, enable_prefix_caching=change != "off")
     serve(kv, list(range(10)))
-    scope = Scope("other" if change == "scope" else WHOLE_ENGINE)
-    if change == "weight_epoch":
-        scope.serve("0", 1)
+    model = Scope(WHOLE_ENGINE).model
+    if change in ("weight_epoch", "adapter"):
+        model.served = ServedWeights(**{change: 1})
     if change == "forgotten":
         kv.forget_prefixes()
-    assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "", scope)).hit_tokens == 0
+    assert kv.admit(make(list(range(10)), "salt" if change == "salt" else "", model)).hit_tokens == 0
 
 
 def test_blocks_of_several_weight_epochs_are_never_published():
@@ -155,7 +157,7 @@ def test_a_request_is_marked_as_recomputed_only_if_it_has_tokens_of_another_weig
     fresh, old = make([1, 2]), make([3, 4])
     old.append(5, ServedWeights(), now=0.0)
     for request in (fresh, old):
-        request.scope.serve("0", 1)
+        request.model.served = ServedWeights(weight_epoch=1)
     kv.admit(fresh)
     kv.admit(old)
     assert (fresh.kv_recomputed, old.kv_recomputed) == (False, True)

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
-from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
@@ -46,7 +46,8 @@ SAMPLING = st.builds(
     logprobs=st.sampled_from([None, None, 0]),
 ).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
 HOLDS = st.sampled_from([None, None, "x", "y"])
-SCOPES = st.sampled_from([WHOLE_ENGINE, WHOLE_ENGINE, "tenant"])
+TENANT = adapter_scope("tenant")
+SCOPES = st.sampled_from([WHOLE_ENGINE, WHOLE_ENGINE, TENANT])
 PAUSES = st.builds(
     m.PauseArgs,
     mode=st.sampled_from(["abort", "wait", "wait", "keep"]),
@@ -101,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
         self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20, lost_commit=lost_commit)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
-        self.tenant = self.engine.scopes.pause_of(self.engine.scopes.add("tenant").id)
+        self.tenant = self.engine.scopes.pause_of(self.engine.adapters.add("tenant").scope.id)
         self.witness = Witness(self.h)
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
@@ -114,9 +115,11 @@ class EngineMachine(RuleBasedStateMachine):
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
         if isinstance(args, m.PauseArgs) and args.mode == "abort":
-            scopes = [args.scope] if args.scope != WHOLE_ENGINE else [WHOLE_ENGINE, "tenant"]
+            scopes = [args.scope] if args.scope != WHOLE_ENGINE else [WHOLE_ENGINE, TENANT]
             streams = self.witness.streams.values()
-            self.doomed[call_id] = [stream for stream in streams if stream.open and stream.add.scope in scopes]
+            self.doomed[call_id] = [
+                stream for stream in streams if stream.open and adapter_scope(stream.add.adapter or None) in scopes
+            ]
         return call_id
 
     def live_clients(self) -> list[str]:
@@ -162,9 +165,9 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- requests
 
     @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
-          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), scope=SCOPES)  # fmt: skip
-    def add(self, data, prompt, sampling, n, priority, salt, scope):
-        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, scope)
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), adapter=st.sampled_from(["", "tenant"]))  # fmt: skip
+    def add(self, data, prompt, sampling, n, priority, salt, adapter):
+        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, adapter)
 
     @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30))
     def add_more_than_the_pool_holds(self, data, n, max_tokens):
@@ -182,10 +185,10 @@ class EngineMachine(RuleBasedStateMachine):
                 self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
                 self.step()
 
-    def send_add(self, client, request_id, prompt, sampling, n, priority, salt, scope=WHOLE_ENGINE):
+    def send_add(self, client, request_id, prompt, sampling, n, priority, salt, adapter=""):
         group = f"g{len(prompt) % 2}" if priority else ""
         add = AddRequest(
-            request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group, scope=scope
+            request_id, list(prompt), sampling, n=n, priority=priority, cache_salt=salt, group=group, adapter=adapter
         )
         self.h.send(add, client)
         self.witness.added(client, add)
@@ -502,7 +505,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
     def tokens_of_the_tenant(self) -> int:
-        return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.scope == "tenant")
+        return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.adapter == "tenant")
 
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """Note a commit. serving: the weights before it."""

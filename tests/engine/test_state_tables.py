@@ -16,7 +16,7 @@ from support.harness import Harness
 
 
 def request_in(state: r.RequestState) -> r.Request:
-    request = r.Request(r.Group("a", AddRequest("r", [1], SamplingParams()), Scope(WHOLE_ENGINE)), 0, (0, 1), 1)
+    request = r.Request(r.Group("a", AddRequest("r", [1], SamplingParams()), Scope(WHOLE_ENGINE).model), 0, (0, 1), 1)
     request.state = state
     return request
 

@@ -16,7 +16,7 @@ SCOPE = Scope(WHOLE_ENGINE)
 
 
 def make(name: str, order: tuple[int, int], started: bool = False) -> Request:
-    group = Group("a", AddRequest(name, [1], SamplingParams()), SCOPE)
+    group = Group("a", AddRequest(name, [1], SamplingParams()), SCOPE.model)
     group.requests = [Request(group, 0, order, 1)]
     group.started = started
     return group.requests[0]

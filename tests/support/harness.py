@@ -157,7 +157,7 @@ class Harness:
     @property
     def served(self) -> ServedWeights:
         """The weights that serve the whole engine."""
-        return self.engine.scopes.whole.served
+        return self.engine.scopes.whole.model.served
 
     # ---------------------------------------------------------------- the loop
 

@@ -10,7 +10,16 @@ import numpy as np
 import paddle
 
 from fastdeploy.model_executor.model_config import ModelConfig
-from fastdeploy.model_executor.ops.interface import AttentionBatch, DecoderLayer, KVCache, Ops, PackedLinear
+from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
+    AttentionBatch,
+    DecoderLayer,
+    KVCache,
+    Ops,
+    PackedAdapter,
+    PackedLinear,
+    PackedLora,
+)
 from fastdeploy.model_executor.parameters import Parameter, Value
 
 
@@ -44,6 +53,9 @@ class Model(Protocol):
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
         """Make weights from the packed value of each parameter, by key."""
 
+    def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
+        """Make an adapter from the packed adapter of each linear that has one, by the linear's key (its Parameter)."""
+
     def forward(
         self,
         weights: ModelWeights,
@@ -52,13 +64,17 @@ class Model(Protocol):
         batch: AttentionBatch,
         rows: np.ndarray,
         between_layers: Callable[[], None] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> paddle.Tensor:
         """Compute token_ids, int32 [T]. Returns the hidden states of the token rows ``rows`` (int64, ascending),
         float32 [len(rows), hidden_size], for ``logits``. The keys and values of all T tokens are in the cache
-        afterwards. between_layers: see ``Ops.decoder_layers``."""
+        afterwards. between_layers, adapters: see ``Ops.decoder_layers``."""
 
-    def logits(self, weights: ModelWeights, hidden: paddle.Tensor) -> paddle.Tensor:
-        """Return logits: hidden [N, hidden_size] -> float32 [N, vocab_size]. The next call may overwrite the result."""
+    def logits(
+        self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None
+    ) -> paddle.Tensor:
+        """Return logits: hidden [N, hidden_size] -> float32 [N, vocab_size]. The next call may overwrite the result.
+        adapters: of the N rows."""
 
 
 Config = TypeVar("Config", bound=ModelConfig)

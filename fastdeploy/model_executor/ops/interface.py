@@ -103,6 +103,45 @@ class DecoderLayer:
     blocks: tuple[Block, ...]
 
 
+class LoraPart(NamedTuple):
+    """The adapter of one projection: x @ a.T @ b.T * scaling is added to x @ W.T. a [r, in_features] and b [out_features,
+    r]: float32, or bfloat16 as uint16 bits."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scaling: float
+
+
+class PackedLora(Protocol):
+    """The adapter of one packed linear, in a layout that the ops choose. Immutable. rank: the sum over its parts."""
+
+    out_features: int
+    in_features: int
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackedAdapter:
+    """One adapter over all layers. Immutable. Compared by identity, like a DecoderLayer.
+
+    layers: for each layer, for each of its blocks, the adapters of its two linears in the order in which they are
+    computed (qkv and o, or gate_up and down); None where the adapter has no part."""
+
+    layers: tuple[tuple[tuple[PackedLora | None, PackedLora | None], ...], ...]
+    lm_head: PackedLora | None
+    nbytes: int
+
+
+class AdapterRows(NamedTuple):
+    """The adapters of the rows of a batch. rows: int32 [T], the index in ``adapters`` for each row, or -1 for a row
+    without an adapter. The rows of one adapter are adjacent. An adapter changes no bit of rows that do not use it, and
+    a row has the same bits whatever other adapters are in the batch."""
+
+    adapters: Sequence[PackedAdapter]
+    rows: np.ndarray
+
+
 class SampleBatch(NamedTuple):
     """Sampling parameters of each row, numpy arrays of length S. temperature 0: take the best token, the lowest id in
     a tie. top_k 0, top_p 1 and min_p 0 mean no limit. uniform: float64 in [0, 1), the random number of the row."""
@@ -134,6 +173,11 @@ class Ops(Protocol):
     def unpack_bias(self, weight: PackedLinear) -> np.ndarray | None:
         """Copy the bias, float32 [out_features]; None if the weight has no bias."""
 
+    def pack_lora(self, parts: Sequence[LoraPart | None], rows: Sequence[int], columns: int) -> PackedLora:
+        """Pack the adapter of a linear that stacks projections of ``rows`` outputs each over ``columns`` inputs. parts:
+        one entry for each projection; None where it has no adapter. At least one is given. A type other than
+        ``self.dtype`` is converted as in ``pack_linear``. May run at the same time as all other ops."""
+
     def decoder_layers(
         self,
         residual: paddle.Tensor,
@@ -142,17 +186,26 @@ class Ops(Protocol):
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> paddle.Tensor:
         """Compute all blocks of these layers on residual [T, H], whose memory may be overwritten. Returns the residual.
 
         rows (int64, ascending): only these rows are returned, [len(rows), H]. The cache is complete all the same: rows
         are dropped in the last attention block, after the keys and values of all tokens are written.
         between_layers: called after each layer, the last one included. If it raises, the error is passed on and the
-        later layers are not computed.
+        later layers are not computed. adapters: of the T rows; None if no row has one.
         """
 
-    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
-        """Return rms_norm(x, norm) @ head.T: x [M, H] -> float32 [M, V]. The next call may overwrite the result."""
+    def logits(
+        self,
+        x: paddle.Tensor,
+        norm: paddle.Tensor,
+        eps: float,
+        head: PackedLinear,
+        adapters: AdapterRows | None = None,
+    ) -> paddle.Tensor:
+        """Return rms_norm(x, norm) @ head.T: x [M, H] -> float32 [M, V]. The next call may overwrite the result.
+        adapters: of the M rows; only their lm_head counts."""
 
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
         """Return x @ W.T + bias: x [M, K] -> [M, N]. For tests and benchmarks."""
