@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.safe_files import Folder
 from fastdeploy.model_executor.lora_config import CONFIG, LoraSetting, Modules, read_lora_config
 from fastdeploy.model_executor.models.interface import Model

@@ -4,7 +4,7 @@ An expression can take hours to match, and ``re`` never lets another thread run 
 tenant, so its expressions must not run in the process that computes steps. This file is run as a script, and imports
 the standard library only.
 
-Input (JSON): {"names": [name], "patterns": [[method, expression]]}, method = "match" or "fullmatch".
+Input (JSON): {"names": [name], "patterns": [[method, expression]], "cpu_s": limit}, method = "match" or "fullmatch".
 Output (JSON): {"hits": for each expression {name: its group "idx", or ""}}, or {"bad": number of the first expression
 that is not valid, "why": text}.
 """
@@ -14,14 +14,13 @@ import re
 import resource
 import sys
 
-MAX_CPU_S = 10
 MAX_MEMORY = 1 << 30
 
 
 def main() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     task = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (task["cpu_s"], task["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     hits = []
     for number, (method, expression) in enumerate(task["patterns"]):
         try:

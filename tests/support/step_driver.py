@@ -104,9 +104,7 @@ class Driver:
         tokens, blocks = s.told
         s.told = len(s.ids), len(s.table)
         start, sample = s.computed, end == len(s.ids)
-        return ScheduledChunk(
-            s.number, start, end - start, sample, s.served, s.ids[tokens:], s.table[blocks:], new
-        )
+        return ScheduledChunk(s.number, start, end - start, sample, s.served, s.ids[tokens:], s.table[blocks:], new)
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
