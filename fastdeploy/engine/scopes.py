@@ -22,7 +22,7 @@ MAX_HOLDS = 1024  # of callers, in all scopes
 class Scopes:
     """The scope of the whole engine, and one scope for each adapter name. A request is scheduled only if the gate of
     its own scope and the gate of the whole engine both allow that. An adapter's scope costs time per step only while it
-    drains.
+    drains. The scope of a name exists while it has an adapter or a hold.
 
     base: the base model. adapters: the models over it, also those that were unloaded and still have requests."""
 
@@ -31,19 +31,36 @@ class Scopes:
         self._clock = clock
         self.whole = Scope(WHOLE_ENGINE, boot_id)
         self.base = self.whole.model
-        self.adapters: set[ServedModel] = set()
+        self.adapters: dict[ServedModel, None] = {}
         self.whole_pause = PauseState(self.whole, lifecycle, clock)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
         self._held: list[PauseState] = []  # of adapters, with a hold
         self._moving: list[PauseState] = []  # of adapters: those to settle before the next step
         self._due = math.inf  # time at which a hold of the other adapters ends
 
-    def add(self, scope_id: str) -> Scope:
-        """Return the scope of this id, and make it if there is none."""
+    def add(self, served: ServedWeights) -> ServedModel:
+        """Add the model of an adapter to the scope of its name. The scope is made if there is none."""
+        scope_id = adapter_scope(served.adapter_name)
         if scope_id not in self._pauses:
             scope = Scope(scope_id, self.whole.boot_id, self.whole)
             self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock)
-        return self._pauses[scope_id].scope
+        scope = self._pauses[scope_id].scope
+        scope.num_models += 1
+        scope.model = model = ServedModel(scope, served)
+        self.adapters[model] = None
+        return model
+
+    def remove(self, model: ServedModel) -> None:
+        """Remove the model of an adapter, which has no requests any more."""
+        assert not model.requests
+        del self.adapters[model]
+        model.scope.num_models -= 1
+        self._remove_if_unused(self._pauses[model.scope.id])
+
+    def _remove_if_unused(self, pause: PauseState) -> None:
+        unused = not pause.scope.num_models and not pause.holds
+        if unused and self._pauses.get(pause.scope.id) is pause:
+            del self._pauses[pause.scope.id]
 
     def pause_of(self, scope_id: str) -> PauseState:
         """Return the pause state of a scope. Raises ModelNotFound for an adapter that is not known, unless a hold or a
@@ -55,9 +72,10 @@ class Scopes:
 
     def serve(self, version: str, weight_epoch: int) -> None:
         """Set the base weights that compute all models from the next step on, and their label."""
-        self.base.served = ServedWeights(version, weight_epoch)
-        for model in self.adapters:
-            model.served = msgspec.structs.replace(model.served, weight_epoch=weight_epoch)
+        before, self.base.served = self.base.served, ServedWeights(version, weight_epoch)
+        if weight_epoch != before.weight_epoch:
+            for model in self.adapters:
+                model.served = msgspec.structs.replace(model.served, weight_epoch=weight_epoch)
 
     # ------------------------------------------------------------------ calls
 
@@ -128,8 +146,9 @@ class Scopes:
         resting = [pause for pause in self._moving if pause.at_rest]
         self._moving = [pause for pause in self._moving if not pause.at_rest]
         self._due = min([self._due, *(due for pause in resting if (due := pause.next_deadline()) is not None)])
-        if not all(pause.holds for pause in resting):
-            self._held = [pause for pause in self._held if pause.holds]
+        for pause in [pause for pause in resting if not pause.holds]:
+            self._held.remove(pause)
+            self._remove_if_unused(pause)
 
     def next_deadline(self) -> float | None:
         """Time at which ``settle`` must be called even if no message comes."""

@@ -521,8 +521,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def num_tokens(self, pause: PauseState) -> int:
         """Return the number of tokens that requests of a scope have got, since the engine started."""
-        name = pause.scope.lora_name
-        return sum(len(s.tokens) for s in self.witness.streams.values() if name in (None, s.add.adapter))
+        tokens, name = self.witness.num_tokens, pause.scope.lora_name
+        return tokens.total() if name is None else tokens[name]
 
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """Note a commit. serving: the weights before it."""

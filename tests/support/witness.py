@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from fastdeploy.core.errors import NonFiniteLogits
@@ -49,6 +50,7 @@ class Witness:
         self.calls: dict[tuple[str, int], m.Args] = {}
         self.replies: list[tuple[m.Args, m.Reply]] = []
         self.dropped: set[str] = set()
+        self.num_tokens = Counter[str]()  # by adapter name; "" = the base model
         self._read = {client: len(sent) for client, sent in harness.transport.sent.items()}
 
     # ---------------------------------------------------------------- what the clients did
@@ -158,6 +160,7 @@ class Witness:
         assert at < stream.limit, f"{where}: more than max_tokens"
         stream.tokens.append(token)
         stream.epochs.append(epochs)
+        self.num_tokens[stream.add.adapter] += 1
 
     def _end(self, stream: Expected, output: m.Output, where: str) -> None:
         last = stream.tokens[-1] if output.token_ids else None
