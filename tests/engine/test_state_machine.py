@@ -39,9 +39,7 @@ class EngineMachine(CheckedEngine):
     @precondition(lambda self: len(self.live_clients()) < 3)
     @rule()
     def connect(self):
-        client = f"c{next(self.ids)}"
-        self.clients.append(client)
-        self.h.send(m.Hello(pid=1), client)
+        self.new_client()
 
     @precondition(lambda self: len(self.live_clients()) > 1)
     @rule(data=st.data())

@@ -19,12 +19,7 @@ from fastdeploy.engine.pause import Mode, PausePhase, PauseState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing
 from support.harness import Harness
-from support.machine_inputs import (
-    ADAPTERS,
-    LATER,
-    REFUSALS,
-    SYSTEM_HOLDS,
-)
+from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
 from support.witness import Expected, Witness
 
 
@@ -72,11 +67,14 @@ class CheckedEngine(RuleBasedStateMachine):
         return [c for c in self.clients if c not in self.witness.dropped]
 
     def some_client(self, data) -> str:
-        live = self.live_clients()
-        if not live:
-            self.connect()
-            live = self.live_clients()
-        return data.draw(st.sampled_from(live), label="client")
+        if not self.live_clients():
+            self.new_client()
+        return data.draw(st.sampled_from(self.live_clients()), label="client")
+
+    def new_client(self) -> None:
+        client = f"c{next(self.ids)}"
+        self.clients.append(client)
+        self.h.send(m.Hello(pid=1), client)
 
     def unmute(self, client: str) -> None:
         """Let the client acknowledge the fences that it has received."""
@@ -305,7 +303,7 @@ class CheckedEngine(RuleBasedStateMachine):
         """Release all holds: every accepted request must end, and all blocks must be free again."""
         self.let_staging_end()
         if not self.live_clients():
-            self.connect()
+            self.new_client()
         for client in self.live_clients():
             self.unmute(client)
         self.step()
