@@ -15,7 +15,7 @@ def two_scopes(num_blocks: int = 128, rounds: int = 3, **config) -> Harness:
     """Return a harness with requests a0 to a2 of scope "a" and b0 to b2 of scope "b"; the last of each waits."""
     h = Harness(FakeRunner(num_blocks=num_blocks), **config)
     for scope in ("a", "b"):
-        h.engine.adapters.add(scope)
+        h.load_adapter(scope, 0)
     for i in range(3):
         for scope in ("a", "b"):
             h.add(f"{scope}{i}", [i + 1, 7], max_tokens=LONG, adapter=scope)
@@ -144,7 +144,7 @@ def test_no_scope_starts_a_request_while_the_engine_drains():
 @pytest.mark.parametrize("scope", ["a", "engine"])
 def test_a_drain_puts_a_half_computed_prompt_back_in_the_queue(scope):
     h = Harness(max_num_batched_tokens=8)
-    h.engine.adapters.add("a")
+    h.load_adapter("a", 0)
     h.add("old", [2], max_tokens=30, adapter="a")
     h.run_rounds(2)
     h.add("r", [1] * 40, max_tokens=3, adapter="a")
@@ -169,7 +169,7 @@ def test_frozen_requests_of_a_paused_scope_are_preempted_for_another_scope():
 
 def test_a_half_computed_prompt_of_a_frozen_request_delays_no_request_with_the_same_prompt():
     h = Harness(max_num_batched_tokens=8)
-    h.engine.adapters.add("a")
+    h.load_adapter("a", 0)
     for name in ("first", "second"):
         h.add(name, [7] * 20, max_tokens=3, adapter="a")
     h.add("other", [7] * 20, max_tokens=3)
@@ -192,7 +192,7 @@ def test_a_pause_of_one_scope_does_not_abandon_the_step_in_flight():
 
 def test_clearing_the_cache_of_one_scope_keeps_the_prefix_hits_of_the_other():
     h = Harness()
-    h.engine.adapters.add("a")
+    h.load_adapter("a", 0)
     for name, scope in (("a0", "a"), ("e0", "engine")):
         h.add(name, list(range(1, 13)), max_tokens=2, adapter=scope)
     h.run_out()

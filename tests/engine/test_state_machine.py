@@ -102,7 +102,8 @@ class EngineMachine(RuleBasedStateMachine):
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
         self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20, lost_commit=lost_commit)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
-        self.tenant = self.engine.scopes.pause_of(self.engine.adapters.add("tenant").scope.id)
+        self.h.load_adapter("tenant", 0)
+        self.tenant = self.engine.scopes.pause_of(TENANT)
         self.witness = Witness(self.h)
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
