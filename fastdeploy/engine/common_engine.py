@@ -103,10 +103,10 @@ class CommonEngine:
         }
         self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
-            m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
+            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
+            m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.add_part,
