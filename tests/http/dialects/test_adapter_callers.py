@@ -17,7 +17,6 @@ from support.fake_runner import write_adapter
 from support.http_calls import OCTETS, events, wait_until
 
 PROMPT = [1, 2, 3]
-# The tensors of an adapter for the fake runner, with a header like that of a safetensors file.
 VLLM_LOAD, VLLM_UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
@@ -223,6 +222,31 @@ def test_a_bad_adapter_is_a_400_and_the_old_one_serves_on(server, adapter, tmp_p
     reply = server.post("/v1/adapters/load", lora_name="a", lora_path=bad)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "weight_update_refused")
     assert ids(server, "a") == tokens_of(PROMPT, 6, adapter=1)
+
+
+def test_skyrls_tinker_server_samples_from_a_checkpoint_that_nobody_loaded(model_dir, tokenizer, tmp_path):
+    root = tmp_path / "loras"
+    write_adapter(root / "m1_step-3", "a3")
+    (tmp_path / "outside").mkdir()
+    sampling = {"n": 2, "seed": 7, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+    body = sampling | {"prompt": PROMPT, "logprobs": True, "stream": False, "return_token_ids": True}
+    with engine_stack(model_dir, tokenizer, adapter_root=str(root)) as server:
+
+        def sample(model: str, **fields) -> httpx.Response:
+            headers = {"X-Session-ID": "s-0", "Authorization": "Bearer EMPTY"}
+            return server.http.post("/v1/completions", json=body | fields | {"model": model}, headers=headers)
+
+        reply = sample("m1_step-3", prompt_logprobs=0).json()
+        assert reply["model"] == "m1_step-3"
+        for choice in reply["choices"]:
+            assert choice["token_ids"] == tokens_of(PROMPT, 6, adapter=3)
+            assert len(choice["logprobs"]["token_logprobs"]) == 6
+        assert len(reply["choices"][0]["prompt_logprobs"]) == len(PROMPT)
+        assert [known["lora_name"] for known in server.http.get("/v1/adapters").json()["result"]["adapters"]]
+        for name in ("m1_step-4", "../outside", "..", "/etc", "m1_step-3/../m1_step-3"):
+            reply = sample(name)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found"), reply.text
+        assert sample("tiny").json()["choices"][0]["token_ids"] == tokens_of(PROMPT, 6)
 
 
 def test_a_retained_reply_belongs_to_its_adapter(server, adapter):
