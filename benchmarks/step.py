@@ -3,10 +3,10 @@
 
     python -m benchmarks.step [--model ~/.cache/fastdeploy-peers/q05] [--running 1,8,32] [--context 64] [--chunk 512]
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step
-is compared with the time to read its bytes at the machine's read bandwidth. With AMX, a prefill step is compared with
-the time of its operations at the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine affects
-both. Medians, with the best time in brackets.
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step is
+compared with the time to read its bytes at the machine's read bandwidth. With AMX, a prefill step is compared with the
+time of its operations at the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow
+minute of the machine affects both. Medians, with the best time in brackets.
 """
 
 from __future__ import annotations
