@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
-from benchmarks.lib.roofline import Shape
+from benchmarks.lib.roofline import BYTES, Shape
 
 # Of A and B. The change of a weight, scaling * B A, is then about a tenth of q05's own weights.
 STD = 0.02
@@ -47,6 +47,11 @@ def tensors(shape: Shape, rank: int) -> Iterator[RandomTensor]:
             yield RandomTensor(f"{base}.lora_B.weight", (rows, rank), 0.0, STD)
 
 
+def adapter_bytes(shape: Shape, rank: int) -> int:
+    """Return the bytes of one adapter in bfloat16."""
+    return BYTES * shape.layers * rank * sum(rows + columns for rows, columns in linears(shape).values())
+
+
 def config(shape: Shape, rank: int) -> dict[str, object]:
     """Return the content of adapter_config.json. The scaling is 2."""
     return {
@@ -61,11 +66,11 @@ def config(shape: Shape, rank: int) -> dict[str, object]:
     }
 
 
-def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> int:
-    """Write a PEFT folder; return the bytes of its tensors."""
+def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> None:
+    """Write a PEFT folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config(shape, rank), indent=2))
-    return 2 * write_random_tensors(folder / "adapter_model.safetensors", list(tensors(shape, rank)), seed)
+    write_random_tensors(folder / "adapter_model.safetensors", list(tensors(shape, rank)), seed)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,11 +82,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first adapter; the next one has the next seed")
     args = parser.parse_args(argv)
     shape = Shape.of(args.model)
-    sizes = [
+    for number in range(args.count):
         write_adapter(args.out / f"adapter-{number}", shape, args.rank, args.seed + number)
-        for number in range(args.count)
-    ]
-    print(f"{args.out}: {len(sizes)} adapters of rank {args.rank}, {sum(sizes) / 1e6:.1f} MB")
+    size = adapter_bytes(shape, args.rank)
+    print(f"{args.out}: {args.count} adapters of rank {args.rank}, {size / 1e6:.1f} MB each")
     return 0
 
 
