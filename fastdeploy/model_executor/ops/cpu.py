@@ -103,8 +103,8 @@ class CpuOps:
         self._lib.fd_free_scratch()
 
     def probe_read(self, weight: PackedLinear) -> None:
-        """Read the whole weight once, on all threads, at the speed of a plain reader. Needs AMX."""
-        assert self.isa == "amx"
+        """Read the whole weight once, on all threads, at the speed of a plain reader. Needs AVX-512."""
+        assert self.isa in ("avx512", "amx")
         self._lib.fd_probe_read(handle_of(weight))
 
     def probe_peak(self, rounds: int) -> int:
