@@ -198,7 +198,10 @@ class RolloutClient:
         """Release one hold on all replicas: of the engine, or of the adapter ``lora_name``. hold_id None: every hold of
         this client, or of this client on that adapter. Raises HoldLost if a hold of this client had ended before,
         because its ttl was not renewed in time or an engine restarted."""
-        reports = await self._holds.resume(hold_id, lora_name, self._control_s)
+        if hold_id is None:
+            reports = await self._holds.resume_all(self._control_s, lora_name)
+        else:
+            reports = await self._holds.resume(Hold(hold_id, lora_name), self._control_s)
         self._router.retry_now()
         return reports
 

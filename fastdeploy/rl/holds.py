@@ -60,27 +60,23 @@ class Holds:
         self._ttl_of[hold] = body["ttl_s"]
         return reports
 
-    async def resume(self, hold_id: str | None, lora_name: str | None, deadline_s: float) -> list[Report]:
-        """Release a hold everywhere. hold_id None: every hold of this client, or of this client on the adapter
-        ``lora_name``. Raises FleetError if a replica does not answer (its hold is no longer renewed), and HoldLost if a
-        hold of this client had ended before its release."""
+    async def resume_all(self, deadline_s: float, lora_name: str | None = None) -> list[Report]:
+        """Release every hold of this client, or of this client on the adapter ``lora_name``. See :meth:`resume`."""
         reports: list[Report] = []
         failures: list[FleetError] = []
-        for hold in self._chosen(lora_name) if hold_id is None else [Hold(hold_id, lora_name)]:
+        holds = [h for h in self._ttl_of.keys() | self._unreleased if lora_name in (None, h.lora_name)]
+        for hold in sorted(holds, key=lambda h: (h.lora_name or "", h.hold_id)):
             try:
-                reports = await self._resume(hold, deadline_s)
+                reports = await self.resume(hold, deadline_s)
             except FleetError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
         return reports
 
-    def _chosen(self, lora_name: str | None) -> list[Hold]:
-        """Return the holds of this client on the adapter ``lora_name``, in order; None: all holds of this client."""
-        holds = [h for h in self._ttl_of.keys() | self._unreleased if lora_name in (None, h.lora_name)]
-        return sorted(holds, key=lambda h: (h.lora_name or "", h.hold_id))
-
-    async def _resume(self, hold: Hold, deadline_s: float) -> list[Report]:
+    async def resume(self, hold: Hold, deadline_s: float) -> list[Report]:
+        """Release a hold everywhere. Raises FleetError if a replica does not answer (its hold is no longer renewed),
+        and HoldLost if this client's hold had ended before its release."""
         self._renewer.stop(hold)
         lost: dict[str, FastDeployError] = {}
         reports = await run_shielded(self._release(hold, deadline_s, lost))
