@@ -105,10 +105,12 @@ class Runner(Protocol):
         """Begin to stage an adapter. Works in every state of the weights."""
 
     def commit_adapter(self, adapter: int, staged: Any) -> None:
-        """Make an adapter ready to execute with, under a number above 0 that no adapter has had. Cannot fail."""
+        """Make an adapter ready to execute with, under a number above 0. The number is new, or was dropped and belongs
+        to the same adapter, which was read again. Cannot fail."""
 
     def drop_adapters(self, adapters: Collection[int]) -> None:
-        """Free the adapters of these numbers. No later plan names them. A number without an adapter is ignored."""
+        """Free the adapters of these numbers. No later plan names them, unless they are committed again. A number
+        without an adapter is ignored."""
 
     def checksums(self) -> dict[str, str]:
         """Return the sha256 (hex) of each tensor that serves, over its bytes in the serving dtype. Raises WrongOrder

@@ -79,11 +79,11 @@ class CommonEngine:
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
         self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
         self.pause = self.scopes.whole_pause
-        self.adapters = AdapterRegistry(self.scopes)
+        policy = SourcePolicy(config.model_roots, config.upload_dir)
+        self.adapters = AdapterRegistry(config, runner, self.scopes, self.lifecycle, policy, transport.wake, clock)
         admission = AdmissionControl(
             info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
         )
-        policy = SourcePolicy(config.model_roots, config.upload_dir)
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.send_heartbeats, clock)
@@ -103,10 +103,10 @@ class CommonEngine:
         }
         self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
-            m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
+            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
+            m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.add_part,
@@ -114,6 +114,9 @@ class CommonEngine:
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
+            m.LoadAdapterArgs: self.adapters.load,
+            m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
+            m.AdaptersArgs: lambda args, answer: self.adapters.list(),
             m.SetVersionArgs: lambda args, answer: switch.relabel(args.version),
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
@@ -152,6 +155,7 @@ class CommonEngine:
         self.send_heartbeats()
         self.lifecycle.delivery.drop_unreachable()
         self.weights.poll()
+        self.adapters.poll()
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
@@ -175,6 +179,7 @@ class CommonEngine:
         deadlines = (
             self.scopes.next_deadline(),
             self.weights.next_deadline(),
+            self.adapters.next_deadline(),
             self.sleeper.next_deadline(),
             self.lifecycle.deadlines.next(),
             self._next_heartbeat,
@@ -272,6 +277,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])  # the final outputs go before the reply
         self.retention.forget_ended()  # the next run may use the same request ids
         sessions = self.weights.drop_session("dropped by a reset")
+        loads = self.adapters.drop_loads("dropped by a reset")
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
         self._switch.relabel(args.version)
@@ -279,6 +285,7 @@ class CommonEngine:
             "aborted": len(aborted),
             "released": released,
             "sessions_aborted": sessions,
+            "loads_aborted": loads,
             "still_held_by": self.scopes.holds(),
             **self.scopes.whole.weights_label(),
         }
@@ -287,4 +294,5 @@ class CommonEngine:
         self.lifecycle.end_all(reason, error.message)
         self.scopes.fail(error)
         self.weights.fail(error)
+        self.adapters.fail(error)
         self.sleeper.fail(error)

@@ -54,12 +54,14 @@ class Scheduler:
         self._in_flight: list[Request] = []  # one per chunk of the plan that runs
         self._free_sequences: list[int] = []  # numbers that the runner knows and that no request has
         self._num_sequences = 0
+        self._num_with_adapter = 0  # requests in the batch that use an adapter
         self.num_preemptions = 0
         self.num_non_finite = 0  # sequences that ended because their logits were not finite
 
     # ------------------------------------------------------------------ requests in and out
 
     def add(self, request: Request) -> None:
+        request.model.requests[request] = None
         self.waiting.push(request)
 
     def end(
@@ -68,6 +70,7 @@ class Scheduler:
         """Compute nothing more for ``request``. ``retire`` follows once its final output is handed over."""
         if request.state is RequestState.RUNNING:
             self._leave_batch(request)
+            self._num_with_adapter -= request.model.served.adapter > 0
         else:
             self.waiting.remove(request)
         request.advance(RequestEvent.END)
@@ -77,11 +80,13 @@ class Scheduler:
     def retire(self, request: Request) -> None:
         """Release the KV of a request whose final output has been handed over."""
         request.advance(RequestEvent.RETIRE)
+        del request.model.requests[request]
         self.kv.release(request)
 
     def retract(self, request: Request) -> None:
         """Put a request back into the queue and release its KV, which is recomputed at the next admission."""
         self._leave_batch(request)
+        self._num_with_adapter -= request.model.served.adapter > 0
         if request.num_output_tokens == 0:
             request.prompt_logprobs = []  # the prompt is computed again
         request.advance(RequestEvent.RETRACT)
@@ -106,7 +111,8 @@ class Scheduler:
         return bool(self.running or self.waiting.num_started or (self.gate is Gate.OPEN and self.waiting.num_ready))
 
     def plan(self) -> StepPlan | None:
-        """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests."""
+        """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests. The chunks of
+        the plan are grouped by adapter, those of the base model first."""
         if not self.has_work:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
@@ -116,6 +122,8 @@ class Scheduler:
         self._plan_admissions(chunks, copies, budget)
         if not chunks:
             return None
+        if self._num_with_adapter:
+            chunks = dict(sorted(chunks.items(), key=lambda item: item[1].served.adapter))
         self._step_id += 1
         self._in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
@@ -154,6 +162,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.advance(RequestEvent.ADMIT)
             self._join_batch(request)
+            self._num_with_adapter += request.model.served.adapter > 0
             if request.num_output_tokens == 0:
                 request.cached_tokens = grant.hit_tokens
                 if self.kv.enable_prefix_caching and request.num_tokens - request.num_computed > 1:

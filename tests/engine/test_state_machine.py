@@ -1,81 +1,45 @@
-"""A search by hypothesis for an order of events that breaks an invariant of the engine.
-
-A small pool makes preemption common. A small vocabulary makes requests end by EOS and by stop ids. The prompts share
-prefixes, so that blocks are shared and copied on write.
-"""
+"""A search by hypothesis for an order of events that breaks an invariant of the engine."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from dataclasses import dataclass, field
 from itertools import count
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import Phase as Search
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from fastdeploy.core.errors import EngineError
+from fastdeploy.core.errors import EngineError, ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.pause import Mode, PausePhase
+from fastdeploy.engine.pause import Mode, PausePhase, PauseState
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing
 from support.harness import Harness
-from support.witness import Expected, Witness
-
-PROMPTS = [
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2],
-    [1, 2, 3, 4, 5, 6, 7, 8],
-    [5],
-    [2, 4, 6, 8, 10, 1, 3, 5, 7, 9, 11, 2, 4, 6, 8, 10, 1, 3, 5, 7, 9],
-]
-SAMPLING = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 30),
-    min_tokens=st.integers(0, 1) | st.just(8),
-    ignore_eos=st.booleans(),
-    seed=st.integers(0, 3),
-    stop_token_ids=st.sampled_from([(), (), (3,), (0,)]),
-    logprobs=st.sampled_from([None, None, 0]),
-).map(lambda p: msgspec.structs.replace(p, min_tokens=min(p.min_tokens, p.max_tokens)))
-HOLDS = st.sampled_from([None, None, "x", "y"])
-TENANT = adapter_scope("tenant")
-SCOPES = st.sampled_from([WHOLE_ENGINE, WHOLE_ENGINE, TENANT])
-PAUSES = st.builds(
-    m.PauseArgs,
-    mode=st.sampled_from(["abort", "wait", "wait", "keep"]),
-    clear_cache=st.sampled_from([None, True, False]),
-    admission=st.sampled_from([None, None, "hold", "reject"]),
-    timeout_s=st.sampled_from([0.0, 1.0, 60.0, 60.0]),
-    on_timeout=st.sampled_from([None, "keep", "abort", "cancel"]),
-    ttl_s=st.sampled_from([None, None, 2.0, 20.0]),
-    hold_id=HOLDS,
-    scope=SCOPES,
+from support.machine_inputs import (
+    ADAPTERS,
+    FOLDERS,
+    HOLDS,
+    KV,
+    LATER,
+    MODELS,
+    PAUSES,
+    PROMPTS,
+    REFUSALS,
+    SAMPLING,
+    SCOPES,
+    SYSTEM_HOLDS,
+    TAGS,
+    UPDATES,
 )
-FOLDERS = ["/w1", "/w2", "/w3-recompute", "/bad", "/garbage"]
-UPDATES = list(zip(FOLDERS, ["keep", "keep", "recompute", "keep", "recompute"], strict=True))
-TAGS = st.sampled_from([(), ("weight",), ("kv_cache",), ("weight", "kv_cache")])
-SYSTEM_HOLDS = {"sleep", "in_place", "republish"}
-# Calls that are answered when their work is done. All other calls are answered at once.
-LATER = (m.PauseArgs, m.SleepArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.WeightInfoArgs)
-ENDED = {"session_not_found", "session_expired"}
-REFUSALS: dict[type, set[str]] = {
-    m.BeginUpdateArgs: {"update_in_progress", "version_conflict", "wrong_order"},
-    m.UpdateWeightsArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
-    m.UpdateChunkArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
-    m.CommitUpdateArgs: {"weight_update_refused", "version_conflict", "wrong_order", *ENDED},
-    m.AbortUpdateArgs: {"session_not_found"},
-    m.WeightInfoArgs: {"wrong_order"},
-    m.SleepArgs: {"wrong_order", "out_of_space", "pause_timeout", "pause_interrupted"},
-    m.WakeArgs: {"wrong_order", "out_of_space"},
-}
+from support.witness import Expected, Witness
 
 
 @dataclass
@@ -96,14 +60,19 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.ids = count()
+        self.contents = count(1)  # of adapters
         self.start_engine()
 
     def start_engine(self, lost_commit: bool = False) -> None:
         runner = FakeRunner(num_blocks=13, block_size=4, max_model_len=48, vocab=13)
-        self.h = Harness(runner, max_num_seqs=4, max_num_batched_tokens=16, max_waiting=20, lost_commit=lost_commit)
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_waiting": 20, "adapter_memory_mb": 2}
+        self.h = Harness(runner, lost_commit=lost_commit, **limits)
         self.engine, self.pause = self.h.engine, self.h.engine.pause
-        self.tenant = self.engine.scopes.pause_of(self.engine.adapters.add("tenant").scope.id)
+        for name in ADAPTERS[:2]:
+            content = f"a{next(self.contents)}"
+            assert self.h.load_adapter(name, content, path=content).failure is None
         self.witness = Witness(self.h)
+        self.book = self.witness.book
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
@@ -115,12 +84,22 @@ class EngineMachine(RuleBasedStateMachine):
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
         if isinstance(args, m.PauseArgs) and args.mode == "abort":
-            scopes = [args.scope] if args.scope != WHOLE_ENGINE else [WHOLE_ENGINE, TENANT]
-            streams = self.witness.streams.values()
-            self.doomed[call_id] = [
-                stream for stream in streams if stream.open and adapter_scope(stream.add.adapter or None) in scopes
-            ]
+            self.doomed[call_id] = self.open_streams(args.scope)
+        if isinstance(args, m.AbortArgs) and args.lora_name is not None:
+            self.doomed[call_id] = self.open_streams(adapter_scope(args.lora_name))
         return call_id
+
+    def open_streams(self, scope: str) -> list[Expected]:
+        streams = [stream for stream in self.witness.streams.values() if stream.open]
+        return [s for s in streams if scope in (WHOLE_ENGINE, adapter_scope(s.add.adapter or None))]
+
+    def pauses(self) -> list[PauseState]:
+        """Return the pause states of the whole engine and of each adapter name that has one."""
+        found = [self.pause]
+        for name in ADAPTERS:
+            with contextlib.suppress(ModelNotFound):
+                found.append(self.engine.scopes.pause_of(adapter_scope(name)))
+        return found
 
     def live_clients(self) -> list[str]:
         return [c for c in self.clients if c not in self.witness.dropped]
@@ -165,15 +144,16 @@ class EngineMachine(RuleBasedStateMachine):
     # ---------------------------------------------------------------- requests
 
     @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
-          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), adapter=st.sampled_from(["", "tenant"]))  # fmt: skip
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), adapter=MODELS)  # fmt: skip
     def add(self, data, prompt, sampling, n, priority, salt, adapter):
         self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, adapter)
 
-    @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30))
-    def add_more_than_the_pool_holds(self, data, n, max_tokens):
-        for prompt in PROMPTS[:4]:
+    @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30), adapters=st.permutations(
+          ["", *ADAPTERS]) | st.just([""] * 4))  # fmt: skip
+    def add_more_than_the_pool_holds(self, data, n, max_tokens, adapters):
+        for prompt, adapter in zip(PROMPTS[:4], adapters, strict=True):
             sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "")
+            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "", adapter)
 
     @rule(data=st.data(), sampling=SAMPLING)
     def add_with_an_id_that_was_used(self, data, sampling):
@@ -192,6 +172,10 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.h.send(add, client)
         self.witness.added(client, add)
+
+    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]))
+    def abort_by_adapter(self, data, name):
+        self.call(m.AbortArgs(lora_name=name), self.some_client(data))
 
     @rule(data=st.data(), what=st.sampled_from(["some", "some", "unknown", "repeated", "group", "all"]))
     def abort(self, data, what):
@@ -269,11 +253,41 @@ class EngineMachine(RuleBasedStateMachine):
         self.h.now += 1.5
         self.step()
 
-    @rule(data=st.data(), args=st.sampled_from([m.PauseStatusArgs(), m.MetricsArgs(), m.ModelInfoArgs()]))
+    @rule(data=st.data(), args=st.sampled_from([m.PauseStatusArgs(), m.PauseStatusArgs(adapter_scope("t")),
+          m.AdaptersArgs(), m.MetricsArgs(), m.ModelInfoArgs()]))  # fmt: skip
     def ask(self, data, args):
         call_id = self.call(args, client := self.some_client(data))
         self.step()
         assert (client, call_id) not in self.witness.calls, "a query was not answered at once"
+
+    # ---------------------------------------------------------------- adapters
+
+    @rule(data=st.data(), name=st.sampled_from(ADAPTERS), bad=st.sampled_from([None, None, None, "bad", "garbage"]),
+          kv=KV, replace=st.sampled_from([True, True, False]), slow=st.booleans())  # fmt: skip
+    def load_adapter(self, data, name, bad, kv, replace, slow):
+        self.step()
+        if slow:
+            self.h.runner.may_stage.clear()
+        number = next(self.contents)
+        content = f"a{number}" + ("-recompute" if kv == "recompute" else "")
+        self.book.names[number] = name
+        source = self.h.adapter_folder(bad or content)
+        args = m.LoadAdapterArgs(name, source, path=content, kv=kv, replace=replace)
+        self.call(args, self.some_client(data))
+        if bad is not None:
+            self.book.void.add(number)
+
+    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]), again=st.booleans())
+    def unload_adapter(self, data, name, again):
+        self.step()
+        known = name in self.book.known
+        self.call(m.UnloadAdapterArgs(name), self.some_client(data))
+        if known:
+            self.book.given_up(name)
+        self.step()
+        assert name not in self.book.known
+        if again and name in ADAPTERS:
+            self.load_adapter(data, name, None, "keep", True, False)
 
     # ---------------------------------------------------------------- weights
 
@@ -430,7 +444,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.let_staging_end()
         self.step()
         for _ in range(200):
-            if not self.engine.weights.staging_busy:
+            if not self.engine.weights.staging_busy and not self.engine.adapters.busy:
                 return
             self.step()
         raise AssertionError("the staging thread does not end")
@@ -481,12 +495,12 @@ class EngineMachine(RuleBasedStateMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert self.pause.unanswered == self.tenant.unanswered == 0 and not self.engine.weights.in_use
+        assert not any(pause.unanswered for pause in self.pauses()) and not self.engine.weights.in_use
         self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
     def step(self) -> None:
         was_paused, computed = self.pause.is_paused, self.h.runner.computed_tokens
-        frozen = self.tokens_of_the_tenant() if self.tenant.is_paused else None
+        frozen = {pause: self.num_tokens(pause) for pause in self.pauses() if pause.is_paused}
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
         self.h.run_rounds()
@@ -495,8 +509,9 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
             assert self.h.runner.computed_tokens == computed and tokens == 0, "the engine computed while paused"
-        if frozen is not None and self.tenant.is_paused:
-            assert self.tokens_of_the_tenant() == frozen, "the engine computed for a paused scope"
+        for pause in self.pauses():
+            if pause.is_paused and pause in frozen:
+                assert self.num_tokens(pause) == frozen[pause], "the engine computed for a paused scope"
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
@@ -504,8 +519,10 @@ class EngineMachine(RuleBasedStateMachine):
         idle = session is not None and session.state.value == "open" and not session.pending
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
-    def tokens_of_the_tenant(self) -> int:
-        return sum(len(s.tokens) for s in self.witness.streams.values() if s.add.adapter == "tenant")
+    def num_tokens(self, pause: PauseState) -> int:
+        """Return the number of tokens that requests of a scope have got, since the engine started."""
+        tokens, name = self.witness.num_tokens, pause.scope.lora_name
+        return tokens.total() if name is None else tokens[name]
 
     def committed(self, weight_epoch: int, told: Publication, serving: int) -> None:
         """Note a commit. serving: the weights before it."""
@@ -519,6 +536,8 @@ class EngineMachine(RuleBasedStateMachine):
     def check_reply(self, args: m.Args, reply: m.Reply) -> None:
         code = reply.failure.code if reply.failure else None
         match args:
+            case m.PauseArgs() | m.ResumeArgs() if code == "model_not_found":
+                assert args.scope != WHOLE_ENGINE and args.scope.removeprefix("adapter:") not in self.book.known
             case m.PauseArgs():
                 assert code in (None, "pause_interrupted", "pause_timeout"), reply
                 event(f"pause {args.mode}: {code}")
@@ -529,7 +548,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert not any(s.open for s in self.doomed.get(reply.call_id, [])), "not aborted"
                 if code == "pause_timeout":
                     assert args.on_timeout == "cancel" or args.hold_id is not None
-                    holds = self.engine.scopes.pause_of(args.scope).holds
+                    holds = [h for pause in self.pauses() if pause.scope.id == args.scope for h in pause.holds]
                     assert reply.result["hold"]["id"] not in holds, "a failed pause still holds"
             case m.ResumeArgs(hold_id) if code is not None:
                 assert code == "resume_refused" and hold_id in SYSTEM_HOLDS, reply
@@ -539,6 +558,13 @@ class EngineMachine(RuleBasedStateMachine):
             case m.UpdateChunkArgs(session_id, FolderSource(path)) if code == "update_in_progress":
                 # Too many reads hang. The session goes on without this part.
                 self.publications[session_id].names.remove(path)
+            case m.AbortArgs(lora_name=str()) if code is None:
+                assert not any(s.open for s in self.doomed[reply.call_id]), "not aborted"
+            case m.LoadAdapterArgs(name, path=path) if code is not None:
+                assert code in REFUSALS[m.LoadAdapterArgs], reply
+                self.book.void.add(int(path[1:].partition("-")[0]))
+            case m.LoadAdapterArgs(name) if name in self.book.known:
+                event(f"adapter replaced: {reply.result['replaced']}")
             case m.SleepArgs(tags=tags) if code is None:
                 assert set(tags) <= self.h.runner.asleep and self.pause.is_paused
             case m.WeightInfoArgs() if code is None and "checksums" in reply.result:
@@ -560,22 +586,26 @@ class EngineMachine(RuleBasedStateMachine):
     def check_calls(self) -> None:
         calls = list(self.witness.calls.values())
         pauses = [args for args in calls if isinstance(args, m.PauseArgs | m.SleepArgs)]
-        unanswered = sum(p.unanswered for p in (self.pause, self.tenant, self.engine.sleeper)) + self.read_in_step
+        unanswered = sum(p.unanswered for p in (*self.pauses(), self.engine.sleeper)) + self.read_in_step
         assert len(pauses) <= unanswered, "a pause call was forgotten"
         other = [args for args in calls if not isinstance(args, LATER)]
         assert not other, f"not answered at once: {other}"
-        if len(calls) > len(pauses):
+        loads = [args for args in calls if isinstance(args, m.LoadAdapterArgs)]
+        assert not loads or self.engine.adapters.busy, "the load of an adapter was forgotten"
+        if len(calls) > len(pauses) + len(loads):
             assert self.engine.weights.in_use, "a call about weights was forgotten"
 
     @invariant()
     def flags_are_legal(self):
-        for pause in (self.tenant, self.pause):
+        for pause in self.pauses():
             assert bool(pause.holds) == (pause.phase is not PausePhase.RUNNING) == pause.rejecting_new_requests
             assert not pause.is_paused or pause.rejecting_new_requests
             assert pause.unanswered == 0 or pause.holds
-        may_run = pause.phase is PausePhase.RUNNING or (pause.phase is PausePhase.DRAINING and pause.mode is Mode.WAIT)
+        phase = self.pause.phase
+        may_run = phase is PausePhase.RUNNING or (phase is PausePhase.DRAINING and self.pause.mode is Mode.WAIT)
         assert may_run or not self.engine.scheduler.has_work
         self.engine.lifecycle.check_integrity()
+        self.engine.adapters.check_integrity()
         self.what_runs_is_whole()
 
     def what_runs_is_whole(self) -> None:
@@ -610,7 +640,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.h.now += 2.0  # a heartbeat finds dead clients
         self.step()
         self.step()
-        assert self.pause.phase is self.tenant.phase is PausePhase.RUNNING
+        assert all(pause.phase is PausePhase.RUNNING for pause in self.pauses())
+        named = {pause.scope.lora_name for pause in self.pauses()} - {None}
+        assert named == set(self.book.known), "the scope of an unloaded adapter is left"
         self.witness.look()
         self.witness.assert_nothing_is_owed()
         assert not len(self.engine.lifecycle.requests) and self.engine.kv.num_free == self.h.runner.info.num_blocks
@@ -620,7 +652,7 @@ class EngineMachine(RuleBasedStateMachine):
     def let_go(self, client: str) -> None:
         self.make_whole(client)
         self.call(m.ResumeArgs(), client)
-        for pause in (self.pause, self.tenant):
+        for pause in self.pauses():
             for hold_id in list(pause.holds):
                 self.call(m.ResumeArgs(hold_id, pause.scope.id), client)
         for _ in range(500):
