@@ -104,8 +104,8 @@ class DecoderLayer:
 
 
 class LoraPart(NamedTuple):
-    """The adapter of one projection: x @ a.T @ b.T * scaling is added to x @ W.T. a [r, in_features] and b [out_features,
-    r]: float32, or bfloat16 as uint16 bits."""
+    """The adapter of one projection: x @ a.T @ b.T * scaling is added to x @ W.T. a [r, in_features], b [out_features,
+    r]: both float32, or both bfloat16 as uint16 bits, and contiguous."""
 
     a: np.ndarray
     b: np.ndarray
