@@ -35,12 +35,15 @@ def read_adapter(path: str, model: Model, max_rank: int) -> Adapter:
     except OSError as error:
         raise refuse_file(path, f"cannot be opened as a folder: {error.strerror}") from error
     with folder, SafetensorsReader() as reader:
-        settings = read_lora_config(_read_config(folder), _modules(model), max_rank)
+        config = _read_config(folder)
         try:
             fd = folder.open(TENSORS)
         except OSError as error:
             raise refuse_file(TENSORS, f"cannot be opened: {error.strerror}") from error
         reader.add_file(TENSORS, fd)
+        if "target_modules" in config and config["target_modules"] is None:
+            config["target_modules"] = _modules_with_tensors(reader)
+        settings = read_lora_config(config, _modules(model), max_rank)
         _check(reader, _expected_shapes(model, settings), _base_copies(model, settings))
         loras = {
             parameter.key: _pack(model.ops, parameter, settings, reader)
@@ -57,6 +60,13 @@ def _read_config(folder: Folder) -> dict[str, Any]:
         raise refuse_file(CONFIG, f"cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise refuse_file(CONFIG, f"is not as expected: {error}") from error
+
+
+def _modules_with_tensors(reader: SafetensorsReader) -> list[str]:
+    """Return the modules that have tensors in the file. They are the targets of a config whose target_modules is null,
+    as SkyRL's JAX trainer writes it."""
+    names = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in reader.entries}
+    return sorted(names)
 
 
 def _modules(model: Model) -> Modules:

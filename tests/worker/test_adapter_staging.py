@@ -191,6 +191,17 @@ def test_fields_of_the_config_reach_the_refusal(runner, tmp_path):
     assert refusal(runner, write_adapter(tmp_path / "a", SPEC, GOOD, config=config)).detail["key"] == "use_dora"
 
 
+def test_without_target_modules_the_modules_of_the_file_are_targeted(runner, tmp_path):
+    """SkyRL's JAX trainer writes null."""
+    served = load(runner, 1, write_adapter(tmp_path / "a", SPEC, GOOD))
+    config = config_of(GOOD) | {"target_modules": None}
+    assert output(runner, load(runner, 2, write_adapter(tmp_path / "b", SPEC, GOOD, config=config))) == output(
+        runner, served
+    )
+    assert refusal(runner, write_adapter(tmp_path / "c", SPEC, GOOD, changed(b=None), config)).detail["tensor"] == Q_B
+    assert refusal(runner, write_adapter(tmp_path / "d", SPEC, GOOD, {}, config)).detail["key"] == "target_modules"
+
+
 def test_an_adapter_is_read_and_committed_while_the_weights_sleep(runner, tmp_path):
     folder = write_adapter(tmp_path / "a", SPEC, GOOD)
     before = output(runner, load(runner, 1, folder))
