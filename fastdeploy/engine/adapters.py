@@ -238,7 +238,8 @@ class AdapterRegistry:
             self._refuse(load, error)
             return
         work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(load.number))
-        self._reads.submit(Job(load, work, functools.partial(self._packed, load), load.timeout_s, reads=False))
+        done = functools.partial(self._packed, load)
+        self._reads.submit(Job(load, work, done, load.timeout_s, reads=False, discard=self._discard))
 
     def _packed(
         self, load: Load, result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float
@@ -253,7 +254,7 @@ class AdapterRegistry:
         info, staged = result
         budget = self._memory.budget
         if info.nbytes > budget:
-            self._discard(load.number, staged)
+            self._runner.discard_adapter(staged)
             self._remove_copy(load.number)
             why = f"lora_name: {info.nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
             self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
@@ -299,11 +300,6 @@ class AdapterRegistry:
     def _committed(self, model: ServedModel) -> None:
         self._lifecycle.scheduler.adapter_committed(model, keep="weight" not in self._runner.asleep)
 
-    def _discard(self, number: int, staged: Any) -> None:
-        """Free a packed adapter that nobody wants any more."""
-        self._runner.commit_adapter(number, staged)
-        self._runner.drop_adapters((number,))
-
     def _read_again(self, model: ServedModel) -> None:
         """Read an adapter that was evicted from the store."""
         number = model.served.adapter
@@ -312,7 +308,7 @@ class AdapterRegistry:
             wanted = self._memory.reads(model) and model.served.adapter == number
             if result is not None:
                 if not wanted:
-                    self._discard(number, result[1])
+                    self._runner.discard_adapter(result[1])
                     return
                 self._runner.commit_adapter(number, result[1])
                 self._committed(model)
@@ -323,7 +319,12 @@ class AdapterRegistry:
                 self._lifecycle.scheduler.adapter_failed(model, message)
 
         work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(number))
-        self._reads.submit(Job(model, work, done, self._config.stage_timeout_s, reads=False))
+        timeout_s = self._config.stage_timeout_s
+        self._reads.submit(Job(model, work, done, timeout_s, reads=False, discard=self._discard))
+
+    def _discard(self, late: tuple[AdapterInfo, Any]) -> None:
+        """Free an adapter that was read too late."""
+        self._runner.discard_adapter(late[1])
 
     def _timings(self, load: Load, began: float) -> dict[str, float]:
         now = self._clock()
