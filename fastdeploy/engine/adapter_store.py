@@ -54,8 +54,8 @@ class AdapterStore:
 
     def copy(self, number: int, source: Source, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         """Copy an adapter. config: content of adapter_config.json, for a source that is not a folder. roots: a folder
-        must lie below one of these. Raises ModelNotFound if there is no such folder, WeightUpdateRefused or OutOfSpace,
-        and leaves nothing then."""
+        must lie below one of these. Raises ModelNotFound if there is no folder with an adapter, WeightUpdateRefused or
+        OutOfSpace, and leaves nothing then."""
         try:
             self._make_root()
             path = self.path(number)
@@ -157,6 +157,8 @@ def _opened(path: str, roots: Sequence[str]) -> Folder:
 
 def _read_config(folder: Folder) -> bytes:
     with _naming(CONFIG):
+        if not folder.has(CONFIG):
+            raise ModelNotFound(f"lora_path: {folder.path!r} has no {CONFIG}", param="lora_path")
         return folder.read(CONFIG, MAX_CONFIG_BYTES)
 
 
