@@ -98,7 +98,10 @@ class AdapterStore:
                     fd = folder.open(TENSORS)
                 self._copy_tensors(path, fd, 0)
             return
-        self._write(path, CONFIG, msgspec.json.encode(config))
+        data = msgspec.json.encode(config)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise _refused(CONFIG, f"has {len(data)} bytes, expected at most {MAX_CONFIG_BYTES}")
+        self._write(path, CONFIG, data)
         file, nbytes = (source.path, 0) if isinstance(source, FileSource) else (_segment(source.name), source.nbytes)
         with _naming(os.path.basename(file)):
             fd = open_regular(file)
