@@ -103,11 +103,11 @@ class StagingThread:
 
     def poll(self) -> None:
         """Call ``done`` of each job that has finished or timed out, and start the next jobs."""
-        for job in [job for job in self._left_behind if job.finished]:
-            self._left_behind.remove(job)
-            if job.discard is not None and job.result is not None:
-                job.discard(job.result)
-            del job
+        for late in [job for job in self._left_behind if job.finished]:
+            self._left_behind.remove(late)
+            if late.discard is not None and late.result is not None:
+                late.discard(late.result)
+            del late
         while (job := self._first_due()) is not None:
             if job.finished:
                 self._running.remove(job)
