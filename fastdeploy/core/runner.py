@@ -63,10 +63,7 @@ class AdapterStaging(Protocol):
         written. Raises WeightUpdateRefused, which names the field or tensor, or OutOfSpace."""
 
     def finish(self) -> Any:
-        """Return the argument of ``commit_adapter``."""
-
-    def abandon(self) -> None:
-        """Free what was read, which will not be committed. Needed only after a ``read`` that has succeeded."""
+        """Return the argument of ``commit_adapter`` or ``discard_adapter``."""
 
 
 class Runner(Protocol):
@@ -110,6 +107,9 @@ class Runner(Protocol):
     def commit_adapter(self, adapter: int, staged: Any) -> None:
         """Make an adapter ready to execute with, under a number above 0. The number is new, or was dropped and belongs
         to the same adapter, which was read again. Cannot fail."""
+
+    def discard_adapter(self, staged: Any) -> None:
+        """Free a staged adapter, the result of ``AdapterStaging.finish``, instead of committing it."""
 
     def drop_adapters(self, adapters: Collection[int]) -> None:
         """Free the adapters of these numbers. No later plan names them, unless they are committed again. A number

@@ -100,10 +100,6 @@ class RemoteAdapterStaging:
         assert self._number is not None, "nothing was read"
         return self._number
 
-    def abandon(self) -> None:
-        if self._number is not None:
-            self._runner.ask_beside(m.AbandonAdapter(self._number), _decoder(type(None)))
-
 
 class RemoteRunner:
     """A ``Runner`` that a RunnerServer serves from ``folder``. Every method raises EngineError once the runner's
@@ -138,6 +134,9 @@ class RemoteRunner:
 
     def commit_adapter(self, adapter: int, staged: Any) -> None:
         self._steps.ask(m.CommitAdapter(adapter, staged), _decoder(type(None)))
+
+    def discard_adapter(self, staged: Any) -> None:
+        self._steps.ask(m.DiscardAdapter(staged), _decoder(type(None)))
 
     def drop_adapters(self, adapters: Collection[int]) -> None:
         self._steps.ask(m.DropAdapters(tuple(adapters)), _decoder(type(None)))

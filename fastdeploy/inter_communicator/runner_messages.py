@@ -59,6 +59,12 @@ class CommitAdapter(msgspec.Struct, frozen=True, tag=True):
     staging: int
 
 
+class DiscardAdapter(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.discard_adapter``. staging: see CommitAdapter."""
+
+    staging: int
+
+
 class DropAdapters(msgspec.Struct, frozen=True, tag=True):
     """``Runner.drop_adapters``."""
 
@@ -101,7 +107,7 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """``Runner.begin_adapter``, ``AdapterStaging.read`` and ``finish``. Answered by a StagedAdapter. The adapter stays
-    with the runner until CommitAdapter or AbandonAdapter."""
+    with the runner until CommitAdapter or DiscardAdapter."""
 
     path: str
 
@@ -111,10 +117,6 @@ class StagedAdapter(msgspec.Struct, frozen=True):
 
     staging: int
     info: AdapterInfo
-
-
-class AbandonAdapter(msgspec.Struct, frozen=True, tag=True):
-    staging: int
 
 
 class Checksums(msgspec.Struct, frozen=True, tag=True):
@@ -161,5 +163,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 StepReply = Tick | Done | Failed
-StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | CommitAdapter | DropAdapters | Sleep | Wake | Close
-BesideCall = AddSource | Finish | Abandon | ReadAdapter | AbandonAdapter | Checksums
+AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
+StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | AdapterCall | Sleep | Wake | Close
+BesideCall = AddSource | Finish | Abandon | ReadAdapter | Checksums

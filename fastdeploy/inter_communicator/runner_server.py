@@ -45,7 +45,7 @@ class RunnerServer:
         self._numbers = count(1)
         self._stagings: dict[int, Staging] = {}
         self._staged: dict[int, Any] = {}
-        self._adapters: dict[int, Any] = {}  # read, and neither committed nor abandoned
+        self._adapters: dict[int, Any] = {}  # read, and neither committed nor discarded
 
     def serve(self, load: Callable[[], Runner]) -> None:
         """Load the runner, and serve it until the engine closes it. An error of ``load`` answers the first call."""
@@ -85,6 +85,8 @@ class RunnerServer:
                 del self._stagings[number]
             case m.CommitAdapter(adapter, number):
                 runner.commit_adapter(adapter, self._adapters.pop(number))
+            case m.DiscardAdapter(number):
+                runner.discard_adapter(self._adapters.pop(number))
             case m.DropAdapters(adapters):
                 runner.drop_adapters(adapters)
             case m.Sleep(tags, discard):
@@ -145,8 +147,6 @@ class RunnerServer:
                 number = next(self._numbers)
                 self._adapters[number] = adapter.finish()
                 return m.StagedAdapter(number, info)
-            case m.AbandonAdapter(number):
-                self._adapters.pop(number)
             case m.Checksums():
                 return runner.checksums()
         return None

@@ -37,10 +37,6 @@ class AdapterStaging:
         assert self._packed is not None, "nothing was read"
         return self._packed
 
-    def abandon(self) -> None:
-        """See ``AdapterStaging.abandon``."""
-        self._packed = None
-
 
 class Adapters:
     """The packed adapters of a runner, by number."""

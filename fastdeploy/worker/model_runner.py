@@ -153,6 +153,9 @@ class ModelRunner:
         """See ``Runner.commit_adapter``."""
         self._adapters.add(adapter, staged)
 
+    def discard_adapter(self, staged: PackedAdapter) -> None:
+        """See ``Runner.discard_adapter``. Does nothing: the memory is freed with the caller's reference."""
+
     def drop_adapters(self, adapters: Collection[int]) -> None:
         """See ``Runner.drop_adapters``."""
         self._adapters.drop(adapters)

@@ -77,7 +77,7 @@ def test_weights_that_are_ready_after_their_session_was_given_up_are_freed():
         os.close(server._results_fd)
 
 
-def test_an_adapter_that_was_read_stays_until_it_is_committed_or_abandoned():
+def test_an_adapter_that_was_read_stays_until_it_is_committed_or_discarded():
     runner = Mock()
     runner.begin_adapter().read.return_value = AdapterInfo(8, 1000)
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def test_an_adapter_that_was_read_stays_until_it_is_committed_or_abandoned():
         first, second = (server._beside_call(runner, m.ReadAdapter("folder")) for _ in range(2))
         assert first.info == AdapterInfo(8, 1000) and set(server._adapters) == {first.staging, second.staging}
         server._step_call(runner, m.CommitAdapter(5, first.staging))
-        server._beside_call(runner, m.AbandonAdapter(second.staging))
+        server._step_call(runner, m.DiscardAdapter(second.staging))
         assert server._adapters == {}
         runner.commit_adapter.assert_called_once_with(5, runner.begin_adapter().finish())
         server._context.destroy(linger=0)

@@ -284,6 +284,8 @@ class FakeRunner:
         assert adapter > 0 and adapter not in self.adapters
         self.adapters[adapter] = staged
 
+    def discard_adapter(self, staged: Packed) -> None: ...
+
     def drop_adapters(self, adapters: Collection[int]) -> None:
         for adapter in adapters:
             self.adapters.pop(adapter, None)

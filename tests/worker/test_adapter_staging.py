@@ -152,19 +152,21 @@ def test_no_memory_for_an_adapter_is_out_of_space(runner, tmp_path, monkeypatch)
         runner.begin_adapter().read(str(write_adapter(tmp_path / "a", SPEC, GOOD)))
 
 
-def test_a_dropped_or_abandoned_adapter_is_freed(runner, tmp_path):
+def test_a_dropped_or_discarded_adapter_is_freed(runner, tmp_path):
     folder = str(write_adapter(tmp_path / "a", SPEC, GOOD))
-    staging = runner.begin_adapter()
-    staging.read(folder)
-    kept = weakref.ref(staging.finish())
-    runner.commit_adapter(1, staging.finish())
-    staging.abandon()
-    assert kept() is not None
+
+    def staged():
+        staging = runner.begin_adapter()
+        staging.read(folder)
+        return staging.finish()
+
+    one, other = staged(), staged()
+    kept, discarded = weakref.ref(one), weakref.ref(other)
+    runner.commit_adapter(1, one)
+    runner.discard_adapter(other)
+    del one, other
+    assert kept() is not None and discarded() is None
     runner.drop_adapters((1, 7))
-    assert kept() is None
-    staging.read(folder)
-    kept = weakref.ref(staging.finish())
-    staging.abandon()
     assert kept() is None
 
 

@@ -26,6 +26,8 @@ from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
 KINDS = list(cases(SPECS["qwen2"]))
 LENGTHS, STEPS = [1, 17, 70], 24
+# As in test_model_runner.py; the adapter rounds the left sides of twice as many products.
+BFLOAT16_MAX, BFLOAT16_MEAN = 0.2, 0.03
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +92,27 @@ def test_greedy_ids_and_logprobs_are_those_of_peft_in_one_batch_of_all_kinds(
         assert one.output == expected[name][n]["ids"][:STEPS].tolist()
 
 
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in FLOAT32])
+def test_bfloat16_logprobs_are_near_peft_in_float32_on_the_same_adapter(
+    name, make_runner, checkpoints, adapters, torch_process
+):
+    """As in test_model_runner.py, along the tokens of PEFT."""
+    folder = adapters[name]["rank8"]  # its tensors are bfloat16
+    reference = torch_process.run(adapted_greedy, checkpoints[name], {"a": folder}, [70], 48)["a"][70]
+    runner = make_runner(name)
+    driver, served = Driver(runner), load(runner, 1, folder)
+    top20, errors = SamplingParams(temperature=0.0, logprobs=20, max_tokens=64), []
+    whole = prompt(70, 211) + reference["ids"].tolist()
+    for step in range(0, 48, 2):
+        one = Sequence("s", whole[: 70 + step], top20, served=served)
+        driver.step([one])
+        driver.release(one)
+        errors.append(abs(dict(one.logprobs[0].top)[whole[70 + step]] - reference["logprobs"][step]))
+        if reference["margin"][step] > 2 * BFLOAT16_MAX:
+            assert one.output == [whole[70 + step]]
+    assert max(errors) < BFLOAT16_MAX and np.mean(errors) < BFLOAT16_MEAN
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_bf16"])
 def test_bits_do_not_depend_on_the_batch_the_other_adapters_or_the_chunk_size(name, runner_with, adapters):
     runner = runner_with(name)
@@ -98,11 +121,11 @@ def test_bits_do_not_depend_on_the_batch_the_other_adapters_or_the_chunk_size(na
     driver = Driver(runner)
 
     def sequences() -> list[Sequence]:
-        return [_sequence(n, model) for i, model in enumerate(served) for n in (1, 17, 100)]
+        return [_sequence(n, model) for i, model in enumerate(served) for n in (1, 17, 70)]
 
-    alone = [driver.generate([one], 10)[0].trace for one in sequences()]
-    for chunk in (1, 16, 50, None):
-        together = driver.generate(sequences(), 10, chunk)
+    alone = [driver.generate([one], 6)[0].trace for one in sequences()]
+    for chunk in (7, 50, None):
+        together = driver.generate(sequences(), 6, chunk)
         assert [one.trace for one in together] == alone, f"chunk size {chunk}"
     assert len({str(trace) for trace in alone}) == len(alone)
 
