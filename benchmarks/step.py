@@ -3,10 +3,10 @@
 
     python -m benchmarks.step [--model ~/.cache/fastdeploy-peers/q05] [--running 1,8,32] [--context 64] [--chunk 512]
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AMX, a decode step is compared
-with the time to read its bytes at the machine's read bandwidth, and a prefill step with the time of its operations at
-the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine affects
-both. Medians, with the best time in brackets.
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step is
+compared with the time to read its bytes at the machine's read bandwidth. With AMX, a prefill step is compared with the
+time of its operations at the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow
+minute of the machine affects both. Medians, with the best time in brackets.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def repeated(plan: StepPlan) -> StepPlan:
     return StepPlan(0, [msgspec.structs.replace(c, token_ids=[], blocks=[], new=None) for c in plan.chunks], [])
 
 
-def least_seconds(name: str, shape: Shape, tokens: int, machine: Machine) -> float:
-    """Return the least time of the step of this name on ``machine``."""
+def least_seconds(name: str, shape: Shape, tokens: int, machine: Machine) -> float | None:
+    """Return the least time of the step of this name on ``machine``; None without the probe that it needs."""
     if name.startswith("prefill"):
-        return shape.prefill_operations(tokens) / machine.peak
+        return None if machine.peak is None else shape.prefill_operations(tokens) / machine.peak
     return shape.step_bytes / machine.read
 
 
@@ -98,7 +98,9 @@ def main() -> None:
     print(f"{options.model}, {ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     report: dict = {"step_bytes": shape.step_bytes, "machine": None if machine is None else machine._asdict()}
     if machine is not None:
-        rates = f"reader {machine.read / 1e9:.1f} GB/s, tiles {machine.peak / 1e12:.2f} TFLOP/s"
+        rates = f"reader {machine.read / 1e9:.1f} GB/s"
+        if machine.peak is not None:
+            rates += f", tiles {machine.peak / 1e12:.2f} TFLOP/s"
         print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB; {rates}")
     least = {name: machine and least_seconds(name, shape, options.chunk, machine) for name in steps}
     report["steps"] = {name: describe(name, timings[name], least[name]) for name in steps}

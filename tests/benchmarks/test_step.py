@@ -29,15 +29,15 @@ def test_the_step_benchmark_reports_every_step_and_its_share_of_the_roofline(mon
     report, shape = json.loads(told.read_text()), Shape.of(MODEL_DIR)
     assert list(report["steps"]) == ["decode 1", "decode 3", "prefill 40"]
     assert all(found["ms"] >= found["best_ms"] > 0 for found in report["steps"].values())
-    if report["machine"] is not None:  # with AMX
+    bounds: dict[str, float | None] = {"decode 3": None, "prefill 40": None}
+    if report["machine"] is not None:  # with AVX-512
         machine = Machine(**report["machine"])
-        bounds = {
-            "decode 3": shape.step_bytes / machine.read,
-            "prefill 40": shape.prefill_operations(40) / machine.peak,
-        }
-        for name, least in bounds.items():
-            found = report["steps"][name]
-            assert found["of_roofline"] == pytest.approx(least * 1e3 / found["ms"])
+        bounds["decode 3"] = shape.step_bytes / machine.read
+        if machine.peak is not None:  # with AMX
+            bounds["prefill 40"] = shape.prefill_operations(40) / machine.peak
+    for name, least in bounds.items():
+        found = report["steps"][name]
+        assert found["of_roofline"] == (None if least is None else pytest.approx(least * 1e3 / found["ms"]))
     assert "prefill 40" in capsys.readouterr().out
 
 

@@ -1,0 +1,117 @@
+"""Speed of decoding streams that use some number of distinct adapters: one round, and medians over rounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.lib.client import Client
+from benchmarks.lib.timeline import StreamLog, median_step
+from benchmarks.lib.workload import completion, prompt_ids
+
+PROBE_TOKENS = 12  # of each answer that `check_adapters` compares
+
+
+def adapter_name(number: int) -> str:
+    return f"adapter-{number}"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round. step_s: seconds between a stream's tokens while all streams decode: the mean of each stream, median
+    over streams; 0 if the streams never decoded all at once. streams: how many there were."""
+
+    streams: int
+    step_s: float
+    errors: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.streams / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Greedy streams of ``prompt`` random ids and ``output`` tokens, all sent at once. base: name of the base model."""
+
+    base: str
+    count: int
+    prompt: int
+    output: int
+
+    async def run(self, client: Client, adapters: int, seed: str) -> Round:
+        """Run the streams with ``adapters`` distinct adapters in turn (0: the base model alone)."""
+        streams = []
+        for index in range(self.count):
+            model = adapter_name(index % adapters) if adapters else self.base
+            body = completion(model, prompt_ids(seed, index, self.prompt), self.output)
+            streams.append(await client.stream("/v1/completions", body, f"{seed}-{index}"))
+        return summarize(await asyncio.gather(*(stream.wait_closed() for stream in streams)), self.output)
+
+
+def summarize(logs: Sequence[StreamLog], output: int) -> Round:
+    bad = [log for log in logs if not log.ended_once or log.num_tokens != output]
+    errors = {f"HTTP {log.status}, {log.num_tokens} of {output} tokens: {log.error}" for log in bad}
+    if errors:
+        return Round(len(logs), 0.0, tuple(sorted(errors)))
+    start, end = max(log.tokens[0].at for log in logs), min(log.tokens[-1].at for log in logs)
+    step = median_step(logs, start, end)
+    return Round(len(logs), step, () if step else ("a stream had ended when the last one began; raise --output-len",))
+
+
+async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
+    """Return the errors that make a measurement vacuous: two of the models (base and adapters) that give the same
+    answer to one prompt."""
+    models = [base, *map(adapter_name, range(adapters))]
+
+    async def answer(model: str) -> tuple[int, ...] | str:
+        body = completion(model, prompt_ids("check", 0, 32), PROBE_TOKENS) | {"stream": False}
+        reply = await client.call("POST", "/v1/completions", body, timeout=600)
+        if reply.status != 200:
+            return f"{model}: HTTP {reply.status}: {str(reply.body)[:200]}"
+        return tuple(reply.body["choices"][0]["token_ids"])
+
+    seen: dict[tuple[int, ...], str] = {}
+    errors = []
+    for model, found in zip(models, await asyncio.gather(*map(answer, models)), strict=True):
+        if isinstance(found, str):
+            errors.append(found)
+        elif found in seen:
+            errors.append(f"{model} answers as {seen[found]} does")
+        else:
+            seen[found] = model
+    return errors
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """All rounds of one server with one number of adapters, in order. Rounds with the same index of two servers were
+    made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
+
+    rounds: tuple[Round, ...]
+
+    @property
+    def step_s(self) -> float:
+        return median(found.step_s for found in self.rounds)
+
+    @property
+    def speeds(self) -> list[float]:
+        return [found.tokens_per_s for found in self.rounds]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return median(self.speeds)
+
+    @property
+    def errors(self) -> list[str]:
+        return sorted({error for found in self.rounds for error in found.errors})
+
+    def ratios(self, other: Rounds) -> list[float]:
+        """Return the ratios of the speeds, this one over the other, round by round."""
+        return [mine / theirs for mine, theirs in zip(self.speeds, other.speeds, strict=False)]
+
+    def over(self, other: Rounds) -> float:
+        """Return the median of the ratios."""
+        return median(self.ratios(other))
