@@ -47,11 +47,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         upload_dir: see ServeConfig.
         spill_dir: folder for sleeping weights; "" = the temporary folder.
         stage_timeout_s: seconds to read and check new weights, or one part of them, if the call names none.
+        lost_commit: an earlier engine of this server had newer weights.
+
+    Adapters
         adapter_memory_mb: MiB of packed adapters in memory; adapters beyond that are read again when they are named.
         adapter_root: folder in which unknown adapter names are looked up; "" = nowhere.
         adapter_store: folder for copies of loaded adapters; "" = the temporary folder.
         max_lora_rank: largest rank of an adapter.
-        lost_commit: an earlier engine of this server had newer weights.
     """
 
     model: str

@@ -54,8 +54,8 @@ class AdapterStore:
 
     def copy(self, number: int, source: Source, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         """Copy an adapter. config: content of adapter_config.json, for a source that is not a folder. roots: a folder
-        must lie below one of these. Raises ModelNotFound if there is no such folder, WeightUpdateRefused or OutOfSpace,
-        and leaves nothing then."""
+        must lie below one of these. Raises ModelNotFound if there is no folder with an adapter, WeightUpdateRefused or
+        OutOfSpace, and leaves nothing then."""
         try:
             self._make_root()
             path = self.path(number)
@@ -98,7 +98,10 @@ class AdapterStore:
                     fd = folder.open(TENSORS)
                 self._copy_tensors(path, fd, 0)
             return
-        self._write(path, CONFIG, msgspec.json.encode(config))
+        data = msgspec.json.encode(config)
+        if len(data) > MAX_CONFIG_BYTES:
+            raise _refused(CONFIG, f"has {len(data)} bytes, expected at most {MAX_CONFIG_BYTES}")
+        self._write(path, CONFIG, data)
         file, nbytes = (source.path, 0) if isinstance(source, FileSource) else (_segment(source.name), source.nbytes)
         with _naming(os.path.basename(file)):
             fd = open_regular(file)
@@ -157,6 +160,8 @@ def _opened(path: str, roots: Sequence[str]) -> Folder:
 
 def _read_config(folder: Folder) -> bytes:
     with _naming(CONFIG):
+        if not folder.has(CONFIG):
+            raise ModelNotFound(f"lora_path: {folder.path!r} has no {CONFIG}", param="lora_path")
         return folder.read(CONFIG, MAX_CONFIG_BYTES)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
+from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
@@ -58,12 +61,13 @@ class Adapter:
 
 @dataclass(eq=False)
 class Load:
-    """A load in progress. number: of the load, and of its folder in the store. given_up: its result is not wanted."""
+    """A load in progress. number: of the load, and of its folder in the store. answer: of the call; None for a name
+    that is looked up in the adapter root. given_up: its result is not wanted."""
 
     args: m.LoadAdapterArgs
     number: int
     timeout_s: float
-    answer: Answer
+    answer: Answer | None
     started_at: float
     copy_s: float = 0.0
     read_s: float = 0.0
@@ -72,6 +76,9 @@ class Load:
 
 class AdapterRegistry:
     """All known adapters, by name.
+
+    With an adapter root, a request may name an unknown adapter. The request is accepted for a model that has no weights
+    yet, and is refused when the lookup finds none.
 
     clock: of the loop. wake: wakes the loop up. num_failed: loads that were refused or failed."""
 
@@ -94,8 +101,11 @@ class AdapterRegistry:
         self._clock = clock
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
+        self._lookups = StagingThread(wake, clock, COPIES_AT_ONCE)
         self._reads = StagingThread(wake, clock)
+        self._threads = (self._copies, self._lookups, self._reads)
         self._known: dict[str, Adapter] = {}
+        self._looked_up: dict[str, ServedModel] = {}
         self._loads: dict[str, Load] = {}
         self._unloaded: dict[ServedModel, None] = {}  # which still have requests
         self._num_loads = 0
@@ -104,29 +114,48 @@ class AdapterRegistry:
 
     @property
     def busy(self) -> bool:
-        """True while a load is in progress."""
-        return bool(self._loads) or self._copies.busy or self._reads.busy
+        """True while a job runs or waits."""
+        return any(thread.busy for thread in self._threads)
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    def num_requests(self, limit: int) -> dict[str, int]:
+        """Return the number of choices of each name, for the ``limit`` names with most choices, at least one."""
+        numbers: Counter[str] = Counter()
+        for model in self._scopes.adapters:
+            if model.requests:
+                numbers[model.served.adapter_name] += len(model.requests)
+        return dict(numbers.most_common(limit))
 
     def find(self, name: str) -> ServedModel:
-        """Return the adapter of this name. Raises ModelNotFound."""
-        return self._find(name, "model").model
+        """Return the adapter of this name, perhaps one that is being looked up. Raises ModelNotFound."""
+        if name in self._known or not self._config.adapter_root:
+            return self._find(name, "model").model
+        if name not in self._looked_up:
+            path = self._path_in_root(name)
+            self._looked_up[name] = self._new_model(name)
+            if name not in self._loads:
+                args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
+                self._begin(args, self._config.stage_timeout_s, None)
+        return self._looked_up[name]
 
     # ------------------------------------------------------------------ calls
 
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
         timeout_s = self._check(args)
-        if args.lora_name in self._loads:
+        lookup = self._loads.get(args.lora_name)
+        if lookup is not None and lookup.answer is not None:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
         if not args.replace and args.lora_name in self._known:
             raise AdapterLoaded(f"lora_name: adapter {args.lora_name!r} is loaded already", param="lora_name")
-        reads = isinstance(args.source, FolderSource)
-        if reads:
+        if isinstance(args.source, FolderSource):
             self._copies.check_room()
-        self._num_loads += 1
-        load = self._loads[args.lora_name] = Load(args, self._num_loads, timeout_s, answer, self._clock())
-        work = functools.partial(self._copy, load)
-        self._copies.submit(Job(load, work, functools.partial(self._copied, load), timeout_s, reads))
+        if lookup is not None:
+            self._stop(lookup)  # the requests that wait for it get this adapter
+        self._begin(args, timeout_s, answer)
 
     def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
         """Remove a name at once. Its requests finish on the weights that they have. Raises ModelNotFound."""
@@ -159,14 +188,14 @@ class AdapterRegistry:
 
     def poll(self) -> None:
         """Handle the results of jobs, and free the unloaded adapters whose last request has ended."""
-        self._copies.poll()
-        self._reads.poll()
+        for thread in self._threads:
+            thread.poll()
         if self._unloaded:
             self._free_unused()
 
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
-        due = (self._copies.next_deadline(), self._reads.next_deadline())
+        due = (thread.next_deadline() for thread in self._threads)
         return min((at for at in due if at is not None), default=None)
 
     def serve_memory(self) -> None:
@@ -192,16 +221,17 @@ class AdapterRegistry:
         loads, self._loads = self._loads, {}
         for load in loads.values():
             load.given_up = True
-            load.answer({}, error)
-        self._copies.close(error)
-        self._reads.close(error)
+            if load.answer is not None:
+                load.answer({}, error)
+        for thread in self._threads:
+            thread.close(error)
         self.store.close()
 
     # ------------------------------------------------------------------ inside
 
     def _find(self, name: str, field: str) -> Adapter:
         if (adapter := self._known.get(name)) is None:
-            raise ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
+            raise self._not_found(name, field)
         return adapter
 
     def _check(self, args: m.LoadAdapterArgs) -> float:
@@ -224,9 +254,32 @@ class AdapterRegistry:
         if name in ("default", self._config.served_model_name, self._config.model):
             raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
 
+    def _path_in_root(self, name: str) -> str:
+        """Return the folder in which an unknown name is looked up. Raises ModelNotFound for a name that cannot be one.
+        A link that leads out of the root is refused when the folder is opened."""
+        path = os.path.join(self._config.adapter_root, name)
+        try:
+            self._check_name(name)
+        except InvalidField as error:
+            raise self._not_found(name) from error
+        if not {"", ".", ".."}.isdisjoint(name.split("/")) or path_problem(path) is not None:
+            raise self._not_found(name)
+        return path
+
+    def _not_found(self, name: str, field: str = "model") -> ModelNotFound:
+        return ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
+
+    def _begin(self, args: m.LoadAdapterArgs, timeout_s: float, answer: Answer | None) -> None:
+        self._num_loads += 1
+        load = self._loads[args.lora_name] = Load(args, self._num_loads, timeout_s, answer, self._clock())
+        work, done = functools.partial(self._copy, load), functools.partial(self._copied, load)
+        thread = self._lookups if answer is None else self._copies
+        thread.submit(Job(load, work, done, timeout_s, reads=isinstance(args.source, FolderSource)))
+
     def _copy(self, load: Load) -> None:
         """Copy the source, on a staging thread. A copy that came back too late is removed."""
-        self.store.copy(load.number, load.args.source, load.args.config, self._config.model_roots)
+        roots = self._config.model_roots if load.answer is not None else (self._config.adapter_root,)
+        self.store.copy(load.number, load.args.source, load.args.config, roots)
         if load.given_up:
             self.store.remove(load.number)
 
@@ -268,7 +321,8 @@ class AdapterRegistry:
         replaced = adapter is not None
         if adapter is None:
             self._num_names += 1
-            adapter = self._known[args.lora_name] = Adapter(self._new_model(args.lora_name), self._num_names)
+            new = self._looked_up.pop(args.lora_name, None) or self._new_model(args.lora_name)
+            adapter = self._known[args.lora_name] = Adapter(new, self._num_names)
         model, before = adapter.model, adapter.model.served
         in_flight = [request for request in model.requests if request.num_computed]
         recompute = args.kv == "recompute"
@@ -294,7 +348,8 @@ class AdapterRegistry:
             "tokens_to_recompute": to_recompute,
             "timings_ms": self._timings(load, began),
         }
-        load.answer(report, None)
+        if load.answer is not None:
+            load.answer(report, None)
 
     def _committed(self, model: ServedModel) -> None:
         self._lifecycle.scheduler.adapter_committed(model, keep="weight" not in self._runner.asleep)
@@ -335,18 +390,30 @@ class AdapterRegistry:
         return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
 
     def _refuse(self, load: Load, error: FastDeployError) -> None:
-        del self._loads[load.args.lora_name]
+        """End a load without an adapter. Requests that wait for the name are refused."""
+        name = load.args.lora_name
+        del self._loads[name]
         load.given_up = True
-        self.num_failed += 1
-        load.answer({}, error)
+        if load.answer is not None:
+            self.num_failed += 1
+            load.answer({}, error)
+        if (model := self._looked_up.pop(name, None)) is not None:
+            is_there = load.answer is None and error.detail.get("param") != "lora_path"
+            self._lifecycle.refuse(model, error if is_there else self._not_found(name))
+            self._scopes.remove(model)
 
     def _give_up(self, name: str, error: FastDeployError) -> None:
         """End the load of a name, if there is one."""
-        if (load := self._loads.get(name)) is None:
-            return
-        self._refuse(load, error)
-        self._copies.give_up(load, error)
-        self._reads.give_up(load, error)
+        if (load := self._loads.get(name)) is not None:
+            self._refuse(load, error)
+            self._stop(load)
+
+    def _stop(self, load: Load) -> None:
+        """Abandon the jobs of a load."""
+        load.given_up = True
+        error = WrongOrder("the load was given up")
+        for thread in self._threads:
+            thread.give_up(load, error)
         self._remove_copy(load.number)
 
     def _free_unused(self) -> None:
@@ -376,10 +443,12 @@ class AdapterRegistry:
         }
 
     def check_integrity(self) -> None:
-        """Check that every model of an adapter is known, or was unloaded and has requests."""
-        models = [adapter.model for adapter in self._known.values()] + list(self._unloaded)
+        """Check that every model of an adapter is known, was unloaded, or is being looked up."""
+        models = [adapter.model for adapter in self._known.values()]
+        models += [*self._unloaded, *self._looked_up.values()]
         assert set(models) == set(self._scopes.adapters) and len(models) == len(set(models))
-        numbers = [model.served.adapter for model in models]
+        numbers = [model.served.adapter for model in models if model.nbytes is not None]
+        assert all(name in self._loads for name in self._looked_up), "a name that nobody looks up any more"
         assert len(numbers) == len(set(numbers)), "two adapters have one number"
 
 

@@ -7,10 +7,11 @@ from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.scope import Scope, adapter_scope
 from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
+from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.retention import RETRY_AFTER_S, Retention, check_retainable
 from fastdeploy.engine.scopes import Scopes
 
@@ -54,13 +55,18 @@ class AdmissionControl:
     def _admit(self, client: str, add: AddRequest) -> Group:
         """Return a new group for ``add``. Raises ModelNotFound, RequestsRejected, DuplicateRequest,
         QueueFull or InvalidField."""
-        model = self._adapters.find(add.adapter) if add.adapter else self._scopes.base
-        self._check_pauses(model.scope)
-        self._check_queue(add, model.scope)
+        own = self._scopes.find(adapter_scope(add.adapter or None))
+        for pause in (self._scopes.whole_pause, own):
+            if pause is not None:
+                self._check_pause(pause)
+        self._check_queue(add, own.scope if own is not None else self._scopes.whole)
         add.sampling.check()  # one sequence that cannot be computed would fail the whole step
         check_retainable(add)
         self._retention.check_room(add)
         self._check_prompt(add)
+        model = self._scopes.base
+        if add.adapter:
+            model = self._adapters.find(add.adapter)  # after the other checks, since it may begin to look the name up
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
         group = Group(client, add, model)
         self._arrivals += 1
@@ -68,11 +74,10 @@ class AdmissionControl:
         group.requests = [Request(group, choice, order, max_output_tokens) for choice in range(add.n)]
         return group
 
-    def _check_pauses(self, scope: Scope) -> None:
-        for pause in (self._scopes.whole_pause, self._scopes.pause_of(scope.id)):
-            if pause.admission is Admission.REJECT:
-                message = f"{pause.scope} is pausing or paused and rejects new requests"
-                raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
+    def _check_pause(self, pause: PauseState) -> None:
+        if pause.admission is Admission.REJECT:
+            message = f"{pause.scope} is pausing or paused and rejects new requests"
+            raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
 
     def _check_queue(self, add: AddRequest, scope: Scope) -> None:
         if self._lifecycle.requests.id_is_in_use(add):

@@ -28,7 +28,7 @@ from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.finite_watch import FiniteWatch
-from fastdeploy.engine.gauges import add_control_gauges, add_request_gauges
+from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.processes import process_runs
@@ -91,6 +91,7 @@ class CommonEngine:
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters, self.send_heartbeats, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
+        add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
         add_control_gauges(self.metrics, self.pause, self.weights, runner)
         self._next_heartbeat = 0.0
         self._stopping = False

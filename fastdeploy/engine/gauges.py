@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.runner import Runner
+from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.sleep import TAGS
 from fastdeploy.engine.weights import WeightSessions
 from fastdeploy.metrics.metrics import EngineMetrics
 from fastdeploy.scheduler.scheduler import Scheduler
+
+MAX_SERIES = 64  # names come and go by the thousand, but a time series stays in the database
 
 
 def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCacheManager, retention: Retention) -> None:
@@ -23,6 +27,22 @@ def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCache
     add("num_preemptions", "Preemptions of sequences since start", lambda: scheduler.num_preemptions)
     add("retained_bytes", "Memory of results kept for retain_s, about", lambda: retention.nbytes)
     add("retained_results_dropped", "Results dropped before their retain_s was over", lambda: retention.num_dropped)
+
+
+def add_adapter_gauges(metrics: EngineMetrics, adapters: AdapterRegistry, memory: AdapterMemory) -> None:
+    add = metrics.add_gauge
+    add("adapters_known", "Adapters that requests can name", lambda: adapters.num_known)
+    add("adapters_in_memory", "Adapters that are packed in memory", lambda: len(memory))
+    add("adapter_bytes", "Memory of packed adapters, with those that are being read", lambda: memory.nbytes)
+    add("adapter_evictions", "Adapters that left the memory for others, since start", lambda: memory.num_evictions)
+    add("adapter_reads", "Reads of adapters that had left the memory, since start", lambda: memory.num_reads)
+    add(
+        "adapter_loads_failed",
+        "Loads of adapters that were refused or failed, since start",
+        lambda: adapters.num_failed,
+    )
+    text = f"Sequences of an adapter, for the {MAX_SERIES} adapters with most of them"
+    metrics.add_series("adapter_requests", text, "lora_name", lambda: adapters.num_requests(MAX_SERIES))
 
 
 def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: WeightSessions, runner: Runner) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastdeploy.core import envs
-from fastdeploy.core.errors import AttachedElsewhere
+from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.scope import Scope, ServedModel
 from fastdeploy.engine.deadlines import WHY, Deadlines
 from fastdeploy.engine.delivery import Delivery, DeliveryFence
 from fastdeploy.engine.retention import DETACHED, Record, Retention
@@ -133,6 +133,19 @@ class RequestLifecycle:
             if request.live:
                 self.scheduler.end(request, reason, message)
         self.hand_over([])
+
+    def refuse(self, model: ServedModel, error: FastDeployError) -> None:
+        """Tell the clients of all requests of ``model`` that these are not accepted after all."""
+        groups = dict.fromkeys(request.group for request in model.requests if request.live)
+        for group in groups:
+            self.delivery.reject(group.client, group.add.request_id, error)
+            for request in group.requests:
+                if request.live:
+                    request.silent = True
+                    self.scheduler.end(request, FinishReason.ERROR, error.message)
+        self.hand_over([])
+        for group in groups:
+            self._retention.forget(group.add.request_id)  # the same request may come again
 
     def cancel(self, client: str, cancel: m.CancelRequest) -> None:
         """End the choices that ``client`` cancels. With retain_s, an abort only detaches the client."""

@@ -168,6 +168,11 @@ class Retention:
             if self._is_kept(record):
                 self._drop(record)
 
+    def forget(self, request_id: str) -> None:
+        """Drop the result of a request that has ended, if there is one."""
+        if (record := self._ended.get(request_id)) is not None:
+            self._drop(record)
+
     def forget_ended(self) -> None:
         """Drop the results of all requests that have ended."""
         for record in list(self._ended.values()):

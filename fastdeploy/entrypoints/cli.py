@@ -37,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_access_flags(serve.add_argument_group("access").add_argument)
     _add_engine_flags(serve.add_argument_group("engine").add_argument, engine)
     _add_weight_flags(serve.add_argument_group("weights").add_argument, engine, http)
+    _add_adapter_flags(serve.add_argument_group("adapters").add_argument, engine)
     return parser
 
 
@@ -107,6 +108,16 @@ def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
 
 
+def _add_adapter_flags(add: AddArgument, engine: EngineConfig) -> None:
+    text = "MiB of packed adapters; those used least recently leave, and are read again when named (%(default)s)"
+    add("--adapter-memory-mb", type=int, default=engine.adapter_memory_mb, help=text)
+    text = "folder in which the name of an unknown adapter is looked up (nowhere)"
+    add("--adapter-root", default=engine.adapter_root, metavar="PATH", help=text)
+    text = "where copies of loaded adapters are kept while the server runs (TMPDIR)"
+    add("--adapter-store", default=engine.adapter_store, metavar="PATH", help=text)
+    add("--max-lora-rank", type=int, default=engine.max_lora_rank, help="largest rank of an adapter (%(default)s)")
+
+
 def _add_access_flags(add: AddArgument) -> None:
     keys = "file of keys, one on each line; each key opens"
     add("--api-key", metavar="FILE", help=f"{keys} data routes (or {API_KEY}, which holds the keys themselves)")
@@ -140,6 +151,8 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
         roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
+    if args.adapter_root:
+        args.adapter_root = os.path.abspath(args.adapter_root)
     model_roots = tuple(os.path.abspath(root) for root in roots)
     given = vars(args) | {"model": model, "served_model_name": name, "model_roots": model_roots}
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from fastdeploy.core.request import FinishReason, Request
@@ -38,6 +39,19 @@ class Durations:
         bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
         buckets = list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
         yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
+class _Series(Collector):
+    """Figures whose labels change from scrape to scrape. See ``EngineMetrics.add_series``."""
+
+    def __init__(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]):
+        self._name, self._text, self._label, self._read = name, text, label, read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(self._name, self._text, labels=[self._label])
+        for value, figure in self._read().items():
+            family.add_metric([value], figure)
+        yield family
 
 
 class EngineMetrics:
@@ -81,6 +95,10 @@ class EngineMetrics:
         gauge = Gauge(f"fastdeploy:{name}", text, registry=self.registry, labelnames=(label,))
         for value in values:
             gauge.labels(value).set_function(functools.partial(read, value))
+
+    def add_series(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, float]]) -> None:
+        """Add a figure for each key of what ``read`` returns at a scrape. The keys are values of ``label``."""
+        self.registry.register(_Series(f"fastdeploy:{name}", text, label, read))
 
     def render(self) -> str:
         """Return all metrics in Prometheus' text format."""

@@ -241,3 +241,20 @@ def test_thousands_of_adapters_stay_addressable_in_the_memory_of_a_few(number):
     engine.lifecycle.check_integrity()
     engine.adapters.check_integrity()
     engine.adapters.store.close()
+
+
+def test_metrics_count_adapters_and_name_a_bounded_number_of_them():
+    h = with_adapters(3, max_waiting=1000)
+    h.load_adapter("bad", "bad")
+    h.add("r", PROMPT, adapter="a1")
+    h.run_out()
+    assert (h.metric("adapters_known"), h.metric("adapters_in_memory"), h.metric("adapter_bytes")) == (3, 2, 2 << 20)
+    assert (h.metric("adapter_evictions"), h.metric("adapter_reads"), h.metric("adapter_loads_failed")) == (2, 1, 1)
+    h.pause(mode="keep")
+    for k in range(70):
+        h.load_adapter(f'n"{k}', 1)
+        h.add(f"n{k}", PROMPT, adapter=f'n"{k}', n=2 if k == 69 else 1, max_tokens=LONG)
+    h.run_rounds()
+    lines = h.ask(m.MetricsArgs()).result["text"].splitlines()
+    series = [line for line in lines if line.startswith("fastdeploy:adapter_requests{")]
+    assert len(series) == 64 and series[0] == 'fastdeploy:adapter_requests{lora_name="n\\"69"} 2.0'

@@ -1,0 +1,49 @@
+"""The store of adapters: its folder, and what engines that were killed leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_store import PREFIX, AdapterStore
+from support.fake_runner import write_adapter
+
+MAKE_AND_WAIT = """
+import sys
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_store import AdapterStore
+store = AdapterStore(sys.argv[1], 100)
+store.copy(1, FolderSource(sys.argv[2]), None, ("/",))
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_stores_of_killed_engines_are_removed_and_those_of_others_stay(tmp_path):
+    source = write_adapter(tmp_path / "source", "a1")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / f"{PREFIX}a-file").write_text("not a store")
+    command = [sys.executable, "-c", MAKE_AND_WAIT, str(folder), source]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout.readline() == "made\n"
+        (dead,) = folder.glob(f"{PREFIX}*/")
+        store = AdapterStore(str(folder), 100)
+        store.copy(1, FolderSource(source), None, ("/",))
+        assert (dead / "1" / "adapter_model.safetensors").read_text() == "a1", "that engine runs"
+        engine.send_signal(signal.SIGKILL)
+    other = AdapterStore(str(folder), 100)
+    other.copy(1, FolderSource(source), None, ("/",))
+    assert not dead.exists() and Path(store.path(1)).exists()
+    for each in (store, other):
+        each.close()
+    assert os.listdir(folder) == [f"{PREFIX}a-file"]
+
+
+def test_a_store_that_was_never_used_makes_no_folder(tmp_path):
+    AdapterStore(str(tmp_path), 100).close()
+    assert os.listdir(tmp_path) == []
