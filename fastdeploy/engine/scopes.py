@@ -62,10 +62,14 @@ class Scopes:
         if unused and self._pauses.get(pause.scope.id) is pause:
             del self._pauses[pause.scope.id]
 
+    def find(self, scope_id: str) -> PauseState | None:
+        """Return the pause state of a scope, if there is one."""
+        return self._pauses.get(scope_id)
+
     def pause_of(self, scope_id: str) -> PauseState:
         """Return the pause state of a scope. Raises ModelNotFound for an adapter that is not known, unless a hold or a
         request of that name is left."""
-        if (pause := self._pauses.get(scope_id)) is None:
+        if (pause := self.find(scope_id)) is None:
             name = scope_id.removeprefix(ADAPTER_PREFIX)
             raise ModelNotFound(f"lora_name: there is no adapter {name!r}", param="lora_name")
         return pause

@@ -51,6 +51,22 @@ def test_an_unload_behind_an_abort_leaves_a_hold_that_a_resume_by_name_releases(
     assert h.failure(m.ResumeArgs(scope=A)).code == "model_not_found"
 
 
+def test_a_hold_that_rejects_does_so_between_an_unload_and_the_next_load():
+    """A client is told to come again, and not that there is no such adapter."""
+    h = tenants(requests=0)
+    h.pause(mode="abort", scope=A)
+    unload(h)
+    for request_id in ("gone", "back"):
+        h.add(request_id, [9], max_tokens=5, adapter="a")
+        h.run_rounds()
+        assert h.rejected(request_id).code == "rejecting_new_requests"
+        h.load_adapter("a", NEW)
+    resume(h, A)
+    h.add("after", [9], max_tokens=5, adapter="a")
+    h.run_out()
+    assert h.stream("after").tokens == expected_tokens([9], 5, adapter=NEW)
+
+
 def test_a_hold_of_a_name_holds_the_requests_of_the_next_adapter_of_that_name():
     h = tenants()
     h.pause(mode="keep", scope=A)

@@ -33,7 +33,128 @@ from support.machine_inputs import (
 )
 
 
-class EngineMachine(CheckedEngine):
+class AdapterMachine(CheckedEngine):
+    """Requests of several adapters, which are loaded, paused and unloaded."""
+
+    @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
+          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), adapter=MODELS)  # fmt: skip
+    def add(self, data, prompt, sampling, n, priority, salt, adapter):
+        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, adapter)
+
+    @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30), adapters=st.permutations(
+          ["", *ADAPTERS]) | st.just([""] * 4))  # fmt: skip
+    def add_more_than_the_pool_holds(self, data, n, max_tokens, adapters):
+        for prompt, adapter in zip(PROMPTS[:4], adapters, strict=True):
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "", adapter)
+
+    @precondition(lambda self: self.pause.holds and not SYSTEM_HOLDS & set(self.pause.holds))
+    @rule(data=st.data())
+    def resume_everything(self, data):
+        for pause in self.pauses():
+            for hold_id in list(pause.holds):
+                self.call(m.ResumeArgs(hold_id, pause.scope.id), self.some_client(data))
+        self.step()
+
+    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]))
+    def abort_by_adapter(self, data, name):
+        self.call(m.AbortArgs(lora_name=name), self.some_client(data))
+
+    @rule(data=st.data(), args=PAUSES)
+    def place_pause(self, data, args):
+        self.call(args, self.some_client(data))
+
+    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]), scope=SCOPES)
+    def resume(self, data, hold_id, scope):
+        self.call(m.ResumeArgs(hold_id, scope), self.some_client(data))
+
+    @rule(data=st.data(), name=st.sampled_from(ADAPTERS), bad=st.sampled_from([None, None, None, "bad", "garbage"]),
+          kv=KV, replace=st.sampled_from([True, True, False]), slow=st.booleans())  # fmt: skip
+    def load_adapter(self, data, name, bad, kv, replace, slow):
+        self.step()
+        if slow:
+            self.h.runner.may_stage.clear()
+        number = next(self.contents)
+        content = f"a{number}" + ("-recompute" if kv == "recompute" else "")
+        self.book.names[number] = name
+        source = self.h.adapter_folder(bad or content)
+        args = m.LoadAdapterArgs(name, source, path=content, kv=kv, replace=replace)
+        self.call(args, self.some_client(data))
+        if bad is not None:
+            self.book.void.add(number)
+
+    @precondition(lambda self: not SYSTEM_HOLDS & set(self.pause.holds))
+    @rule(data=st.data(), name=st.sampled_from(ADAPTERS), mode=st.sampled_from(["keep", "keep", "wait", "abort"]),
+          clear_cache=st.sampled_from([None, None, True]), resume=st.booleans(),
+          meanwhile=st.sampled_from(["replace", "recompute", "unload", "unload, load", "engine", "others", "others"]),
+          )  # fmt: skip
+    def pause_an_adapter_at_work(self, data, name, mode, clear_cache, meanwhile, resume):
+        """Pause an adapter whose requests run, do something ``meanwhile``, and perhaps resume."""
+        self.resume_everything(data)
+        self.adapters_at_work(data, [name, data.draw(MODELS)], 24)
+        running = sorted({r.scope.lora_name for r in self.engine.scheduler.running} - {None})
+        name = data.draw(st.sampled_from(running or [name]))
+        client, scope = self.some_client(data), adapter_scope(name)
+        self.call(m.PauseArgs(mode, clear_cache, hold_id="z", scope=scope), client)
+        self.step()
+        match meanwhile:
+            case "replace" | "recompute":
+                self.load_adapter(data, name, None, "keep" if meanwhile == "replace" else "recompute", True, False)
+            case "unload" | "unload, load":
+                self.unload_adapter(data, name, meanwhile == "unload, load")
+            case "engine":
+                self.call(m.PauseArgs("keep", hold_id="z"), client)
+                self.step()
+                self.call(m.ResumeArgs("z"), client)
+            case "others":
+                self.adapters_at_work(data, [other for other in ("", *ADAPTERS) if other != name], 24)
+        self.rounds(5)
+        if resume:
+            self.call(m.ResumeArgs("z", scope), client)
+            self.rounds(3)
+
+    @rule(data=st.data(), names=st.lists(MODELS, min_size=2, max_size=4), max_tokens=st.sampled_from([12, 24]))
+    def adapters_at_work(self, data, names, max_tokens):
+        for name, prompt in zip(names, PROMPTS, strict=False):
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, 1, 0, "", name)
+        self.rounds(3)
+
+    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]), again=st.booleans())
+    def unload_adapter(self, data, name, again):
+        self.step()
+        known = name in self.book.known
+        self.call(m.UnloadAdapterArgs(name), self.some_client(data))
+        if known:
+            self.book.given_up(name)
+        self.step()
+        assert not known or name not in self.book.known
+        if again and name in ADAPTERS:
+            self.load_adapter(data, name, None, "keep", True, False)
+
+    @rule()
+    def staging_comes_to_its_end(self):
+        self.let_staging_end()
+
+    @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
+    def time_goes_by(self, times):
+        self.rounds(times)
+
+    @rule(seconds=st.sampled_from([0.5, 1.5, 6.0, 30.0]))
+    def time_passes(self, seconds):
+        self.h.now += seconds
+        if seconds > self.engine.config.heartbeat_s:
+            self.step()
+            self.step()
+            requests = self.engine.lifecycle.requests
+            assert not any(r.group.client in self.witness.dropped for r in requests), (
+                "a request of a dead client is left"
+            )
+
+
+class EngineMachine(AdapterMachine):
+    """All that may happen to an engine."""
+
     # ---------------------------------------------------------------- clients
 
     @precondition(lambda self: len(self.live_clients()) < 3)
@@ -58,18 +179,6 @@ class EngineMachine(CheckedEngine):
 
     # ---------------------------------------------------------------- requests
 
-    @rule(data=st.data(), prompt=st.sampled_from(PROMPTS), sampling=SAMPLING, n=st.sampled_from([1, 1, 2, 3]),
-          priority=st.sampled_from([0, 0, 1, -1]), salt=st.sampled_from(["", "", "s"]), adapter=MODELS)  # fmt: skip
-    def add(self, data, prompt, sampling, n, priority, salt, adapter):
-        self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, priority, salt, adapter)
-
-    @rule(data=st.data(), n=st.sampled_from([1, 2]), max_tokens=st.integers(12, 30), adapters=st.permutations(
-          ["", *ADAPTERS]) | st.just([""] * 4))  # fmt: skip
-    def add_more_than_the_pool_holds(self, data, n, max_tokens, adapters):
-        for prompt, adapter in zip(PROMPTS[:4], adapters, strict=True):
-            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-            self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "", adapter)
-
     @rule(data=st.data(), sampling=SAMPLING)
     def add_with_an_id_that_was_used(self, data, sampling):
         self.step()
@@ -79,10 +188,6 @@ class EngineMachine(CheckedEngine):
             if all(add.request_id != request_id for _, add, _ in self.witness.undecided):
                 self.send_add(client, request_id, PROMPTS[0], sampling, 1, 0, "")
                 self.step()
-
-    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]))
-    def abort_by_adapter(self, data, name):
-        self.call(m.AbortArgs(lora_name=name), self.some_client(data))
 
     @rule(data=st.data(), what=st.sampled_from(["some", "some", "unknown", "repeated", "group", "all"]))
     def abort(self, data, what):
@@ -105,10 +210,6 @@ class EngineMachine(CheckedEngine):
 
     # ---------------------------------------------------------------- control
 
-    @rule(data=st.data(), args=PAUSES)
-    def place_pause(self, data, args):
-        self.call(args, self.some_client(data))
-
     @rule(data=st.data(), args=PAUSES, then=st.sampled_from(["", "", "resume", "pause"]))
     def pause_in_the_middle_of_a_step(self, data, args, then):
         """Pause within the next step, if there is one. then: the call after that, "" for none."""
@@ -118,10 +219,6 @@ class EngineMachine(CheckedEngine):
             self.call(m.ResumeArgs(), client)
         if then == "pause":
             self.within_a_step(lambda: self.call(args, client))
-
-    @rule(data=st.data(), hold_id=HOLDS | st.sampled_from(["nobody's", *sorted(SYSTEM_HOLDS)]), scope=SCOPES)
-    def resume(self, data, hold_id, scope):
-        self.call(m.ResumeArgs(hold_id, scope), self.some_client(data))
 
     @precondition(lambda self: self.pause.mode is Mode.KEEP and not self.engine.scheduler.drained(self.pause.scope))
     @rule(data=st.data())
@@ -155,35 +252,6 @@ class EngineMachine(CheckedEngine):
         call_id = self.call(args, client := self.some_client(data))
         self.step()
         assert (client, call_id) not in self.witness.calls, "a query was not answered at once"
-
-    # ---------------------------------------------------------------- adapters
-
-    @rule(data=st.data(), name=st.sampled_from(ADAPTERS), bad=st.sampled_from([None, None, None, "bad", "garbage"]),
-          kv=KV, replace=st.sampled_from([True, True, False]), slow=st.booleans())  # fmt: skip
-    def load_adapter(self, data, name, bad, kv, replace, slow):
-        self.step()
-        if slow:
-            self.h.runner.may_stage.clear()
-        number = next(self.contents)
-        content = f"a{number}" + ("-recompute" if kv == "recompute" else "")
-        self.book.names[number] = name
-        source = self.h.adapter_folder(bad or content)
-        args = m.LoadAdapterArgs(name, source, path=content, kv=kv, replace=replace)
-        self.call(args, self.some_client(data))
-        if bad is not None:
-            self.book.void.add(number)
-
-    @rule(data=st.data(), name=st.sampled_from([*ADAPTERS, "nobody"]), again=st.booleans())
-    def unload_adapter(self, data, name, again):
-        self.step()
-        known = name in self.book.known
-        self.call(m.UnloadAdapterArgs(name), self.some_client(data))
-        if known:
-            self.book.given_up(name)
-        self.step()
-        assert name not in self.book.known
-        if again and name in ADAPTERS:
-            self.load_adapter(data, name, None, "keep", True, False)
 
     # ---------------------------------------------------------------- weights
 
@@ -304,31 +372,11 @@ class EngineMachine(CheckedEngine):
     def a_trainer_repairs_what_is_broken(self, data):
         self.make_whole(self.some_client(data))
 
-    @rule()
-    def staging_comes_to_its_end(self):
-        self.let_staging_end()
-
     # ---------------------------------------------------------------- time
-
-    @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
-    def rounds(self, times):
-        for _ in range(times):
-            self.step()
 
     @rule(tokens=st.sampled_from([(), (), (11,), (13, 500)]))
     def logits_behind_some_tokens_are_not_finite(self, tokens):
         self.h.runner.poison = set(tokens)
-
-    @rule(seconds=st.sampled_from([0.5, 1.5, 6.0, 30.0]))
-    def time_passes(self, seconds):
-        self.h.now += seconds
-        if seconds > self.engine.config.heartbeat_s:
-            self.step()
-            self.step()
-            requests = self.engine.lifecycle.requests
-            assert not any(r.group.client in self.witness.dropped for r in requests), (
-                "a request of a dead client is left"
-            )
 
     @precondition(lambda self: self.engine.scheduler.has_work)
     @rule(data=st.data(), sure=st.integers(0, 3), draining=st.booleans())
@@ -349,11 +397,9 @@ class EngineMachine(CheckedEngine):
         assert not any(pause.unanswered for pause in self.pauses()) and not self.engine.weights.in_use
         self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
-    # ---------------------------------------------------------------- the end
 
-
-def explore(caplog, examples: int, steps: int, shrink: bool) -> None:
-    """Run the machine. shrink: whether to reduce a failure to a short one, which takes minutes."""
+def explore(machine, caplog, examples: int, steps: int, shrink: bool) -> None:
+    """Run a machine. shrink: whether to reduce a failure to a short one, which takes minutes."""
     caplog.set_level(logging.CRITICAL, logger="fastdeploy.engine")
 
     profile = settings(
@@ -366,14 +412,16 @@ def explore(caplog, examples: int, steps: int, shrink: bool) -> None:
         print_blob=False,
         phases=[Search.generate, Search.shrink] if shrink else [Search.generate],
     )
-    run_state_machine_as_test(EngineMachine, settings=profile)
+    run_state_machine_as_test(machine, settings=profile)
 
 
-def test_no_order_of_events_breaks_an_invariant(caplog):
-    explore(caplog, examples=80, steps=60, shrink=False)
+@pytest.mark.parametrize(("machine", "examples"), [(AdapterMachine, 40), (EngineMachine, 60)])
+def test_no_order_of_events_breaks_an_invariant(machine, examples, caplog):
+    explore(machine, caplog, examples, steps=50, shrink=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_order_of_events_breaks_an_invariant_in_a_long_search(caplog):
-    explore(caplog, examples=3000, steps=150, shrink=True)
+@pytest.mark.parametrize("machine", [AdapterMachine, EngineMachine])
+def test_no_order_of_events_breaks_an_invariant_in_a_long_search(machine, caplog):
+    explore(machine, caplog, examples=2000, steps=150, shrink=True)

@@ -32,7 +32,7 @@ class AdapterBook:
     def look(self) -> None:
         """Take note of the adapters that are known now."""
         self.known = {}
-        for entry in self._registry.list()["adapters"]:
+        for entry in self._registry.describe()["adapters"]:
             name, int_id, epoch = entry["lora_name"], entry["lora_int_id"], entry["adapter_epoch"]
             self.known[name] = int_id
             content = int(entry["path"][1:].partition("-")[0])

@@ -59,6 +59,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
+        self.known = self.book.known  # when the last round began
         self.read_in_step = 0  # calls that the engine has read, and handles in its next round
 
     # ---------------------------------------------------------------- the clients
@@ -138,6 +139,7 @@ class CheckedEngine(RuleBasedStateMachine):
         frozen = {pause: self.num_tokens(pause) for pause in self.pauses() if pause.is_paused}
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
+        self.known = self.book.known
         self.h.run_rounds()
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
@@ -153,6 +155,10 @@ class CheckedEngine(RuleBasedStateMachine):
         session = self.engine.weights.session
         idle = session is not None and session.state.value == "open" and not session.pending
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
+
+    def rounds(self, times: int) -> None:
+        for _ in range(times):
+            self.step()
 
     def within_a_step(self, action) -> None:
         self.step()  # messages sent before are handled before the step
@@ -212,7 +218,7 @@ class CheckedEngine(RuleBasedStateMachine):
         code = reply.failure.code if reply.failure else None
         match args:
             case m.PauseArgs() | m.ResumeArgs() if code == "model_not_found":
-                assert args.scope != WHOLE_ENGINE and args.scope.removeprefix("adapter:") not in self.book.known
+                assert args.scope != WHOLE_ENGINE and args.scope.removeprefix("adapter:") not in self.known
             case m.PauseArgs():
                 assert code in (None, "pause_interrupted", "pause_timeout"), reply
                 event(f"pause {args.mode}: {code}")

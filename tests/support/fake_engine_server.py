@@ -119,6 +119,7 @@ class FakeEngine:
             case m.Call(args=m.MetricsArgs()):
                 self._transport.send(client, m.Reply(message.call_id, {"text": "fastdeploy:num_requests_running 0\n"}))
             case AddRequest(adapter=name) if name and name not in [known["lora_name"] for known in self.adapters]:
+                self.seen.put(message)
                 failure = m.Failure("model_not_found", f"model: there is no adapter {name!r}", {"param": "model"})
                 self._transport.send(client, m.Rejected(message.request_id, failure))
             case AddRequest():

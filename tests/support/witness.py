@@ -9,6 +9,7 @@ from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
 from support.adapter_book import AdapterBook
 from support.fake_runner import EOS, next_token
@@ -50,6 +51,7 @@ class Witness:
         self.calls: dict[tuple[str, int], m.Args] = {}
         self.replies: list[tuple[m.Args, m.Reply]] = []
         self.dropped: set[str] = set()
+        self.aborting: set[str] = set()  # scopes that a pause may have aborted, and names in abort calls
         self.num_tokens = Counter[str]()  # by adapter name; "" = the base model
         self._read = {client: len(sent) for client, sent in harness.transport.sent.items()}
 
@@ -60,6 +62,13 @@ class Witness:
 
     def called(self, client: str, call_id: int, args: m.Args) -> None:
         self.calls[client, call_id] = args
+        match args:
+            case m.PauseArgs(scope=scope) if "abort" in (args.mode, args.on_timeout):
+                self.aborting.add(scope)
+            case m.SleepArgs(mode="abort"):
+                self.aborting.add(WHOLE_ENGINE)
+            case m.AbortArgs(lora_name=name):
+                self.aborting.add(f"by request: {name}")
 
     def cancelled(self, client: str, request_id: str, choice: int | None) -> None:
         for (owner, rid, index), stream in self.streams.items():
@@ -176,6 +185,11 @@ class Witness:
         if output.stop_reason == NonFiniteLogits.code:
             known = stream.add.prompt_token_ids + stream.tokens
             assert output.finish_reason == "error" and not self.h.runner.poison.isdisjoint(known), where
+        name = stream.add.adapter
+        if "paused by hold" in output.message or "drain timed out" in output.message:
+            assert {WHOLE_ENGINE, adapter_scope(name or None)} & self.aborting, f"{where}: {output.message}"
+        if "aborted by request" in output.message:
+            assert {"by request: None", f"by request: {name}"} & self.aborting, f"{where}: {output.message}"
         if output.finish_reason == "abort" and not stream.tokens:
             assert output.message.startswith("Abort before prefill"), where
         stream.reason = output.finish_reason
