@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from support.checkpoints import prompt
+from support.torch_continuations import Case, continued
 
 
 def adapted(folder: Path, adapter: Path) -> Any:
@@ -55,6 +56,20 @@ def _greedy(model: Any, length: int, steps: int) -> dict[str, np.ndarray]:
         margins.append(float(best[0] - best[1]))
         new = torch.tensor([[ids[-1]]])
     return {"ids": np.array(ids), "logprobs": np.array(logprobs), "margin": np.array(margins)}
+
+
+def adapted_continuations(folder: Path, old: Path, new: Path, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    """As torch_continuations.continuations, for an adapter that is replaced by another one."""
+    return continued(adapted(folder, old), adapted(folder, new), cases)
+
+
+def adapted_prompt_logprobs(folder: Path, adapter: Path, ids: list[int]) -> np.ndarray:
+    """Log probability of each token after the first, [len(ids) - 1]."""
+    import torch
+
+    with torch.inference_mode():
+        logprobs = adapted(folder, adapter)(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
 
 
 def settings(folder: Path, configs: list[dict[str, Any]]) -> list[dict[str, tuple[int, float]]]:

@@ -178,6 +178,11 @@ class Ops(Protocol):
         one entry for each projection; None where it has no adapter. At least one is given. A type other than
         ``self.dtype`` is converted as in ``pack_linear``. May run at the same time as all other ops."""
 
+    def gather_adapter(self, adapter: PackedAdapter) -> None:
+        """Move an adapter to one piece of memory, so that steps read it fast. Call it once, before the first use of the
+        adapter and of its parts; it may run at the same time as all other ops. Raises MemoryError; then the adapter is
+        as it was."""
+
     def decoder_layers(
         self,
         residual: paddle.Tensor,

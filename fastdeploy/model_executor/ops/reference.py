@@ -23,6 +23,7 @@ from fastdeploy.model_executor.ops.interface import (
     KVCache,
     LoraPart,
     MlpBlock,
+    PackedAdapter,
     PackedLinear,
     PackedLora,
     SampleBatch,
@@ -135,6 +136,9 @@ class ReferenceOps:
         rank = sum(part.a.shape[0] for part in packed)
         nbytes = sum(4 * (part.a.size + part.b.size) for part in packed)
         return ReferenceLora(packed, sum(rows), columns, rank, nbytes)
+
+    def gather_adapter(self, adapter: PackedAdapter) -> None:
+        """Do nothing: these ops read an adapter from where it is."""
 
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
         return _linear_in_tiles(x, weight, [])[: x.shape[0]]
