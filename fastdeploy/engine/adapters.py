@@ -20,6 +20,7 @@ from fastdeploy.core.errors import (
     InvalidField,
     ModelNotFound,
     UpdateInProgress,
+    WeightUpdateRefused,
     WrongOrder,
 )
 from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
@@ -88,6 +89,7 @@ class AdapterRegistry:
         self._runner = runner
         self._scopes = scopes
         self._lifecycle = lifecycle
+        self._memory = lifecycle.scheduler.adapters
         self._policy = policy
         self._clock = clock
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
@@ -142,7 +144,7 @@ class AdapterRegistry:
             "requests_in_flight": len(model.requests),
         }
 
-    def list(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return a description of every known adapter."""
         return {"adapters": [self._describe(adapter) for adapter in self._known.values()]}
 
@@ -166,6 +168,24 @@ class AdapterRegistry:
         """Time at which ``poll`` must be called even if no message comes."""
         due = (self._copies.next_deadline(), self._reads.next_deadline())
         return min((at for at in due if at is not None), default=None)
+
+    def serve_memory(self) -> None:
+        """Free what the last plan has evicted, and begin the reads that the plan has asked for."""
+        memory = self._memory
+        if memory.to_drop:
+            self._runner.drop_adapters(memory.to_drop)
+            memory.to_drop = []
+        if memory.to_read:
+            models, memory.to_read = memory.to_read, []
+            for model in models:
+                if memory.reads(model):  # else it was replaced or freed meanwhile
+                    self._read_again(model)
+
+    def free_memory(self) -> int:
+        """Free the adapters that no running request uses, when the weights go to sleep. Return their bytes."""
+        nbytes = self._memory.forget_unused()
+        self.serve_memory()
+        return nbytes
 
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting call with ``error``, and remove the store, when the engine ends."""
@@ -230,7 +250,15 @@ class AdapterRegistry:
             self._remove_copy(load.number)
             self._refuse(load, error or WrongOrder("no result"))
             return
-        self._commit(load, *result)
+        info, staged = result
+        budget = self._memory.budget
+        if info.nbytes > budget:
+            self._discard(load.number, staged)
+            self._remove_copy(load.number)
+            why = f"lora_name: {info.nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
+            self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
+            return
+        self._commit(load, info, staged)
 
     def _commit(self, load: Load, info: AdapterInfo, staged: Any) -> None:
         """Make the name mean the new adapter."""
@@ -252,8 +280,8 @@ class AdapterRegistry:
         self._runner.commit_adapter(load.number, staged)
         if replaced:
             self._lifecycle.scheduler.weights_changed(model, before, recompute)
-            self._runner.drop_adapters((before.adapter,))
             self._remove_copy(before.adapter)
+        self._committed(model)
         report = {
             "status": "loaded",
             **model.scope.weights_label(),
@@ -267,6 +295,35 @@ class AdapterRegistry:
             "timings_ms": self._timings(load, began),
         }
         load.answer(report, None)
+
+    def _committed(self, model: ServedModel) -> None:
+        self._lifecycle.scheduler.adapter_committed(model, keep="weight" not in self._runner.asleep)
+
+    def _discard(self, number: int, staged: Any) -> None:
+        """Free a packed adapter that nobody wants any more."""
+        self._runner.commit_adapter(number, staged)
+        self._runner.drop_adapters((number,))
+
+    def _read_again(self, model: ServedModel) -> None:
+        """Read an adapter that was evicted from the store."""
+        number = model.served.adapter
+
+        def done(result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float) -> None:
+            wanted = self._memory.reads(model) and model.served.adapter == number
+            if result is not None:
+                if not wanted:
+                    self._discard(number, result[1])
+                    return
+                self._runner.commit_adapter(number, result[1])
+                self._committed(model)
+            elif wanted:
+                why = error.message if error is not None else "no result"
+                log.error("adapter %r cannot be read again: %s", model.served.adapter_name, why)
+                message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
+                self._lifecycle.scheduler.adapter_failed(model, message)
+
+        work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(number))
+        self._reads.submit(Job(model, work, done, self._config.stage_timeout_s, reads=False))
 
     def _timings(self, load: Load, began: float) -> dict[str, float]:
         now = self._clock()
@@ -296,7 +353,7 @@ class AdapterRegistry:
         """Free the unloaded adapters that no request needs any more."""
         for model in [model for model in self._unloaded if not model.requests]:
             del self._unloaded[model]
-            self._runner.drop_adapters((model.served.adapter,))
+            self._memory.forget(model)
             self._remove_copy(model.served.adapter)
             self._scopes.remove(model)
 
@@ -314,7 +371,7 @@ class AdapterRegistry:
             "path": adapter.path,
             "rank": adapter.rank,
             "nbytes": model.nbytes,
-            "in_memory": True,
+            "in_memory": self._memory.has(model),
             "requests": len(model.requests),
         }
 

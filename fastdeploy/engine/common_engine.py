@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
@@ -72,7 +73,8 @@ class CommonEngine:
         self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
+        self.adapter_memory = AdapterMemory(config.adapter_memory_mb << 20)
+        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory)
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
         self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
@@ -86,7 +88,7 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters, self.send_heartbeats, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_control_gauges(self.metrics, self.pause, self.weights, runner)
@@ -116,7 +118,7 @@ class CommonEngine:
             m.WeightInfoArgs: self.weights.info,
             m.LoadAdapterArgs: self.adapters.load,
             m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
-            m.AdaptersArgs: lambda args, answer: self.adapters.list(),
+            m.AdaptersArgs: lambda args, answer: self.adapters.describe(),
             m.SetVersionArgs: lambda args, answer: switch.relabel(args.version),
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
@@ -160,6 +162,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
+        self.adapters.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()

@@ -195,6 +195,8 @@ class Harness:
             self.join_staging()
             self.engine.lifecycle.check_integrity()
             self.engine.adapters.check_integrity()
+            if not Harness.runner_over_zmq:
+                assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:
