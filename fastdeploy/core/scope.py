@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
 ADAPTER_PREFIX = "adapter:"
+MAX_LORA_NAME_CHARS = 256
 
 
 def adapter_scope(lora_name: str | None) -> str:

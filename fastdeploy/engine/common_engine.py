@@ -270,7 +270,9 @@ class CommonEngine:
                 answer(result)
 
     def _model_info(self) -> dict[str, Any]:
-        limits = {"max_waiting": self.config.max_waiting, "max_num_seqs": self.config.max_num_seqs}
+        config = self.config
+        limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
+        limits["max_lora_rank"] = config.max_lora_rank
         return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:

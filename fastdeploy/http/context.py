@@ -20,6 +20,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 
@@ -33,7 +34,6 @@ PASSED_ON = (
 )  # fmt: skip
 # SkyRL's RemoteInferenceClient sends this name when the caller named no model.
 ANY_MODEL = "default"
-MAX_NAME_CHARS = 256  # of an adapter
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ServingContext:
             if model == base or model.startswith(f"{base}:"):
                 model = model[len(base) + 1 :]
                 break
-        if len(model) > MAX_NAME_CHARS:
+        if len(model) > MAX_LORA_NAME_CHARS:
             raise ModelNotFound(f"model: {model!r} is not served here", param="model")
         return model
 

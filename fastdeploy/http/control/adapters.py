@@ -20,9 +20,9 @@ from starlette.responses import Response
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
 from fastdeploy.http.body import Body, parse_json
-from fastdeploy.http.context import MAX_NAME_CHARS, ServingContext
+from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import envelope, read
-from fastdeploy.http.control.protocol import Kv, Seconds, Version
+from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
@@ -38,7 +38,6 @@ def adapter_config(value: Any) -> Any:
     return config
 
 
-LoraName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 AdapterConfig = Annotated[dict[str, Any], BeforeValidator(adapter_config)]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import MAX_VERSION_CHARS, FolderSource, SharedMemorySource, Source, version_label
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
@@ -14,7 +15,7 @@ from fastdeploy.http.openapi import described
 # Refused by calls that have no such field: they would act on the whole engine, and not on the adapter.
 CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 PauseMode = Literal["abort", "wait", "keep"]
-LoraName = Annotated[str, Field(min_length=1)]
+LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]
 SessionId = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]

@@ -10,8 +10,8 @@ from pydantic import Field
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import LoraName, load_adapter
-from fastdeploy.http.control.protocol import Version
+from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.protocol import LoraName, Version
 from fastdeploy.http.dialects.common import Routes, add_absent_routes, place_pause, resume, success
 from fastdeploy.inter_communicator import messages as m
 

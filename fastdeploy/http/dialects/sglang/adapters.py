@@ -14,7 +14,8 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import AdapterConfig, LoraName, known_adapters, load_adapter
+from fastdeploy.http.control.adapters import AdapterConfig, known_adapters, load_adapter
+from fastdeploy.http.control.protocol import LoraName
 from fastdeploy.http.dialects.common import Routes, sglang_errors
 from fastdeploy.http.dialects.sglang.tensor_upload import TENSOR_FORMATS, require_format, require_safetensors
 from fastdeploy.http.errors import json_response

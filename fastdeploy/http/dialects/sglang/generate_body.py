@@ -11,8 +11,9 @@ from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
-from fastdeploy.http.context import MAX_NAME_CHARS, ServingContext
+from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import stop_strings
 from fastdeploy.http.openapi import described
 
@@ -213,8 +214,8 @@ def _adapters(context: ServingContext, body: GenerateBody, inputs: list[Any]) ->
     if adapter := context.adapter(body.model):
         return [adapter] * len(inputs)
     names = [name or "" for name in per_prompt("lora_path", body.lora_path, inputs)]
-    if not all(isinstance(name, str) and len(name) <= MAX_NAME_CHARS for name in names):
-        expected = f"the name of an adapter (at most {MAX_NAME_CHARS} characters), or a list of one per prompt"
+    if not all(isinstance(name, str) and len(name) <= MAX_LORA_NAME_CHARS for name in names):
+        expected = f"the name of an adapter (at most {MAX_LORA_NAME_CHARS} characters), or a list of one per prompt"
         raise InvalidField("lora_path", f"expected {expected}")
     return names
 

@@ -14,7 +14,8 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import LoraName, load_adapter
+from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.protocol import LoraName
 from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes
 from fastdeploy.http.dialects.vllm.control import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (

@@ -13,8 +13,8 @@ from fastdeploy.core.errors import STATUS, AdapterLoaded, FastDeployError, Inval
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.adapters import LoraName, load_adapter
-from fastdeploy.http.control.protocol import Kv, Version
+from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.protocol import Kv, LoraName, Version
 from fastdeploy.http.dialects.common import read_lax
 from fastdeploy.http.errors import error_body, error_response, json_response
 from fastdeploy.http.openapi import takes
