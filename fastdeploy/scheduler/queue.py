@@ -86,7 +86,7 @@ class WaitingQueue:
     def num_beside(self, scope: Scope) -> int:
         """Return the number of requests that share the limit of the queue with a new request of ``scope``. Requests
         that are parked share one limit, and the others another, so a closed scope takes no place from the others."""
-        return self.num_ready if self._admits(scope, started=False) else len(self._parked)
+        return len(self) - len(self._parked) if self._admits(scope, started=False) else len(self._parked)
 
     def gate_of(self, scope: Scope) -> Gate:
         """Return the gate of a scope other than the whole engine."""
