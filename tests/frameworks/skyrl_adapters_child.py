@@ -28,7 +28,7 @@ if sys.version_info < (3, 12):
 import httpx
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
-TOKENS = 1500
+TOKENS = 400
 SAMPLING = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
 PROMPTS = [[40 + i for i in range(20)] + [100 + k] for k in range(4)]
 WAYS = ("plain", "native", "abort")
@@ -146,20 +146,18 @@ class Cases:
         """One answer spans a swap of A's weights. A raw request beside it shows the spans."""
         ids = [await a.load(self._folders["A1"])]
         ours = asyncio.create_task(a.generate(PROMPTS[0]))
-        beside = asyncio.create_task(post(self._url, "/v1/completions", model="A", prompt=PROMPTS[1], max_tokens=TOKENS,
-                                          temperature=0, ignore_eos=True, return_token_ids=True))  # fmt: skip
-        await under_way(self._url, A=2)
-        await asyncio.sleep(0.1)
+        await under_way(self._url, A=1)
+        begun = asyncio.Event()
+        beside = asyncio.create_task(spans_of(self._url, "A", PROMPTS[1], begun))
+        await begun.wait()
         await a.pause()
         early = ours.done()
         ids.append(await a.load(self._folders["A2"]))
         await a.resume()
         result = await ours
-        (choice,) = (await beside)["choices"]
         again = await a.generate(PROMPTS[0])
-        return {"early": early, "answer": result, "spans": choice["weight_versions"], "aborts": a.aborts,
-                "stop": choice["finish_reason"], "again": again, "lora_int_ids": ids,
-                "rest": await self._rest(a, result["ids"])}  # fmt: skip
+        return {"early": early, "answer": result, "spans": await beside, "aborts": a.aborts, "again": again,
+                "lora_int_ids": ids, "rest": await self._rest(a, result["ids"])}  # fmt: skip
 
     async def _rest(self, a: Tenant, ids: list[int]) -> dict[str, Any]:
         """Return the position at which ``ids`` leave the answer of the first policy, and the answer of the second
@@ -229,9 +227,25 @@ async def alone(url: str, folders: dict[str, str]) -> dict[str, Any]:
     for policy, folder in folders.items():
         tenant = Tenant(url, f"alone-{policy}", "native")
         await tenant.load(folder)
-        answers[policy] = [(await tenant.generate(prompt))["ids"] for prompt in PROMPTS]
+        answers[policy] = [answer["ids"] for answer in await asyncio.gather(*map(tenant.generate, PROMPTS))]
         await tenant.close()
     return answers
+
+
+async def spans_of(url: str, lora_name: str, prompt: list[int], begun: asyncio.Event) -> list[dict[str, Any]]:
+    """Return the spans of a streamed answer. Sets ``begun`` when the answer has some tokens."""
+    body = {"model": lora_name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    spans: list[dict[str, Any]] = []
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", url + "/v1/completions", json=body | {"stream": True}) as reply,
+    ):
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                spans += json.loads(line[6:])["choices"][0]["weight_versions"]
+                if len(spans) >= 20:
+                    begun.set()
+    return [spans[0], spans[-1]]
 
 
 async def post(url: str, path: str, **body: Any) -> Any:
@@ -250,12 +264,14 @@ async def paused(url: str) -> list[bool]:
 
 
 async def under_way(url: str, **requests: int) -> None:
-    """Wait until each adapter has so many requests that have begun."""
-    while True:
-        adapters = {a["lora_name"]: a["requests"] for a in (await get(url, "/v1/adapters"))["adapters"]}
-        if all(adapters.get(name, 0) >= count for name, count in requests.items()):
-            return
-        await asyncio.sleep(0.01)
+    """Wait until each adapter has so many requests in the engine."""
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60):
+        while True:
+            known = (await client.get("/v1/adapters")).json()["result"]["adapters"]
+            counts = {adapter["lora_name"]: adapter["requests"] for adapter in known}
+            if all(counts.get(name, 0) >= count for name, count in requests.items()):
+                return
+            await asyncio.sleep(0.005)
 
 
 async def main(url: str, *folders: str) -> dict[str, Any]:
