@@ -20,8 +20,8 @@ def adapter_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """One round. step_s: seconds between a stream's tokens while all streams decode: the mean of each stream, median
-    over streams; 0 if the streams never decoded all at once. streams: how many there were."""
+    """One round of ``streams`` streams. step_s: seconds between a stream's tokens while all streams decode: the mean of
+    each stream, median over streams; 0 if a request failed, or the streams never decoded all at once."""
 
     streams: int
     step_s: float
@@ -29,7 +29,7 @@ class Round:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.streams / self.step_s if self.step_s else 0.0
+        return self.streams / self.step_s
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def summarize(logs: Sequence[StreamLog], output: int) -> Round:
     if errors:
         return Round(len(logs), 0.0, tuple(sorted(errors)))
     start, end = max(log.tokens[0].at for log in logs), min(log.tokens[-1].at for log in logs)
-    step = median_step(logs, start, end)
-    return Round(len(logs), step, () if step else ("a stream had ended when the last one began; raise --output-len",))
+    return Round(len(logs), median_step(logs, start, end))
 
 
 async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
@@ -87,8 +86,8 @@ async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """All rounds of one server with one number of adapters, in order. Rounds with the same index of two servers were
-    made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
+    """All rounds of one server with one number of adapters, in order; all have a step. Rounds with the same index of two
+    servers were made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
 
     rounds: tuple[Round, ...]
 
@@ -104,13 +103,9 @@ class Rounds:
     def tokens_per_s(self) -> float:
         return median(self.speeds)
 
-    @property
-    def errors(self) -> list[str]:
-        return sorted({error for found in self.rounds for error in found.errors})
-
     def ratios(self, other: Rounds) -> list[float]:
         """Return the ratios of the speeds, this one over the other, round by round."""
-        return [mine / theirs for mine, theirs in zip(self.speeds, other.speeds, strict=False)]
+        return [mine / theirs for mine, theirs in zip(self.speeds, other.speeds, strict=True)]
 
     def over(self, other: Rounds) -> float:
         """Return the median of the ratios."""
