@@ -65,29 +65,27 @@ async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
     answer to one prompt."""
     models = [base, *map(adapter_name, range(adapters))]
 
-    async def answer(model: str) -> tuple[int, ...] | str:
-        body = completion(model, prompt_ids("check", 0, 32), PROBE_TOKENS) | {"stream": False}
-        reply = await client.call("POST", "/v1/completions", body, timeout=600)
-        if reply.status != 200:
-            return f"{model}: HTTP {reply.status}: {str(reply.body)[:200]}"
-        return tuple(reply.body["choices"][0]["token_ids"])
+    async def answer(model: str) -> StreamLog:
+        body = completion(model, prompt_ids("check", 0, 32), PROBE_TOKENS)
+        return await (await client.stream("/v1/completions", body, model)).wait_closed()
 
     seen: dict[tuple[int, ...], str] = {}
     errors = []
-    for model, found in zip(models, await asyncio.gather(*map(answer, models)), strict=True):
-        if isinstance(found, str):
-            errors.append(found)
-        elif found in seen:
-            errors.append(f"{model} answers as {seen[found]} does")
+    for log in await asyncio.gather(*map(answer, models)):
+        ids, name = tuple(log.token_ids), log.request_id
+        if len(ids) != PROBE_TOKENS:
+            errors.append(f"{name}: HTTP {log.status}, {len(ids)} of {PROBE_TOKENS} tokens: {log.error}")
+        elif ids in seen:
+            errors.append(f"{name} answers as {seen[ids]} does")
         else:
-            seen[found] = model
+            seen[ids] = name
     return errors
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """All rounds of one server with one number of adapters, in order; all have a step. Rounds with the same index of two
-    servers were made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
+    """All rounds of one server with one number of adapters, in order. All have a step. Rounds with the same index of
+    two servers were made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
 
     rounds: tuple[Round, ...]
 

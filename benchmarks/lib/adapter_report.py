@@ -41,7 +41,7 @@ class Results:
     @property
     def engines(self) -> list[str]:
         """The engines with adapters, in order. The first one is the base of the ratios between engines."""
-        return [name for name in self.rounds if without(name) in self.rounds]
+        return [name for name, counts in self.rounds.items() if set(counts) != {0}]
 
     @property
     def read(self) -> float | None:
