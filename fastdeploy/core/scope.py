@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy.core.served_weights import ServedWeights
 
+if TYPE_CHECKING:
+    from fastdeploy.core.request import Request
+
 WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
 ADAPTER_PREFIX = "adapter:"
+MAX_LORA_NAME_CHARS = 256
 
 
 def adapter_scope(lora_name: str | None) -> str:
@@ -29,13 +33,16 @@ class ServedModel:
     """A model that requests can name: the base model, or an adapter over it.
 
     scope: the scope that its requests are paused with. served: the weights that compute its requests from the next
-    step on; only the engine's loop replaces the value, between two steps."""
+    step on; only the engine's loop replaces the value, between two steps. requests: all choices in the engine that name
+    the model, in order of arrival. nbytes: of an adapter, packed in memory; None until the adapter has been read."""
 
-    __slots__ = ("scope", "served")
+    __slots__ = ("nbytes", "requests", "scope", "served")
 
     def __init__(self, scope: Scope, served: ServedWeights):
         self.scope = scope
         self.served = served
+        self.requests: dict[Request, None] = {}
+        self.nbytes: int | None = None
 
 
 class Scope:
@@ -43,9 +50,9 @@ class Scope:
 
     above: the scope of the whole engine, or None for that scope itself. boot_id: of the engine, whose start begins a
     new count of weight_epoch. totals: of the requests that the scope covers. model: the model whose label the reports
-    of the scope show."""
+    of the scope show. num_models: models of an adapter's scope that are known or have requests."""
 
-    __slots__ = ("above", "boot_id", "id", "model", "totals")
+    __slots__ = ("above", "boot_id", "id", "model", "num_models", "totals")
 
     model: ServedModel
 
@@ -54,6 +61,7 @@ class Scope:
         self.boot_id = boot_id
         self.above = above
         self.totals = Totals()
+        self.num_models = 0
         self.model = ServedModel(self, ServedWeights()) if above is None else above.model
 
     @property
@@ -69,9 +77,11 @@ class Scope:
         return "the engine" if self.above is None else f"adapter {self.lora_name!r}"
 
     def weights_label(self) -> dict[str, Any]:
-        """Return the label of the weights that serve, for reports."""
+        """Return the label of the weights that serve, for reports. That of an adapter's scope has its name."""
         served = self.model.served
         label = {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}
+        if self.lora_name is not None:
+            label["lora_name"] = self.lora_name
         if served.adapter:
-            label |= {"lora_name": served.adapter_name, "adapter_epoch": served.adapter_epoch}
+            label["adapter_epoch"] = served.adapter_epoch
         return label

@@ -1,33 +1,392 @@
-"""The adapters that requests can name."""
+"""The adapters that requests can name: loaded, replaced and unloaded by name.
+
+A load is two jobs. The first copies the adapter into the engine's store, from a folder, an upload or shared memory. The
+second reads the copy, and checks and packs the tensors. Then, between two steps, the runner takes the packed adapter,
+and the name means the new adapter. A refused adapter changes nothing.
+"""
 
 from __future__ import annotations
 
-from fastdeploy.core.errors import ModelNotFound
-from fastdeploy.core.scope import ServedModel, adapter_scope
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.errors import (
+    AdapterLoaded,
+    FastDeployError,
+    InvalidField,
+    ModelNotFound,
+    UpdateInProgress,
+    WeightUpdateRefused,
+    WrongOrder,
+)
+from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
+from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_store import AdapterStore
+from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.staging_thread import Job, StagingThread
+from fastdeploy.engine.weight_session import check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.inter_communicator import messages as m
+
+log = logging.getLogger("fastdeploy.engine")
+
+MAX_NAME_CHARS = 256
+COPIES_AT_ONCE = 8  # so one hung source delays nobody else
+
+
+@dataclass
+class Adapter:
+    """An adapter that requests can name. int_id: counts names, from 1; a load in place keeps it. path: the origin."""
+
+    model: ServedModel
+    int_id: int
+    path: str = ""
+    rank: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.model.served.adapter_name
+
+
+@dataclass(eq=False)
+class Load:
+    """A load in progress. number: of the load, and of its folder in the store. given_up: its result is not wanted."""
+
+    args: m.LoadAdapterArgs
+    number: int
+    timeout_s: float
+    answer: Answer
+    started_at: float
+    copy_s: float = 0.0
+    read_s: float = 0.0
+    given_up: bool = False
 
 
 class AdapterRegistry:
-    """All known adapters, by name."""
+    """All known adapters, by name.
 
-    def __init__(self, scopes: Scopes):
+    clock: of the loop. wake: wakes the loop up. num_failed: loads that were refused or failed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        scopes: Scopes,
+        lifecycle: RequestLifecycle,
+        policy: SourcePolicy,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ):
+        self._config = config
+        self._runner = runner
         self._scopes = scopes
-        self._known: dict[str, ServedModel] = {}
+        self._lifecycle = lifecycle
+        self._memory = lifecycle.scheduler.adapters
+        self._policy = policy
+        self._clock = clock
+        self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
+        self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
+        self._reads = StagingThread(wake, clock)
+        self._known: dict[str, Adapter] = {}
+        self._loads: dict[str, Load] = {}
+        self._unloaded: dict[ServedModel, None] = {}  # which still have requests
         self._num_loads = 0
+        self._num_names = 0
+        self.num_failed = 0
+
+    @property
+    def busy(self) -> bool:
+        """True while a load is in progress."""
+        return bool(self._loads) or self._copies.busy or self._reads.busy
 
     def find(self, name: str) -> ServedModel:
         """Return the adapter of this name. Raises ModelNotFound."""
-        if (model := self._known.get(name)) is None:
-            raise ModelNotFound(f"model: there is no adapter {name!r}", param="model")
-        return model
+        return self._find(name, "model").model
 
-    def add(self, name: str) -> ServedModel:
-        """Make an adapter known."""
+    # ------------------------------------------------------------------ calls
+
+    def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
+        """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
+        timeout_s = self._check(args)
+        if args.lora_name in self._loads:
+            raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
+        if not args.replace and args.lora_name in self._known:
+            raise AdapterLoaded(f"lora_name: adapter {args.lora_name!r} is loaded already", param="lora_name")
+        reads = isinstance(args.source, FolderSource)
+        if reads:
+            self._copies.check_room()
         self._num_loads += 1
+        load = self._loads[args.lora_name] = Load(args, self._num_loads, timeout_s, answer, self._clock())
+        work = functools.partial(self._copy, load)
+        self._copies.submit(Job(load, work, functools.partial(self._copied, load), timeout_s, reads))
+
+    def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
+        """Remove a name at once. Its requests finish on the weights that they have. Raises ModelNotFound."""
+        adapter = self._find(args.lora_name, "lora_name")
+        del self._known[args.lora_name]
+        self._give_up(args.lora_name, WrongOrder(f"lora_name: adapter {args.lora_name!r} was unloaded meanwhile"))
+        model = adapter.model
+        self._unloaded[model] = None
+        self._free_unused()
+        return {
+            "status": "unloaded",
+            "lora_name": args.lora_name,
+            "lora_int_id": adapter.int_id,
+            "adapter_epoch": model.served.adapter_epoch,
+            "requests_in_flight": len(model.requests),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return a description of every known adapter."""
+        return {"adapters": [self._describe(adapter) for adapter in self._known.values()]}
+
+    def drop_loads(self, why: str) -> list[str]:
+        """End all loads in progress. Return their names."""
+        names = list(self._loads)
+        for name in names:
+            self._give_up(name, WrongOrder(f"lora_name: the load of adapter {name!r} was {why}"))
+        return names
+
+    # ------------------------------------------------------------------ between two steps
+
+    def poll(self) -> None:
+        """Handle the results of jobs, and free the unloaded adapters whose last request has ended."""
+        self._copies.poll()
+        self._reads.poll()
+        if self._unloaded:
+            self._free_unused()
+
+    def next_deadline(self) -> float | None:
+        """Time at which ``poll`` must be called even if no message comes."""
+        due = (self._copies.next_deadline(), self._reads.next_deadline())
+        return min((at for at in due if at is not None), default=None)
+
+    def serve_memory(self) -> None:
+        """Free what the last plan has evicted, and begin the reads that the plan has asked for."""
+        memory = self._memory
+        if memory.to_drop:
+            self._runner.drop_adapters(memory.to_drop)
+            memory.to_drop = []
+        if memory.to_read:
+            models, memory.to_read = memory.to_read, []
+            for model in models:
+                if memory.reads(model):  # else it was replaced or freed meanwhile
+                    self._read_again(model)
+
+    def free_memory(self) -> int:
+        """Free the adapters that no running request uses, when the weights go to sleep. Return their bytes."""
+        nbytes = self._memory.forget_unused()
+        self.serve_memory()
+        return nbytes
+
+    def fail(self, error: FastDeployError) -> None:
+        """Answer every waiting call with ``error``, and remove the store, when the engine ends."""
+        loads, self._loads = self._loads, {}
+        for load in loads.values():
+            load.given_up = True
+            load.answer({}, error)
+        self._copies.close(error)
+        self._reads.close(error)
+        self.store.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _find(self, name: str, field: str) -> Adapter:
+        if (adapter := self._known.get(name)) is None:
+            raise ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
+        return adapter
+
+    def _check(self, args: m.LoadAdapterArgs) -> float:
+        """Check the fields of a load. Return its time-out. Raises InvalidField."""
+        self._check_name(args.lora_name)
+        check_label("version", args.version)
+        check_kv(args.kv)
+        timeout_s = self._config.stage_timeout_s if args.timeout_s is None else args.timeout_s
+        check_seconds("timeout_s", timeout_s)
+        if (args.config is None) != isinstance(args.source, FolderSource):
+            raise InvalidField("config", "expected the content of adapter_config.json, and only without a folder")
+        self._policy.check(args.source, "lora_path")
+        return timeout_s
+
+    def _check_name(self, name: str) -> None:
+        if not 1 <= len(name) <= MAX_NAME_CHARS:
+            raise InvalidField("lora_name", f"expected 1 to {MAX_NAME_CHARS} characters, got {len(name)}")
+        if name != name.encode("utf-8", "replace").decode():
+            raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
+        if name in ("default", self._config.served_model_name, self._config.model):
+            raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
+
+    def _copy(self, load: Load) -> None:
+        """Copy the source, on a staging thread. A copy that came back too late is removed."""
+        self.store.copy(load.number, load.args.source, load.args.config, self._config.model_roots)
+        if load.given_up:
+            self.store.remove(load.number)
+
+    def _copied(self, load: Load, _: None, error: FastDeployError | None, seconds: float) -> None:
+        load.copy_s = seconds
+        if load.given_up:
+            return
+        if error is not None:
+            self._refuse(load, error)
+            return
+        work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(load.number))
+        self._reads.submit(Job(load, work, functools.partial(self._packed, load), load.timeout_s, reads=False))
+
+    def _packed(
+        self, load: Load, result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float
+    ) -> None:
+        load.read_s = seconds
+        if load.given_up:
+            return
+        if error is not None or result is None:
+            self._remove_copy(load.number)
+            self._refuse(load, error or WrongOrder("no result"))
+            return
+        info, staged = result
+        budget = self._memory.budget
+        if info.nbytes > budget:
+            self._discard(load.number, staged)
+            self._remove_copy(load.number)
+            why = f"lora_name: {info.nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
+            self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
+            return
+        self._commit(load, info, staged)
+
+    def _commit(self, load: Load, info: AdapterInfo, staged: Any) -> None:
+        """Make the name mean the new adapter."""
+        args, began = load.args, self._clock()
+        del self._loads[args.lora_name]
+        adapter = self._known.get(args.lora_name)
+        replaced = adapter is not None
+        if adapter is None:
+            self._num_names += 1
+            adapter = self._known[args.lora_name] = Adapter(self._new_model(args.lora_name), self._num_names)
+        model, before = adapter.model, adapter.model.served
+        in_flight = [request for request in model.requests if request.num_computed]
+        recompute = args.kv == "recompute"
+        to_recompute = sum(request.num_computed for request in in_flight) if recompute else 0
+        epoch = before.adapter_epoch + 1
+        version = args.version if args.version is not None else str(epoch)
+        model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
+        model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
+        self._runner.commit_adapter(load.number, staged)
+        if replaced:
+            self._lifecycle.scheduler.weights_changed(model, before, recompute)
+            self._remove_copy(before.adapter)
+        self._committed(model)
+        report = {
+            "status": "loaded",
+            **model.scope.weights_label(),
+            "lora_int_id": adapter.int_id,
+            "rank": info.rank,
+            "nbytes": info.nbytes,
+            "replaced": replaced,
+            "kv": args.kv,
+            "requests_in_flight": len(in_flight),
+            "tokens_to_recompute": to_recompute,
+            "timings_ms": self._timings(load, began),
+        }
+        load.answer(report, None)
+
+    def _committed(self, model: ServedModel) -> None:
+        self._lifecycle.scheduler.adapter_committed(model, keep="weight" not in self._runner.asleep)
+
+    def _discard(self, number: int, staged: Any) -> None:
+        """Free a packed adapter that nobody wants any more."""
+        self._runner.commit_adapter(number, staged)
+        self._runner.drop_adapters((number,))
+
+    def _read_again(self, model: ServedModel) -> None:
+        """Read an adapter that was evicted from the store."""
+        number = model.served.adapter
+
+        def done(result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float) -> None:
+            wanted = self._memory.reads(model) and model.served.adapter == number
+            if result is not None:
+                if not wanted:
+                    self._discard(number, result[1])
+                    return
+                self._runner.commit_adapter(number, result[1])
+                self._committed(model)
+            elif wanted:
+                why = error.message if error is not None else "no result"
+                log.error("adapter %r cannot be read again: %s", model.served.adapter_name, why)
+                message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
+                self._lifecycle.scheduler.adapter_failed(model, message)
+
+        work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(number))
+        self._reads.submit(Job(model, work, done, self._config.stage_timeout_s, reads=False))
+
+    def _timings(self, load: Load, began: float) -> dict[str, float]:
+        now = self._clock()
+        seconds = {"copy": load.copy_s, "read": load.read_s, "commit": now - began, "total": now - load.started_at}
+        return {name: round(value * 1000, 3) for name, value in seconds.items()}
+
+    def _new_model(self, name: str) -> ServedModel:
         weight_epoch = self._scopes.base.served.weight_epoch
-        scope = self._scopes.add(adapter_scope(name))
-        scope.model = model = ServedModel(scope, ServedWeights("1", weight_epoch, self._num_loads, name, 1))
-        self._scopes.adapters.add(model)
-        self._known[name] = model
-        return model
+        return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
+
+    def _refuse(self, load: Load, error: FastDeployError) -> None:
+        del self._loads[load.args.lora_name]
+        load.given_up = True
+        self.num_failed += 1
+        load.answer({}, error)
+
+    def _give_up(self, name: str, error: FastDeployError) -> None:
+        """End the load of a name, if there is one."""
+        if (load := self._loads.get(name)) is None:
+            return
+        self._refuse(load, error)
+        self._copies.give_up(load, error)
+        self._reads.give_up(load, error)
+        self._remove_copy(load.number)
+
+    def _free_unused(self) -> None:
+        """Free the unloaded adapters that no request needs any more."""
+        for model in [model for model in self._unloaded if not model.requests]:
+            del self._unloaded[model]
+            self._memory.forget(model)
+            self._remove_copy(model.served.adapter)
+            self._scopes.remove(model)
+
+    def _remove_copy(self, number: int) -> None:
+        work = functools.partial(self.store.remove, number)
+        self._reads.submit(Job(None, work, _removed, self._config.stage_timeout_s, reads=False))
+
+    def _describe(self, adapter: Adapter) -> dict[str, Any]:
+        model = adapter.model
+        return {
+            "lora_name": adapter.name,
+            "lora_int_id": adapter.int_id,
+            "adapter_epoch": model.served.adapter_epoch,
+            "version": model.served.version,
+            "path": adapter.path,
+            "rank": adapter.rank,
+            "nbytes": model.nbytes,
+            "in_memory": self._memory.has(model),
+            "requests": len(model.requests),
+        }
+
+    def check_integrity(self) -> None:
+        """Check that every model of an adapter is known, or was unloaded and has requests."""
+        models = [adapter.model for adapter in self._known.values()] + list(self._unloaded)
+        assert set(models) == set(self._scopes.adapters) and len(models) == len(set(models))
+        numbers = [model.served.adapter for model in models]
+        assert len(numbers) == len(set(numbers)), "two adapters have one number"
+
+
+def _read(staging: AdapterStaging, path: str) -> tuple[AdapterInfo, Any]:
+    return staging.read(path), staging.finish()
+
+
+def _removed(_: None, error: FastDeployError | None, seconds: float) -> None:
+    if error is not None:
+        log.error("the copy of an adapter could not be removed: %s", error)

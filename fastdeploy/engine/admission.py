@@ -16,7 +16,8 @@ from fastdeploy.engine.scopes import Scopes
 
 
 class AdmissionControl:
-    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait."""
+    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait, and
+    choices that the pauses of adapters may hold beside them."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class AdmissionControl:
         QueueFull or InvalidField."""
         model = self._adapters.find(add.adapter) if add.adapter else self._scopes.base
         self._check_pauses(model.scope)
-        self._check_queue(add)
+        self._check_queue(add, model.scope)
         add.sampling.check()  # one sequence that cannot be computed would fail the whole step
         check_retainable(add)
         self._retention.check_room(add)
@@ -73,11 +74,11 @@ class AdmissionControl:
                 message = f"{pause.scope} is pausing or paused and rejects new requests"
                 raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
 
-    def _check_queue(self, add: AddRequest) -> None:
+    def _check_queue(self, add: AddRequest, scope: Scope) -> None:
         if self._lifecycle.requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
         add.check_fields()
-        if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
+        if self._lifecycle.scheduler.waiting.num_beside(scope) + add.n > self._max_waiting:
             message = f"at most {self._max_waiting} choices may wait (--max-waiting)"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 

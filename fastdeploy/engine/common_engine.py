@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
@@ -72,21 +73,22 @@ class CommonEngine:
         self._clock = clock
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
-        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv)
+        self.adapter_memory = AdapterMemory(config.adapter_memory_mb << 20)
+        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory)
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
         self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
         self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
         self.pause = self.scopes.whole_pause
-        self.adapters = AdapterRegistry(self.scopes)
+        policy = SourcePolicy(config.model_roots, config.upload_dir)
+        self.adapters = AdapterRegistry(config, runner, self.scopes, self.lifecycle, policy, transport.wake, clock)
         admission = AdmissionControl(
             info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
         )
-        policy = SourcePolicy(config.model_roots, config.upload_dir)
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters, self.send_heartbeats, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_control_gauges(self.metrics, self.pause, self.weights, runner)
@@ -103,10 +105,10 @@ class CommonEngine:
         }
         self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
-            m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
+            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
+            m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.add_part,
@@ -114,6 +116,9 @@ class CommonEngine:
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
+            m.LoadAdapterArgs: self.adapters.load,
+            m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
+            m.AdaptersArgs: lambda args, answer: self.adapters.describe(),
             m.SetVersionArgs: lambda args, answer: switch.relabel(args.version),
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
@@ -152,10 +157,12 @@ class CommonEngine:
         self.send_heartbeats()
         self.lifecycle.delivery.drop_unreachable()
         self.weights.poll()
+        self.adapters.poll()
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
+        self.adapters.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -175,6 +182,7 @@ class CommonEngine:
         deadlines = (
             self.scopes.next_deadline(),
             self.weights.next_deadline(),
+            self.adapters.next_deadline(),
             self.sleeper.next_deadline(),
             self.lifecycle.deadlines.next(),
             self._next_heartbeat,
@@ -262,7 +270,9 @@ class CommonEngine:
                 answer(result)
 
     def _model_info(self) -> dict[str, Any]:
-        limits = {"max_waiting": self.config.max_waiting, "max_num_seqs": self.config.max_num_seqs}
+        config = self.config
+        limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
+        limits["max_lora_rank"] = config.max_lora_rank
         return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
@@ -272,6 +282,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])  # the final outputs go before the reply
         self.retention.forget_ended()  # the next run may use the same request ids
         sessions = self.weights.drop_session("dropped by a reset")
+        loads = self.adapters.drop_loads("dropped by a reset")
         released = self.scopes.release_anonymous_holds()
         self.scheduler.drop_kv(self.scopes.whole)
         self._switch.relabel(args.version)
@@ -279,6 +290,7 @@ class CommonEngine:
             "aborted": len(aborted),
             "released": released,
             "sessions_aborted": sessions,
+            "loads_aborted": loads,
             "still_held_by": self.scopes.holds(),
             **self.scopes.whole.weights_label(),
         }
@@ -287,4 +299,5 @@ class CommonEngine:
         self.lifecycle.end_all(reason, error.message)
         self.scopes.fail(error)
         self.weights.fail(error)
+        self.adapters.fail(error)
         self.sleeper.fail(error)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.core.runner import Runner
+from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import SYSTEM
 from fastdeploy.engine.pause import PauseState
@@ -37,12 +38,14 @@ class Sleeper:
         runner: Runner,
         pause: PauseState,
         weights: WeightSessions,
+        adapters: AdapterRegistry,
         send_heartbeats: Callable[[], None],
         clock: Callable[[], float],
     ):
         self._runner = runner
         self._pause = pause
         self._weights = weights
+        self._adapters = adapters
         self._send_heartbeats = send_heartbeats
         self._clock = clock
         self._paused: list[PausedCall] = []
@@ -88,6 +91,8 @@ class Sleeper:
             try:
                 self._check(call.tags)  # an earlier call may have changed what sleeps
                 freed = self._runner.sleep(call.tags, call.discard, self._send_heartbeats)
+                if WEIGHT in call.tags:
+                    freed += self._adapters.free_memory()
             except FastDeployError as error:
                 self._release_hold_if_unused()
                 call.answer(self._state(), error)

@@ -1,4 +1,4 @@
-"""Work on weights beside the steps. Jobs run one after another, each on its own thread.
+"""Work on weights beside the steps. A few jobs run at once, each on its own thread.
 
 A job may hang forever in a read, for example from a dead mount. Then the job is abandoned: its thread stays blocked,
 its result is dropped if one comes, and the next job runs on a new thread.
@@ -21,7 +21,7 @@ THREAD_NAME = "stage-weights"
 MAX_LEFT_BEHIND = 4  # abandoned jobs that still hang
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """``work`` runs on a thread. ``done(result, error, seconds)`` is called once, on the loop's thread. owner:
     ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
@@ -61,12 +61,13 @@ class Job:
 
 
 class StagingThread:
-    """A queue of jobs. The loop's thread calls all methods; a job's thread calls ``wake`` when it has finished."""
+    """A queue of jobs, of which ``width`` may run at once. The loop's thread calls all methods; a job's thread calls
+    ``wake`` when it has finished."""
 
-    def __init__(self, wake: Callable[[], None], clock: Callable[[], float]):
-        self._wake, self._clock = wake, clock
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float], width: int = 1):
+        self._wake, self._clock, self._width = wake, clock, width
         self._queue: deque[Job] = deque()
-        self._running: Job | None = None
+        self._running: list[Job] = []  # in the order of their start
         self._left_behind: list[Job] = []
         self._closed = False
         self._waking = threading.Lock()  # prevents a ``wake`` after ``close``, when the transport is closed
@@ -74,7 +75,7 @@ class StagingThread:
     @property
     def busy(self) -> bool:
         """True while a job runs or waits. Abandoned jobs do not count."""
-        return self._running is not None or bool(self._queue)
+        return bool(self._running or self._queue)
 
     def check_room(self) -> None:
         """Raise UpdateInProgress if MAX_LEFT_BEHIND abandoned reads still hang: no further read may start then."""
@@ -83,7 +84,7 @@ class StagingThread:
             raise UpdateInProgress(f"{number} reads of weights hang; try again when one of them has ended")
 
     def next_deadline(self) -> float | None:
-        return None if self._running is None else self._running.deadline
+        return min((job.deadline for job in self._running), default=None)
 
     def submit(self, job: Job) -> None:
         self._queue.append(job)
@@ -93,44 +94,46 @@ class StagingThread:
         """End the jobs of ``owner`` with ``error``. A running job is abandoned."""
         mine = [job for job in self._queue if job.owner is owner]
         self._queue = deque(job for job in self._queue if job.owner is not owner)
-        if self._running is not None and self._running.owner is owner:
-            self._leave_behind(self._running, error)
+        for job in [job for job in self._running if job.owner is owner]:
+            self._leave_behind(job, error)
         for job in mine:
             job.done(None, error, 0.0)
         self._start_next()
 
     def poll(self) -> None:
-        """Call ``done`` of a job that has finished or timed out, and start the next job."""
-        self._left_behind = [job for job in self._left_behind if not job.finished]
-        while (job := self._running) is not None:
+        """Call ``done`` of each job that has finished or timed out, and start the next jobs."""
+        if self._left_behind:
+            self._left_behind = [job for job in self._left_behind if not job.finished]
+        while (job := self._first_due()) is not None:
             if job.finished:
-                self._running = None
-                job.done(job.result, job.error, job.seconds)  # may end jobs that wait
-            elif job.deadline <= self._clock():
+                self._running.remove(job)
+                job.done(job.result, job.error, job.seconds)  # may end other jobs
+            else:
                 why = f"the work on the weights took longer than {job.timeout_s:g} s (timeout_s, --stage-timeout-s)"
                 log.error("%s; it is abandoned", why)
                 self._leave_behind(job, StagingTimeout(f"{why} and was abandoned"))
-            else:
-                return
             del job
             self._start_next()
+
+    def _first_due(self) -> Job | None:
+        now = self._clock()
+        return next((job for job in self._running if job.finished or job.deadline <= now), None)
 
     def close(self, error: FastDeployError) -> None:
         """End every job with ``error``, also a running one, when the engine ends."""
         with self._waking:
             self._closed = True
-        jobs, self._queue = [*([self._running] if self._running else []), *self._queue], deque()
-        self._running = None
+        jobs, self._queue, self._running = [*self._running, *self._queue], deque(), []
         for job in jobs:
             job.done(None, error, 0.0)
 
     def _leave_behind(self, job: Job, error: FastDeployError) -> None:
-        self._running = None
+        self._running.remove(job)
         self._left_behind.append(job)
         job.done(None, error, self._clock() - (job.deadline - job.timeout_s))
 
     def _start_next(self) -> None:
-        while self._running is None and self._queue and not self._closed:
+        while len(self._running) < self._width and self._queue and not self._closed:
             job = self._queue.popleft()
             try:
                 if job.reads:
@@ -138,7 +141,8 @@ class StagingThread:
             except UpdateInProgress as error:
                 job.done(None, error, 0.0)
                 continue
-            self._running, job.deadline = job, self._clock() + job.timeout_s
+            job.deadline = self._clock() + job.timeout_s
+            self._running.append(job)
             threading.Thread(target=self._run, args=(job,), name=THREAD_NAME, daemon=True).start()
 
     def _run(self, job: Job) -> None:

@@ -27,21 +27,22 @@ class SourcePolicy:
         self._segments_allowed = any(os.path.commonpath([SHARED_MEMORY, root]) == root for root in reals)
         self._uploads = [os.path.normpath(folder) for folder in upload_folders(upload_dir)]
 
-    def check(self, source: Source) -> None:
-        """Raise InvalidField, naming the field of the route, if the source is not allowed."""
+    def check(self, source: Source, folder_field: str = "model_path") -> None:
+        """Raise InvalidField, naming the field of the route, if the source is not allowed. folder_field: the field that
+        names a folder."""
         match source:
             case FolderSource(path=path):
-                self._check_folder(path)
+                self._check_folder(path, folder_field)
             case SharedMemorySource(name=name, nbytes=nbytes):
                 self._check_segment(name, nbytes)
             case FileSource(path=path):
                 self._check_upload(path)
 
-    def _check_folder(self, path: str) -> None:
+    def _check_folder(self, path: str, field: str) -> None:
         if (problem := path_problem(path)) is not None:
-            raise InvalidField("model_path", problem)
+            raise InvalidField(field, problem)
         if not self._folders_allowed:
-            raise InvalidField("model_path", f"{path!r} is refused: no folder is allowed without --model-root")
+            raise InvalidField(field, f"{path!r} is refused: no folder is allowed without --model-root")
 
     def _check_segment(self, name: str, nbytes: int) -> None:
         plain = name.removeprefix("/")

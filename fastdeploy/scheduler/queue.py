@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from enum import Enum
-from itertools import count
+from itertools import chain, count
 
 from fastdeploy.core.request import Request, RequestState
-from fastdeploy.core.scope import Scope
+from fastdeploy.core.scope import Scope, ServedModel
 
 Entry = tuple[tuple[int, int], int, int, Request]
 
@@ -20,38 +21,73 @@ class Gate(Enum):
     CLOSED = "closed"
 
 
+class _Line:
+    """A heap of requests, ordered by ``request.order``. Removal is lazy: a heap entry is valid while its request is in
+    ``ready``. A removal needs no search."""
+
+    def __init__(self, started: bool, of_adapters: bool) -> None:
+        self.started = started
+        self.of_adapters = of_adapters
+        self.ready: dict[Request, None] = {}
+        self._heap: list[Entry] = []
+        self._tie = count()
+
+    def push(self, request: Request) -> None:
+        self.ready[request] = None
+        heapq.heappush(self._heap, (request.order, request.choice, next(self._tie), request))
+
+    def remove(self, request: Request) -> None:
+        del self.ready[request]
+        if len(self._heap) > 2 * len(self.ready) + 64:  # most entries are of removed requests: give their memory back
+            self._heap = [entry for entry in self._heap if entry[3] in self.ready]
+            heapq.heapify(self._heap)
+
+    def head(self) -> Request:
+        """Return the first request. The line has one."""
+        while self._heap[0][3] not in self.ready:
+            heapq.heappop(self._heap)
+        return self._heap[0][3]
+
+    def check_integrity(self) -> None:
+        entries = {id(entry[3]) for entry in self._heap}
+        assert all(id(request) in entries for request in self.ready)
+
+
 class WaitingQueue:
-    """Two heaps ordered by ``request.order``: one of started requests, whose group has produced a token (preempted
-    requests, and siblings of a running choice), and one of the others. A pause that drains admits only started ones.
+    """Four lines, each ordered by ``request.order``. Started requests, whose group has produced a token (preempted
+    requests, and siblings of a running choice), have lines of their own, because a pause that drains admits only these.
+    Requests that need an adapter have lines of their own, because they may have to wait for room.
 
-    A request that the gate of its own scope does not admit is parked, outside of both heaps, so a closed scope does not
-    block the others. The gate of the whole engine parks no request.
-
-    Removal is lazy: a heap entry is valid while its request is ready in that heap. A removal needs no search.
+    Two kinds of requests are in no line, so that they do not block others. A request that the gate of its own scope
+    does not admit is parked. A request whose adapter is being read is set aside until the adapter is there. The gate of
+    the whole engine parks no request.
     """
 
     def __init__(self) -> None:
-        self._heaps: dict[bool, list[Entry]] = {False: [], True: []}  # by ``group.started``
-        self._ready: dict[bool, dict[Request, None]] = {False: {}, True: {}}  # requests with a valid entry in each heap
+        self._lines = [_Line(started, of_adapters) for started in (False, True) for of_adapters in (False, True)]
         self._parked: dict[Request, None] = {}
+        self._aside: dict[ServedModel, dict[Request, None]] = {}
         self._gates: dict[Scope, Gate] = {}  # gates that are not open, of scopes other than the whole engine
-        self._tie = count()
 
     def __len__(self) -> int:
-        return self.num_ready + len(self._parked)
+        aside = sum(map(len, self._aside.values())) if self._aside else 0
+        return sum(len(line.ready) for line in self._lines) + len(self._parked) + aside
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._ready[False] or request in self._ready[True] or request in self._parked
+        return request in self._parked or self._is_aside(request) or any(request in line.ready for line in self._lines)
 
-    @property
-    def num_ready(self) -> int:
-        """Number of requests that the gates of their own scopes admit."""
-        return len(self._ready[False]) + len(self._ready[True])
+    def _is_aside(self, request: Request) -> bool:
+        return bool(self._aside) and request in self._aside.get(request.model, ())
 
-    @property
-    def num_started(self) -> int:
-        """Number of ready requests whose group has produced a token."""
-        return len(self._ready[True])
+    def _admitted(self) -> Iterator[Request]:
+        """Return all requests that the gates of their own scopes admit."""
+        return chain(*(line.ready for line in self._lines), *self._aside.values())
+
+    def num_beside(self, scope: Scope) -> int:
+        """Return the number of requests that share the limit of the queue with a new request of ``scope``. Requests
+        that are parked share one limit, and the others another, so a closed scope takes no place from the others."""
+        parked = len(self._parked)
+        return len(self) - parked if self._admits(scope, started=False) else parked
 
     def gate_of(self, scope: Scope) -> Gate:
         """Return the gate of a scope other than the whole engine."""
@@ -62,7 +98,7 @@ class WaitingQueue:
         self._gates[scope] = gate
         if gate is Gate.OPEN:
             del self._gates[scope]
-        for request in [r for part in (*self._ready.values(), self._parked) for r in part if r.scope is scope]:
+        for request in [r for r in chain(self._admitted(), self._parked) if r.scope is scope]:
             self.remove(request)
             self.push(request)
 
@@ -72,60 +108,81 @@ class WaitingQueue:
         if self._gates and not self._admits(request.scope, started):
             self._parked[request] = None
             return
-        self._ready[started][request] = None
-        heapq.heappush(self._heaps[started], (request.order, request.choice, next(self._tie), request))
+        self._lines[2 * started + (request.scope.above is not None)].push(request)
 
     def _admits(self, scope: Scope, started: bool) -> bool:
         gate = self.gate_of(scope)
         return gate is Gate.OPEN or (gate is Gate.STARTED_ONLY and started)
 
     def remove(self, request: Request) -> None:
+        for line in self._lines:
+            if request in line.ready:
+                line.remove(request)
+                return
         if request in self._parked:
             del self._parked[request]
             return
-        started = request in self._ready[True]
-        ready, heap = self._ready[started], self._heaps[started]
-        del ready[request]
-        if len(heap) > 2 * self.num_ready + 64:  # most entries are of removed requests: give their memory back
-            heap[:] = [entry for entry in heap if entry[3] in ready]
-            heapq.heapify(heap)
+        aside = self._aside[request.model]
+        del aside[request]
+        if not aside:
+            del self._aside[request.model]
+
+    def set_aside(self, request: Request) -> None:
+        """Let a request wait for its adapter, which is being read, without a place in line."""
+        self.remove(request)
+        self._aside.setdefault(request.model, {})[request] = None
+
+    def take_back(self, model: ServedModel) -> list[Request]:
+        """Give the requests of ``model`` that were set aside their places in line again. Return them."""
+        requests = list(self._aside.pop(model, ()))
+        for request in requests:
+            self.push(request)
+        return requests
+
+    def may_come(self, request: Request, started_only: bool) -> bool:
+        """Whether the gates let ``head`` return the request, now or after its adapter is read."""
+        return request in self and request not in self._parked and (request.group.started or not started_only)
 
     def promote(self, request: Request) -> None:
         """Move a request, whose group has just produced its first token, to the started requests."""
         self.remove(request)
         self.push(request)
 
-    def head(self, started_only: bool) -> Request | None:
-        """Return the request to admit next. It stays in the queue."""
-        heads = [h for h in (self._head(True), None if started_only else self._head(False)) if h is not None]
+    def head(self, started_only: bool, with_adapters: bool = True) -> Request | None:
+        """Return the request to admit next. It stays in the queue. with_adapters: also one that needs an adapter."""
+        heads = [
+            line.head()
+            for line in self._lines
+            if line.ready and (line.started or not started_only) and (with_adapters or not line.of_adapters)
+        ]
         return min(heads, key=lambda r: (r.order, r.choice), default=None)
 
-    def _head(self, started: bool) -> Request | None:
-        heap, ready = self._heaps[started], self._ready[started]
-        while heap and heap[0][3] not in ready:
-            heapq.heappop(heap)
-        return heap[0][3] if heap else None
-
     def started_of(self, scope: Scope) -> int:
-        """Return the number of started requests that ``scope`` covers and that are ready."""
-        if scope.above is None:
-            return self.num_started
-        return sum(request.scope is scope for request in self._ready[True])
+        """Return the number of started requests that ``scope`` covers and that are not parked."""
+        started = sum(len(line.ready) for line in self._lines if line.started)
+        if scope.above is None and not self._aside:
+            return started
+        return sum(scope.covers(request.scope) and request.group.started for request in self._admitted())
 
     def count(self, scope: Scope) -> tuple[int, int]:
         """Return the number of started and of all requests that ``scope`` covers, with the parked ones."""
         parked = [request for request in self._parked if scope.covers(request.scope)]
-        ready = self.num_ready
+        number = len(self) - len(self._parked)
         if scope.above is not None:
-            ready = sum(request.scope is scope for part in self._ready.values() for request in part)
-        return self.started_of(scope) + sum(r.group.started for r in parked), ready + len(parked)
+            number = sum(request.scope is scope for request in self._admitted())
+        return self.started_of(scope) + sum(r.group.started for r in parked), number + len(parked)
 
     def check_integrity(self) -> None:
-        for started, ready in self._ready.items():
-            entries = {id(entry[3]) for entry in self._heaps[started]}
-            for request in ready:
-                assert request.state is RequestState.WAITING and request.group.started is started, request
-                assert self._admits(request.scope, started) and id(request) in entries, request
+        for line in self._lines:
+            line.check_integrity()
+            for request in line.ready:
+                assert request.group.started is line.started, request
+                assert (request.scope.above is not None) is line.of_adapters, request
+        for model, aside in self._aside.items():
+            assert aside and all(request.model is model for request in aside)
+        for request in self._admitted():
+            assert request.state is RequestState.WAITING, request
+            assert self._admits(request.scope, request.group.started), request
         for request in self._parked:
             assert request.state is RequestState.WAITING, request
             assert not self._admits(request.scope, request.group.started), request

@@ -7,6 +7,7 @@ from bisect import insort
 
 import msgspec
 
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory, Place
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
@@ -39,11 +40,14 @@ class Scheduler:
     until another request needs the room.
     """
 
-    def __init__(self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager):
+    def __init__(
+        self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager, adapters: AdapterMemory
+    ):
         self.info = info
         self.max_num_seqs = max_num_seqs
         self.pacer = pacer
         self.kv = kv
+        self.adapters = adapters
         self.gate = Gate.OPEN
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -60,6 +64,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests in and out
 
     def add(self, request: Request) -> None:
+        request.model.requests[request] = None
         self.waiting.push(request)
 
     def end(
@@ -68,6 +73,8 @@ class Scheduler:
         """Compute nothing more for ``request``. ``retire`` follows once its final output is handed over."""
         if request.state is RequestState.RUNNING:
             self._leave_batch(request)
+            if request.scope.above is not None:
+                self.adapters.leave(request.model)
         else:
             self.waiting.remove(request)
         request.advance(RequestEvent.END)
@@ -77,11 +84,14 @@ class Scheduler:
     def retire(self, request: Request) -> None:
         """Release the KV of a request whose final output has been handed over."""
         request.advance(RequestEvent.RETIRE)
+        del request.model.requests[request]
         self.kv.release(request)
 
     def retract(self, request: Request) -> None:
         """Put a request back into the queue and release its KV, which is recomputed at the next admission."""
         self._leave_batch(request)
+        if request.scope.above is not None:
+            self.adapters.leave(request.model)
         if request.num_output_tokens == 0:
             request.prompt_logprobs = []  # the prompt is computed again
         request.advance(RequestEvent.RETRACT)
@@ -103,10 +113,18 @@ class Scheduler:
         """Whether ``plan`` may have something to compute."""
         if self.gate is Gate.CLOSED:
             return False
-        return bool(self.running or self.waiting.num_started or (self.gate is Gate.OPEN and self.waiting.num_ready))
+        if self.running or self.waiting.head(self._started_only, with_adapters=False) is not None:
+            return True
+        request = self.waiting.head(self._started_only)
+        return request is not None and (self._adapter_is_due(request) or self._victims(request) is not None)
+
+    @property
+    def _started_only(self) -> bool:
+        return self.gate is Gate.STARTED_ONLY
 
     def plan(self) -> StepPlan | None:
-        """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests."""
+        """Plan a step within the pacer's budget: first decodes, then begun prompts, then new requests. The chunks of
+        the plan are grouped by adapter, those of the base model first."""
         if not self.has_work:
             return None
         chunks: dict[Request, ScheduledChunk] = {}
@@ -116,6 +134,8 @@ class Scheduler:
         self._plan_admissions(chunks, copies, budget)
         if not chunks:
             return None
+        if self.adapters.num_users:
+            chunks = dict(sorted(chunks.items(), key=lambda item: item[1].served.adapter))
         self._step_id += 1
         self._in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
@@ -143,10 +163,16 @@ class Scheduler:
         return budget
 
     def _plan_admissions(self, chunks: dict[Request, ScheduledChunk], copies: list[BlockCopy], budget: int) -> None:
+        started_only, with_adapters = self._started_only, True
         while budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting.head(started_only=self.gate is Gate.STARTED_ONLY)
+            request = self.waiting.head(started_only, with_adapters)
             if request is None or self._prompt_is_being_computed(request):
                 return
+            needs_adapter = request.scope.above is not None
+            if needs_adapter and not self.adapters.has(request.model):
+                # Without room for the adapter, no younger request that needs one is admitted: it would take the room.
+                with_adapters = self._read_adapter(request)
+                continue
             while (grant := self.kv.admit(request)) is None:
                 if not self.frozen:
                     return
@@ -154,6 +180,8 @@ class Scheduler:
             self.waiting.remove(request)
             request.advance(RequestEvent.ADMIT)
             self._join_batch(request)
+            if needs_adapter:
+                self.adapters.use(request.model)
             if request.num_output_tokens == 0:
                 request.cached_tokens = grant.hit_tokens
                 if self.kv.enable_prefix_caching and request.num_tokens - request.num_computed > 1:
@@ -162,6 +190,47 @@ class Scheduler:
                 copies.append(grant.copy)
             chunks[request] = self._chunk(request, min(request.num_tokens - request.num_computed, budget))
             budget -= chunks[request].count
+
+    def _read_adapter(self, request: Request) -> bool:
+        """Set a request aside until its adapter is read. False, with nothing changed, if the adapter has no room."""
+        if not self._adapter_is_due(request):
+            victims = self._victims(request)
+            if victims is None:
+                return False
+            for model in victims:
+                for frozen in [r for r in self.frozen if r.model is model]:
+                    self._preempt([frozen])
+                self.adapters.evict(model)
+            self.adapters.reserve(request.model, request)
+        self.waiting.set_aside(request)
+        return True
+
+    def _adapter_is_due(self, request: Request) -> bool:
+        """Whether the adapter of a request is in memory, or is being read, or its name is being looked up."""
+        model = request.model
+        return model.nbytes is None or self.adapters.has(model) or self.adapters.reads(model)
+
+    def _victims(self, request: Request) -> list[ServedModel] | None:
+        """Return the adapters to evict for that of ``request``. Those whose users are all frozen are the last choice.
+        Requests are frozen by scope, so an adapter has no other users if one of them is frozen."""
+        nbytes = request.model.nbytes
+        assert nbytes is not None
+
+        def idle(place: Place) -> bool:
+            return not place.num_users and not self._is_ahead(place.wanted_by, request)
+
+        def idle_or_frozen(place: Place) -> bool:
+            frozen = place.num_users and self.waiting.gate_of(place.model.scope) is Gate.CLOSED
+            return bool(frozen) or idle(place)
+
+        victims = self.adapters.victims(nbytes, idle)
+        return self.adapters.victims(nbytes, idle_or_frozen) if victims is None and self.frozen else victims
+
+    def _is_ahead(self, other: Request | None, request: Request | None) -> bool:
+        """Whether ``other`` waits for admission, and is older than ``request``. None for ``request``: than any."""
+        if other is None or not self.waiting.may_come(other, self._started_only):
+            return False
+        return request is None or other.order < request.order
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
         """Whether another request computes the same prompt now. ``request`` then waits, and gets a prefix hit."""
@@ -291,6 +360,29 @@ class Scheduler:
         elif num_output_tokens >= request.max_output_tokens:
             self.end(request, FinishReason.LENGTH)
 
+    # ------------------------------------------------------------------ adapters
+
+    def adapter_committed(self, model: ServedModel, keep: bool) -> None:
+        """Take note that the runner has an adapter under its number. The adapter stays if it is used, or if ``keep`` is
+        set and there is room for it. Otherwise it is evicted at once."""
+
+        def idle(place: Place) -> bool:
+            return place.model is not model and not place.num_users and not self._is_ahead(place.wanted_by, None)
+
+        self.adapters.put(model)
+        victims = self.adapters.victims(0, idle)
+        for victim in victims or ():
+            self.adapters.evict(victim)
+        if not self.adapters.is_used(model) and (victims is None or not keep):
+            self.adapters.evict(model)
+        self.waiting.take_back(model)
+
+    def adapter_failed(self, model: ServedModel, message: str) -> None:
+        """End the requests that wait for an adapter which could not be read."""
+        self.adapters.forget(model)
+        for request in self.waiting.take_back(model):
+            self.end(request, FinishReason.ERROR, message)
+
     # ------------------------------------------------------------------ pause and weights
 
     def set_gate(self, scope: Scope, gate: Gate) -> None:
@@ -370,4 +462,5 @@ class Scheduler:
             assert request in self.running, request
         assert all(r.state is RequestState.ENDING for r in self.ended)
         self.waiting.check_integrity()
+        self.adapters.check_integrity([*self.running, *self.frozen])
         self.kv.check_integrity([*self.running, *self.frozen, *self.ended])

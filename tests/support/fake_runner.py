@@ -11,15 +11,18 @@ import threading
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import ChunkReceipt, ModelInfo
+from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import SharedMemorySource, Source
 
 EOS = 0
+MIB = 1 << 20
 
 
 def nothing() -> None: ...
@@ -29,6 +32,7 @@ class Slot(NamedTuple):
     token: int
     position: int
     weights: int
+    adapter: int  # number of the packed adapter
     context: int  # checksum of the tokens before it
 
 
@@ -41,19 +45,60 @@ class Known:
     blocks: list[int] = field(default_factory=list)
 
 
-def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = ()) -> int:
-    """Return the token that the model with these weights samples after ``token_ids``."""
-    token = zlib.crc32(repr((weights, *token_ids)).encode()) % vocab
+class Packed(NamedTuple):
+    """An adapter at the runner. content: k of "a<k>"; 0 changes nothing."""
+
+    content: int
+    keeps_kv: bool
+
+
+def next_token(token_ids: list[int], weights: int, vocab: int, banned: tuple[int, ...] = (), adapter: int = 0) -> int:
+    """Return the token that the model with these weights, and with an adapter "a<k>", samples after ``token_ids``."""
+    model = (weights, adapter) if adapter else weights
+    token = zlib.crc32(repr((model, *token_ids)).encode()) % vocab
     while token in banned:
         token = (token + 1) % vocab
     return token
 
 
-def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int = 1000) -> list[int]:
+def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int = 1000, adapter: int = 0) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, weights, vocab))
+        tokens.append(next_token(tokens, weights, vocab, adapter=adapter))
     return tokens[len(prompt) :]
+
+
+def write_adapter(folder: Path, content: str) -> str:
+    """Write a PEFT folder for the fake runner, and return its path. content: see FakeAdapterStaging."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text(content)
+    return str(folder)
+
+
+class FakeAdapterStaging:
+    """The tensors of a folder are "a<k>", or "a<k>-recompute" for an adapter after whose commit no sequence may use KV
+    of the adapter before it. ":<bytes>" may follow, the packed size. Anything else is refused."""
+
+    def __init__(self, runner: FakeRunner):
+        self._runner = runner
+        self._packed: Packed | None = None
+
+    def read(self, path: str) -> AdapterInfo:
+        assert self._runner.may_stage.wait(30)
+        self._runner.adapter_reads += 1
+        content, _, size = (Path(path) / "adapter_model.safetensors").read_text().partition(":")
+        if content == "garbage":
+            raise ValueError("an unexpected error of a reader")
+        if not content.startswith("a"):
+            raise WeightUpdateRefused(f"{content}: not the tensors of an adapter")
+        k, _, recompute = content[1:].partition("-")
+        self._packed = Packed(int(k), recompute != "recompute")
+        return AdapterInfo(rank=8, nbytes=int(size or MIB))
+
+    def finish(self) -> Packed:
+        assert self._packed is not None
+        return self._packed
 
 
 class FakeStaging:
@@ -107,6 +152,7 @@ class FakeRunner:
     poison: tokens behind which the logits are not finite. bad_weights: weights whose logits are never finite.
     may_stage: staging waits until this is set, as it is at first. no_space: sleep and wake fail.
     work_in_pieces(beat): called by sleep and wake.
+    adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
     """
 
     def __init__(self, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, vocab: int = 1000):
@@ -125,6 +171,10 @@ class FakeRunner:
         self.has_weights, self.no_space = True, False
         self._spilled = False
         self.asleep: frozenset[str] = frozenset()
+        self.adapters: dict[int, Packed] = {}
+        self.adapter_reads = 0
+        self._served: dict[tuple[str, int], ServedWeights] = {}  # of the last step of each sequence
+        self._mixed: set[tuple[str, int]] = set()  # sequences with KV of several adapters of one name
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
         self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
@@ -133,6 +183,10 @@ class FakeRunner:
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"
+        numbers = [chunk.served.adapter for chunk in plan.chunks]
+        assert all(number in self.adapters for number in numbers if number), "an adapter that the runner does not have"
+        runs = [number for i, number in enumerate(numbers) if i == 0 or numbers[i - 1] != number]
+        assert len(runs) == len(set(runs)) and 0 not in runs[1:], f"chunks are not grouped by adapter: {numbers}"
         if self.fail_next:
             raise RuntimeError("the worker died")
         sequences = [self._take(chunk) for chunk in plan.chunks]
@@ -173,7 +227,8 @@ class FakeRunner:
 
     def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
         size, tokens, blocks, key = self.info.block_size, known.tokens, known.blocks, known.new.key
-        end = chunk.start + chunk.count
+        number, end = chunk.served.adapter, chunk.start + chunk.count
+        self._use_adapter(chunk, key)
         assert chunk.count and end <= len(tokens)
         if chunk.start != self._end.get(key):
             self.mixed_ok.discard(key)
@@ -184,8 +239,10 @@ class FakeRunner:
             assert (slot.token, slot.position) == (tokens[position], position), f"{key}: foreign KV at {position}"
             assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{key}: foreign context"
             assert slot.weights == self.weights or key in self.mixed_ok, f"{key}: stale KV at {position}"
+            assert slot.adapter == number or key in self._mixed, f"{key}: KV of another adapter at {position}"
         for position in range(chunk.start, end):
-            slot = Slot(tokens[position], position, self.weights, zlib.crc32(repr(tokens[:position]).encode()))
+            context = zlib.crc32(repr(tokens[:position]).encode())
+            slot = Slot(tokens[position], position, self.weights, number, context)
             self.slots[blocks[position // size]][position % size] = slot
         self.computed_tokens += chunk.count
         assert chunk.sample == (end == len(tokens))
@@ -194,8 +251,19 @@ class FakeRunner:
         if self._spoiled(tokens):
             return NonFinite(end)
         banned = known.new.banned if end < known.new.banned_before else ()
-        token = next_token(tokens, self.weights, self.info.vocab_size, banned)
+        content = self.adapters[number].content if number else 0
+        token = next_token(tokens, self.weights, self.info.vocab_size, banned, content)
         return Sampled(token, Logprob(-float(token)) if known.new.sampling.logprobs is not None else None)
+
+    def _use_adapter(self, chunk: ScheduledChunk, key: tuple[str, int]) -> None:
+        """Note that the adapter of a sequence was replaced, and that the sequence has kept its KV."""
+        served, before = chunk.served, self._served.get(key)
+        self._served[key] = served
+        if before is None or chunk.start != self._end.get(key):
+            self._mixed.discard(key)
+        elif before.adapter != served.adapter and before.adapter_name == served.adapter_name:
+            assert self.adapters[served.adapter].keeps_kv, f"{key}: stale KV of the adapter before"
+            self._mixed.add(key)
 
     def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
         if "weight" in self.asleep or (partial and not self.has_weights):
@@ -208,6 +276,17 @@ class FakeRunner:
         self.weights, keeps_kv = staged
         self.has_weights = True
         self.mixed_ok = set(self._end) if keeps_kv else set()
+
+    def begin_adapter(self) -> FakeAdapterStaging:
+        return FakeAdapterStaging(self)
+
+    def commit_adapter(self, adapter: int, staged: Packed) -> None:
+        assert adapter > 0 and adapter not in self.adapters
+        self.adapters[adapter] = staged
+
+    def drop_adapters(self, adapters: Collection[int]) -> None:
+        for adapter in adapters:
+            self.adapters.pop(adapter, None)
 
     def checksums(self) -> dict[str, str]:
         assert self.may_stage.wait(30)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import tempfile
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from fastdeploy.core.config import EngineConfig
@@ -17,7 +22,7 @@ from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner, nothing
+from support.fake_runner import FakeRunner, nothing, write_adapter
 from support.runner_thread import serve_in_thread
 
 PROMPT = [1, 2, 3]
@@ -95,6 +100,9 @@ class Harness:
             runs=lambda pid: pid in self.running_pids,
         )
         self._calls = count(1)
+        self._folder: Path | None = None
+        store = self.engine.adapters.store
+        store.copy = functools.partial(self._copy_adapter, store.copy)
         self.connect("a")
 
     # ---------------------------------------------------------------- a client's side
@@ -128,6 +136,25 @@ class Harness:
 
     def update(self, folder: str, rounds: int = 3, **args) -> m.Reply:
         return self.ask(m.UpdateWeightsArgs(FolderSource(str(folder)), **args), rounds=rounds)
+
+    def adapter_folder(self, content: str) -> FolderSource:
+        """Return a PEFT folder with these tensors, see FakeAdapterStaging."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp())
+            weakref.finalize(self, shutil.rmtree, self._folder)
+        return FolderSource(write_adapter(self._folder / content, content))
+
+    def load_adapter(self, name: str, content: int | str, rounds: int = 4, **args) -> m.Reply:
+        """Load the adapter "a<content>", or other tensors, under a name."""
+        source = self.adapter_folder(f"a{content}" if isinstance(content, int) else content)
+        return self.ask(m.LoadAdapterArgs(name, source, **args), rounds=rounds)
+
+    def _copy_adapter(self, copy, *args) -> None:
+        assert self.runner.may_stage.wait(30)
+        copy(*args)
+
+    def unload_adapter(self, name: str) -> m.Reply:
+        return self.ask(m.UnloadAdapterArgs(name))
 
     def failure(self, args: m.Args, rounds: int = 2) -> m.Failure:
         """Call, and return why the engine refused."""
@@ -167,6 +194,9 @@ class Harness:
                 self.engine.run_once(block=False)
             self.join_staging()
             self.engine.lifecycle.check_integrity()
+            self.engine.adapters.check_integrity()
+            if not Harness.runner_over_zmq:
+                assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:
