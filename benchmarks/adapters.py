@@ -48,6 +48,7 @@ from benchmarks.make_adapters import adapter_bytes, write_adapter
 BASE = "base"
 VERSIONS = 2  # of the first adapter, which its tenant loads in turn
 WARM_UP_TOKENS = 8
+TOO_SHORT = "a stream had ended when the last one began; raise --output-len"
 PARTS = DECODING, TENANTS = "decoding", "tenants"
 Prober = Callable[[], Machine | None]
 # Flags for adapters by engine, from (number of adapters, rank, bytes of one adapter).
@@ -149,7 +150,7 @@ class Measurement:
         for count in server.counts:
             streams = self._streams(self._args.output_len)
             found = await streams.run(client, count, f"{self._args.seed}/{repeat}/{count}")
-            self._note(server, found.errors)
+            self._note(server, found.errors if found.errors or found.step_s else [TOO_SHORT])
             self.results.rounds.setdefault(server.engine.name, {}).setdefault(count, []).append(found)
 
     async def _tenants(self, server: Server, client: Client) -> None:

@@ -20,8 +20,8 @@ def adapter_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """One round. step_s: seconds between a stream's tokens while all streams decode: the mean of each stream, median
-    over streams; 0 if the streams never decoded all at once. streams: how many there were."""
+    """One round of ``streams`` streams. step_s: seconds between a stream's tokens while all streams decode: the mean of
+    each stream, median over streams; 0 if a request failed, or the streams never decoded all at once."""
 
     streams: int
     step_s: float
@@ -29,7 +29,7 @@ class Round:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.streams / self.step_s if self.step_s else 0.0
+        return self.streams / self.step_s
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def summarize(logs: Sequence[StreamLog], output: int) -> Round:
     if errors:
         return Round(len(logs), 0.0, tuple(sorted(errors)))
     start, end = max(log.tokens[0].at for log in logs), min(log.tokens[-1].at for log in logs)
-    step = median_step(logs, start, end)
-    return Round(len(logs), step, () if step else ("a stream had ended when the last one began; raise --output-len",))
+    return Round(len(logs), median_step(logs, start, end))
 
 
 async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
@@ -66,29 +65,27 @@ async def check_adapters(client: Client, base: str, adapters: int) -> list[str]:
     answer to one prompt."""
     models = [base, *map(adapter_name, range(adapters))]
 
-    async def answer(model: str) -> tuple[int, ...] | str:
-        body = completion(model, prompt_ids("check", 0, 32), PROBE_TOKENS) | {"stream": False}
-        reply = await client.call("POST", "/v1/completions", body, timeout=600)
-        if reply.status != 200:
-            return f"{model}: HTTP {reply.status}: {str(reply.body)[:200]}"
-        return tuple(reply.body["choices"][0]["token_ids"])
+    async def answer(model: str) -> StreamLog:
+        body = completion(model, prompt_ids("check", 0, 32), PROBE_TOKENS)
+        return await (await client.stream("/v1/completions", body, model)).wait_closed()
 
     seen: dict[tuple[int, ...], str] = {}
     errors = []
-    for model, found in zip(models, await asyncio.gather(*map(answer, models)), strict=True):
-        if isinstance(found, str):
-            errors.append(found)
-        elif found in seen:
-            errors.append(f"{model} answers as {seen[found]} does")
+    for log in await asyncio.gather(*map(answer, models)):
+        ids, name = tuple(log.token_ids), log.request_id
+        if len(ids) != PROBE_TOKENS:
+            errors.append(f"{name}: HTTP {log.status}, {len(ids)} of {PROBE_TOKENS} tokens: {log.error}")
+        elif ids in seen:
+            errors.append(f"{name} answers as {seen[ids]} does")
         else:
-            seen[found] = model
+            seen[ids] = name
     return errors
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """All rounds of one server with one number of adapters, in order. Rounds with the same index of two servers were
-    made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
+    """All rounds of one server with one number of adapters, in order. All have a step. Rounds with the same index of
+    two servers were made one after the other, so that a slow minute of the machine affects both sides of a ratio."""
 
     rounds: tuple[Round, ...]
 
@@ -104,13 +101,9 @@ class Rounds:
     def tokens_per_s(self) -> float:
         return median(self.speeds)
 
-    @property
-    def errors(self) -> list[str]:
-        return sorted({error for found in self.rounds for error in found.errors})
-
     def ratios(self, other: Rounds) -> list[float]:
         """Return the ratios of the speeds, this one over the other, round by round."""
-        return [mine / theirs for mine, theirs in zip(self.speeds, other.speeds, strict=False)]
+        return [mine / theirs for mine, theirs in zip(self.speeds, other.speeds, strict=True)]
 
     def over(self, other: Rounds) -> float:
         """Return the median of the ratios."""

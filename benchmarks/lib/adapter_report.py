@@ -34,14 +34,14 @@ class Results:
     errors: list[str] = field(default_factory=list)
 
     def of(self, server: str, adapters: int) -> Rounds | None:
-        """Return the rounds of a server; None if there are none, or one of them failed."""
-        found = Rounds(tuple(self.rounds.get(server, {}).get(adapters, ())))
-        return found if found.rounds and not found.errors else None
+        """Return the rounds of a server; None if there are none, or one of them has no figures."""
+        found = tuple(self.rounds.get(server, {}).get(adapters, ()))
+        return Rounds(found) if found and all(each.step_s for each in found) else None
 
     @property
     def engines(self) -> list[str]:
         """The engines with adapters, in order. The first one is the base of the ratios between engines."""
-        return [name for name in self.rounds if without(name) in self.rounds]
+        return [name for name, counts in self.rounds.items() if set(counts) != {0}]
 
     @property
     def read(self) -> float | None:

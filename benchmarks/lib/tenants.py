@@ -81,6 +81,28 @@ def gaps_by_phase(logs: Sequence[StreamLog], phases: Phases) -> list[PhaseGaps]:
     return found
 
 
+def vacuous(a: Sequence[StreamLog], b: Sequence[StreamLog], phases: Phases, scoped: bool) -> list[str]:
+    """Return why a measurement proves nothing: a stream ended, B did not decode, or A did not do what its phases say.
+    Only a scoped server labels A's tokens with the adapter_epoch."""
+    errors = [f"{log.request_id} ended: {log.error or log.reason}" for log in (*a, *b) if log.error or log.finals]
+    for name in (QUIET, ALONE):
+        for start, end in phases.windows.get(name, ()):
+            if not all(log.tokens_between(start, end) for log in b):
+                errors.append(f"phase {name!r}: a stream of B has no token; raise --quiet-s")
+    if not scoped:
+        return errors
+    for start, end in phases.windows[ALONE]:
+        # In the first half, tokens of the last step may still be on their way.
+        if sum(log.tokens_between((start + end) / 2, end) for log in a):
+            errors.append("A got tokens while A was paused")
+    loads = len(phases.windows[LOAD]) + len(phases.windows[LIVE])
+    for log in a:
+        epochs = {span["adapter_epoch"] for event in log.tokens for span in event.weight_versions}
+        if len(epochs) != loads + 1:
+            errors.append(f"{log.request_id} has tokens of {len(epochs)} adapter epochs after {loads} loads")
+    return errors
+
+
 @dataclass(frozen=True)
 class Tenants:
     """``streams`` streams, half of them of tenant A, half of tenant B. folders: versions of A's adapter, which are
@@ -102,9 +124,9 @@ class Tenants:
             phases = Phases()
             for cycle in range(self.cycles):
                 await self._cycle(client, phases, cycle)
-            ended = [stream.log for stream in streams if stream.log.error or stream.log.finals]
-            errors = [f"{log.request_id} ended: {log.error or log.reason}" for log in ended]
-            return gaps_by_phase([stream.log for stream in streams[1::2]], phases), errors
+            await phases.during(QUIET, asyncio.sleep(self.quiet_s))
+            a, b = ([stream.log for stream in streams[half::2]] for half in range(2))
+            return gaps_by_phase(b, phases), vacuous(a, b, phases, self.scoped)
         finally:
             for stream in streams:
                 stream.cancel()
