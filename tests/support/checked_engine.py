@@ -149,6 +149,8 @@ class CheckedEngine(RuleBasedStateMachine):
         for pause in self.pauses():
             if pause.is_paused and pause in frozen:
                 assert self.num_tokens(pause) == frozen[pause], "the engine computed for a paused scope"
+            ends = [hold.expires_at for hold in pause.holds.values() if hold.expires_at is not None]
+            assert not ends or min(ends) > self.h.now, "a hold outlives its ttl"
         for args, reply in self.witness.replies[seen:]:
             self.check_reply(args, reply)
         self.check_calls()
