@@ -195,7 +195,7 @@ class Harness:
             self.join_staging()
             self.engine.lifecycle.check_integrity()
             self.engine.adapters.check_integrity()
-            if not Harness.runner_over_zmq:
+            if isinstance(self.runner, FakeRunner):
                 assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
 
     @contextmanager
