@@ -34,7 +34,8 @@ struct Weight {
 // column in the tile are not among them, except to make these numbers even. `b`: where their rows of B begin, in
 // elements.
 struct LoraTile {
-  int64_t first, count, b;
+  int32_t first, count;
+  int64_t b;
 };
 
 // Memory that several adapters of linears share.

@@ -25,11 +25,14 @@ constexpr int kRows = 3;
 // Rows of x that are computed while a pair of columns stays in L2.
 constexpr int64_t kRowBlock = 256;
 
-template <int Rows>
-void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc) {
+// `beside` runs once per step over k, for work that does not wait: prefetches.
+template <int Rows, typename Beside>
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc,
+                  Beside& beside) {
   Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; ++i) {
+    beside();
     const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
       const Floats16 a = set1(x[r * ldx + i]);
@@ -43,11 +46,13 @@ void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1,
   }
 }
 
-template <int Rows>
-void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc) {
+template <int Rows, typename Beside>
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc,
+                   Beside& beside) {
   Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; i += 2) {
+    beside();
     const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
       const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
@@ -61,15 +66,16 @@ void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16
   }
 }
 
-template <int Rows>
-void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc) {
+template <int Rows, typename Beside>
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc,
+              Beside& beside) {
   const int64_t step = w.tile_elements();
   if (w.bf16) {
     const uint16_t* data = static_cast<const uint16_t*>(w.data);
-    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc);
+    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc, beside);
   } else {
     const float* data = static_cast<const float*>(w.data);
-    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc);
+    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc, beside);
   }
 }
 
@@ -145,9 +151,17 @@ void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& lo
         for (int64_t r = block; r < block_end; r += kRows) {
           const int64_t rows = std::min<int64_t>(kRows, block_end - r);
           Floats16 acc[2 * kRows];
-          with_rows<kRows>(rows, [&](auto count) {
-            multiply<decltype(count)::value>(w, rows_data + r * ldx, ldx, tile0, tile1, acc);
-          });
+          const auto run = [&](auto beside) {
+            with_rows<kRows>(rows, [&](auto count) {
+              multiply<decltype(count)::value>(w, rows_data + r * ldx, ldx, tile0, tile1, acc, beside);
+            });
+          };
+          if (expansion.shrunk == nullptr) {
+            run([] {});
+          } else {
+            LoraFetch fetch = expansion.fetch(r, r + rows, tile0, tile1, w.k_padded / 2);
+            run([&] { fetch.go(); });
+          }
           for (int64_t i = 0; i < rows; ++i) {
             const Floats16 value0 = complete(w, expansion, r + i, tile0, acc[2 * i]);
             finish(r + i, pair, value0, complete(w, expansion, r + i, tile1, acc[2 * i + 1]));

@@ -152,8 +152,8 @@ struct Pass {
 
 // Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
 template <typename Tiles, typename Finish>
-void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
-               const Tiles& tiles, const Finish& finish) {
+void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expansion, const Pass& pass, int64_t pairs,
+               Pieces& pieces, const Tiles& tiles, const Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
   const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
   const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
@@ -162,12 +162,16 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
   alignas(64) float blocks[2][kGroup * kStripFloats];
   int current = 0;
   Pending pending;
+  LoraFetch fetch_loras;
   configure_tiles(input.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
       int64_t t0, t1;
       tiles(pair, &t0, &t1);
       const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+      // Read while the next pair is computed.
+      if (expansion.shrunk != nullptr && strips == 1)
+        fetch_loras = expansion.fetch(pass.row0, pass.row0 + pass.rows, t0, t1, steps);
       tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
       const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
       Fetch<_MM_HINT_T1> fetch_next{next0, next1, (16 + strips - 1) / strips};  // spread over all steps of this pair
@@ -198,6 +202,7 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
               run([&, fetch, left_here]() mutable {
                 if (left_here-- == 0) fetch = {next0, next1, 16};
                 fetch.go();
+                fetch_loras.go();
                 pending.finish_rows(rows_per_step, finish);
               });
             } else {
@@ -293,7 +298,7 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& lor
       const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
       parallel_pieces(pairs, grain,
-                      [&](Pieces& pieces) { run_pairs(input, w, pass, pairs, pieces, tiles, finish_sums); });
+                      [&](Pieces& pieces) { run_pairs(input, w, expansion, pass, pairs, pieces, tiles, finish_sums); });
     }
   }
 }

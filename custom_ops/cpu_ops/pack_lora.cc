@@ -43,7 +43,7 @@ LoraTile tile_ranks(int64_t tile, int64_t parts, const int64_t* rows, const int6
   }
   if (last == 0) return {0, 0, 0};
   first = first / 2 * 2;
-  return {first, round_up(last, 2) - first, 0};
+  return {static_cast<int32_t>(first), static_cast<int32_t>(round_up(last, 2) - first), 0};
 }
 
 // Packs row `column` of b, ranks [first_rank, first_rank + rank).
