@@ -77,7 +77,7 @@ RUNTIME = [
     "uvicorn>=0.34",
     "uvloop>=0.21",
 ]
-TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "requests>=2.31"]
+TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "peft==0.21.2", "requests>=2.31"]
 LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
 TEST = [
     "hypothesis>=6.100",

@@ -49,7 +49,7 @@ def test_the_clients_tinker_interface_works(results):
     assert results["sleeping"] == [True, False]
 
 
-def test_an_unsupported_call_raises_an_error_that_names_the_alternative(results):
+def test_a_refused_call_raises_an_error_that_says_why_and_names_the_alternative(results):
     adapter, delta, fetch = results["refused"]
-    assert "adapters" in adapter
+    assert "lora_path: there is no folder '/nowhere'" in adapter
     assert "fastdeploy.rl.frameworks.skyrl" in delta and "fastdeploy.rl.frameworks.skyrl" in fetch

@@ -105,3 +105,21 @@ def save_adapter(folder: Path, config: dict[str, Any], to: Path) -> None:
         if ".lora_B." in name:
             torch.nn.init.normal_(tensor, std=0.1)
     model.save_pretrained(to)
+
+
+def adapted_text_logprobs(folder: Path, adapter: Path, texts: list[list[int]]) -> list[np.ndarray]:
+    """Log probability of each token after the first of each text; of the model alone for ``adapter`` = ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if adapter == folder
+        else adapted(folder, adapter)
+    )
+    found = []
+    for ids in texts:
+        with torch.inference_mode():
+            rows = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        found.append(rows.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy())
+    return found
