@@ -92,7 +92,7 @@ def test_two_clients_learn_at_once_each_its_own_token(results):
 def test_each_checkpoint_is_an_adapter_that_the_server_found_by_its_name(results, serving):
     names = {_adapter(policy) for policies in results["learned"].values() for policy in policies}
     known = {adapter["lora_name"]: adapter for adapter in serving.get("/v1/adapters").result["adapters"]}
-    assert known.keys() == names and len(names) == 10
+    assert known.keys() == names and len(names) == sum(map(len, results["learned"].values()))
     assert all(Path(adapter["path"]).parent == serving.adapter_root for adapter in known.values())
 
 

@@ -15,7 +15,7 @@ import tinker
 from tinker import types
 
 PROMPT = list(range(40, 60))
-TOKENS, SAMPLES, STEPS = 8, 8, 4
+TOKENS, SAMPLES, STEPS = 8, 8, 8
 
 
 def learn(url: str, model: str, token: int) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError, HoldLost, RolloutFailed
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.fake_server import FakeServer, Fault, fleet
+from rl.real_server import real_server
+from support.fake_runner import expected_tokens, write_adapter
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
@@ -108,8 +110,11 @@ async def test_the_staleness_of_an_adapters_tokens_counts_the_loads_of_that_adap
         assert again.staleness == 0 and again.token_ids == rollout.token_ids
 
 
-async def test_a_replica_that_refused_an_adapter_gets_its_requests_only_after_a_load_there():
+@pytest.mark.parametrize("loads_before", [0, 1])
+async def test_a_replica_that_refused_an_adapter_gets_its_requests_only_after_a_load_there(loads_before):
     async with fleet(2) as (servers, client):
+        for _ in range(loads_before):
+            await client.load_adapter("a", "/a")
         servers[1].refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
         with pytest.raises(FleetError, match="not loaded everywhere") as failed:
             await client.load_adapter("a", "/a")
@@ -287,3 +292,34 @@ def test_the_sync_client_loads_pauses_and_unloads():
             client.generate(PROMPT, PARAMS, lora_name="a")
     loop.run(server.__aexit__())
     loop.stop()
+
+
+async def test_on_a_real_server_a_swap_of_one_adapter_in_its_pause_leaves_the_others_alone(tmp_path):
+    policies = {k: write_adapter(tmp_path / f"a{k}", f"a{k}") for k in (1, 2, 3)}
+    params = {"max_tokens": 60, "ignore_eos": True}
+    with real_server(runner={"step_s": 0.005}) as server:
+        async with RolloutClient(server.url) as client:
+            await client.load_adapter("a", policies[1], version="p1")
+            await client.load_adapter("b", policies[3])
+            task = asyncio.create_task(client.generate(PROMPT, params, lora_name="a"))
+            while not server.post("/v1/abort_requests", lora_name="a").json()["result"]["aborted"]:
+                await asyncio.sleep(0.01)
+            async with client.paused("abort", lora_name="a", admission="hold"):
+                assert await client.is_paused(lora_name="a") and not await client.is_paused()
+                other = await client.generate(PROMPT, params, lora_name="b")
+                await client.load_adapter("a", policies[2], version="p2")
+                assert not task.done()
+            rollout = await task
+            assert other.token_ids == expected_tokens(PROMPT, 60, adapter=3)
+            assert {span.version for span in rollout.spans} <= {"p1", "p2"} and rollout.max_version == "p2"
+            known = list(PROMPT)
+            for span in rollout.spans:
+                known += expected_tokens(known, span.end - span.start, adapter=span.adapter_epoch)
+            assert known == PROMPT + rollout.token_ids and len(rollout.token_ids) == 60
+            assert rollout.num_resumes >= 1 and rollout.staleness == (0 if rollout.min_version == "p2" else 1)
+            with pytest.raises(FleetError, match="not the tensors of an adapter"):
+                await client.load_adapter("a", write_adapter(tmp_path / "bad", "nonsense"))
+            assert (await client.generate(PROMPT, params, lora_name="a")).max_version == "p2"
+            await client.unload_adapter("a")
+            with pytest.raises(ModelNotFound):
+                await client.generate(PROMPT, params, lora_name="a")
