@@ -364,7 +364,7 @@ class AdapterRegistry:
         number = model.served.adapter
 
         def done(result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float) -> None:
-            wanted = self._memory.reads(model) and model.served.adapter == number
+            wanted = self._memory.reads(model)  # not if it was unloaded, and its last request has ended
             if result is not None:
                 if not wanted:
                     self._discard(number, result[1])
@@ -447,6 +447,7 @@ class AdapterRegistry:
         models = [adapter.model for adapter in self._known.values()]
         models += [*self._unloaded, *self._looked_up.values()]
         assert set(models) == set(self._scopes.adapters) and len(models) == len(set(models))
+        assert self._memory.models() <= set(models), "memory of an adapter that nobody can name"
         numbers = [model.served.adapter for model in models if model.nbytes is not None]
         assert all(name in self._loads for name in self._looked_up), "a name that nobody looks up any more"
         assert len(numbers) == len(set(numbers)), "two adapters have one number"

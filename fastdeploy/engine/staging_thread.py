@@ -104,6 +104,8 @@ class StagingThread:
         """Call ``done`` of each job that has finished or timed out, and start the next jobs."""
         if self._left_behind:
             self._left_behind = [job for job in self._left_behind if not job.finished]
+        if not self._running:
+            return
         while (job := self._first_due()) is not None:
             if job.finished:
                 self._running.remove(job)
