@@ -28,7 +28,8 @@ test-quick: $(VENV)/.test
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
-	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/engine/test_update_exactness.py
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py \
+		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

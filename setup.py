@@ -82,6 +82,7 @@ LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
 TEST = [
     "hypothesis>=6.100",
     "openai>=1.60",
+    "peft==0.21.2",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,132 +26,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.lib.client import Client
 from benchmarks.lib.comparison import HEADER, EngineRuns, LoadComparison, machine_line
-from benchmarks.lib.dialect import FAILURES, read_metrics
+from benchmarks.lib.contenders import Contender, RunningEngines
+from benchmarks.lib.dialect import FAILURES
 from benchmarks.lib.engines import ENGINES, Engine
 from benchmarks.lib.loads import LOADS, Figures, Load
-from benchmarks.lib.processes import cpu_seconds, send_all
 from benchmarks.lib.report import Printer, machine, write_json
 from benchmarks.lib.roofline import Machine, Shape, probe
-from benchmarks.lib.server import ServerProcess
-
-STOP_S = 15.0
-ENDING_S = 2.0  # limit of the wait for the end of a server whose connections have broken
-IDLE_CORES = 0.05  # a server that uses more of a core is not idle
-WATCH_S, REST_S = 0.5, 10.0  # length of one measurement of CPU use; limit of the wait for an idle server
 
 Prober = Callable[[], Machine | None]
 
 
-class Contender:
-    """One engine's running server. rest_s: longest time from its last answer until it was idle. frozen: stopped by
-    SIGSTOP until its next load, since it did not become idle."""
+async def run_load(contender: Contender, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
+    """Return the client's figures, and the engine's own mean time between tokens, in seconds. Raises as
+    ``Contender.run``."""
 
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self.engine = engine
-        self.server = ServerProcess(engine.command, folder)
-        self.client = Client(self.server.url)
-        self.ready_s = self.rest_s = 0.0
-        self.frozen = False
-
-    @property
-    def idle_description(self) -> str:
-        """A sentence about the server's CPU use between loads."""
-        name = self.engine.name
-        if self.frozen:
-            return f"{name} never rests: stopped while others are measured"
-        return f"{name} rests within {self.rest_s + WATCH_S:.1f} s of its last answer"
-
-    async def start(self, ready_s: float) -> None:
-        """Wait until the server is ready and idle. Raises ServerError if it is not ready after ``ready_s`` seconds."""
-        self.ready_s = await self.server.wait_ready(ready_s, self.engine.ready)
-        await self.wait_idle()
-        self.rest_s = 0.0
-
-    def close(self) -> None:
-        self.unfreeze()
-        self.server.stop(STOP_S)
-        self.server.kill()
-
-    def unfreeze(self) -> None:
-        if self.frozen:
-            send_all(self.server.processes(), signal.SIGCONT)
-            self.frozen = False
-
-    async def wait_idle(self) -> None:
-        """Wait until the server uses no more CPU; freeze it if it still does after REST_S."""
-        start, processes = time.perf_counter(), self.server.processes()
-        while (spent := time.perf_counter() - start) < REST_S:
-            before = cpu_seconds(processes)
-            await asyncio.sleep(WATCH_S)
-            if cpu_seconds(processes) - before <= IDLE_CORES * WATCH_S:
-                break
-        else:
-            send_all(processes, signal.SIGSTOP)
-            self.frozen = True
-        self.rest_s = max(self.rest_s, spent)
-
-    async def token_metric(self) -> tuple[float, float]:
-        """Return sum and count of the engine's own histogram of the time between tokens; zeros if it has none."""
-        if self.engine.token_metric is None:
-            return 0.0, 0.0
-        values = read_metrics((await self.client.call("GET", "/metrics")).body)
-        name = self.engine.token_metric
-        return values.get(f"{name}_sum", 0.0), values.get(f"{name}_count", 0.0)
-
-    async def run_load(self, load: Load, model: str, seed: str) -> tuple[Figures, float | None]:
-        """Return the client's figures, and the engine's own mean time between tokens, in seconds.
-
-        Raises ServerError, WireError, OSError or TimeoutError if the server ends or cannot be driven."""
-        self.unfreeze()
-        sum_before, count_before = await self.token_metric()
-        try:
-            figures = await load.run(self.client, model, seed)
-        except FAILURES:  # a process that dies closes its connections before its exit status is known
-            self.server.require_running(ENDING_S)
-            raise
-        self.server.require_running()
-        sum_after, count_after = await self.token_metric()
-        await self.wait_idle()
+    async def work(client: Client) -> tuple[Figures, float | None]:
+        sum_before, count_before = await contender.token_metric()
+        figures = await load.run(client, model, seed)
+        sum_after, count_after = await contender.token_metric()
         count = count_after - count_before
         return figures, (sum_after - sum_before) / count if count else None
 
-
-class RunningEngines:
-    """The engines that are compared. The first one is the base of all ratios. Another one that cannot be started, or
-    that ends, is removed, and ``say`` gets the reason."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.contenders: list[Contender] = []
-        self._say = say
-
-    @contextmanager
-    def started(self, engines: Sequence[Engine], ready_s: float) -> Iterator[None]:
-        """Start the servers one after the other, to time each start. Stop all of them at the end."""
-        with tempfile.TemporaryDirectory(prefix="compare-") as name:
-            try:
-                for engine in engines:
-                    folder = Path(name) / engine.name
-                    folder.mkdir()
-                    contender = Contender(engine, folder)
-                    self.contenders.append(contender)
-                    with self.removed_on_failure(contender):
-                        asyncio.run(contender.start(ready_s))
-                        self._say(f"{engine.name} {engine.version}: ready after {contender.ready_s:.1f} s")
-                yield
-            finally:
-                for contender in self.contenders:
-                    contender.close()
-
-    @contextmanager
-    def removed_on_failure(self, contender: Contender) -> Iterator[None]:
-        try:
-            yield
-        except FAILURES as error:
-            if contender is self.contenders[0]:
-                raise
-            self.contenders.remove(contender)
-            contender.close()
-            self._say(f"without {contender.engine.name}: {error or type(error).__name__}")
+    return await contender.run(work)
 
 
 async def compare(
@@ -165,12 +58,12 @@ async def compare(
 
     for contender in list(running.contenders):
         with running.removed_on_failure(contender):
-            await contender.run_load(load.warm_up(), model, f"{seed}/{load.name}/warm-up")
+            await run_load(contender, load.warm_up(), model, f"{seed}/{load.name}/warm-up")
     for repeat in range(repeats):
         probes.append(prober())
         for contender in list(running.contenders):
             with running.removed_on_failure(contender):
-                runs[contender].append(await contender.run_load(load, model, f"{seed}/{load.name}/{repeat}"))
+                runs[contender].append(await run_load(contender, load, model, f"{seed}/{load.name}/{repeat}"))
     probes.append(prober())
     measured = [
         EngineRuns(

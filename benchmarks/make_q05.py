@@ -15,9 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -54,50 +57,26 @@ def default_out() -> Path:
     return Path(os.environ.get("PEERS_DIR", Path.home() / ".cache" / "fastdeploy-peers")) / "q05"
 
 
-def tensor_shapes(config: dict) -> Iterator[tuple[str, tuple[int, ...], float, float]]:
-    """Yield (name, shape, mean, standard deviation) of every tensor, in file order.
+def tensors(config: dict) -> Iterator[RandomTensor]:
+    """Yield every tensor, in file order.
 
     Norms differ from 1 and biases from 0, so that an engine that ignores one of them gives other tokens. The standard
     deviation is larger than the usual 0.02, with which a random model repeats one token and equal texts prove nothing.
     """
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden), 0.0, 0.05
+    yield RandomTensor("model.embed_tokens.weight", (config["vocab_size"], hidden), 0.0, 0.05)
     for layer in range(config["num_hidden_layers"]):
         base = f"model.layers.{layer}."
-        yield base + "input_layernorm.weight", (hidden,), 1.0, 0.1
+        yield RandomTensor(base + "input_layernorm.weight", (hidden,), 1.0, 0.1)
         for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            yield base + f"self_attn.{name}_proj.weight", (rows, hidden), 0.0, 0.05
-            yield base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1
-        yield base + "self_attn.o_proj.weight", (hidden, hidden), 0.0, 0.05
-        yield base + "post_attention_layernorm.weight", (hidden,), 1.0, 0.1
+            yield RandomTensor(base + f"self_attn.{name}_proj.weight", (rows, hidden), 0.0, 0.05)
+            yield RandomTensor(base + f"self_attn.{name}_proj.bias", (rows,), 0.0, 0.1)
+        yield RandomTensor(base + "self_attn.o_proj.weight", (hidden, hidden), 0.0, 0.05)
+        yield RandomTensor(base + "post_attention_layernorm.weight", (hidden,), 1.0, 0.1)
         for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            yield base + f"mlp.{name}_proj.weight", shape, 0.0, 0.03
-    yield "model.norm.weight", (hidden,), 1.0, 0.1
-
-
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Convert finite float32 values to bfloat16 bit patterns (uint16), rounded to nearest even."""
-    bits = values.astype(np.float32, copy=False).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-
-
-def write_weights(path: Path, config: dict, seed: int) -> int:
-    """Write model.safetensors, one tensor in memory at a time. Return the number of parameters."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, shape, _, _ in tensor_shapes(config):
-        size = 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
-    blob = json.dumps(header).encode()
-    blob += b" " * (-len(blob) % 8)
-    rng = np.random.default_rng(seed)
-    with path.open("wb") as file:
-        file.write(len(blob).to_bytes(8, "little") + blob)
-        for _, shape, mean, std in tensor_shapes(config):
-            file.write(to_bfloat16(rng.standard_normal(shape, dtype=np.float32) * std + mean).tobytes())
-    return offset // 2
+            yield RandomTensor(base + f"mlp.{name}_proj.weight", shape, 0.0, 0.03)
+    yield RandomTensor("model.norm.weight", (hidden,), 1.0, 0.1)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -137,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     config = CONFIG | {"num_hidden_layers": args.layers, "max_window_layers": args.layers}
     args.out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(args.out)
-    count = write_weights(args.out / "model.safetensors", config, args.seed)
+    count = write_random_tensors(args.out / "model.safetensors", list(tensors(config)), args.seed)
     (args.out / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": 257}))
     (args.out / "config.json").write_text(json.dumps(config, indent=2))
     print(f"{args.out}: {count / 1e6:.1f} M parameters, seed {args.seed}")

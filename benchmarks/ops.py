@@ -3,7 +3,8 @@
 
     python -m benchmarks.ops [--dtype bfloat16|float32] [--rows 1,8,32,256] [--repeats 7] [--json FILE]
 
-Roofline (with AMX): the read bandwidth of all threads, by a plain vector reader, and the tile peak, in registers.
+Roofline: the read bandwidth of all threads, by a plain vector reader (with AVX-512), and the peak of AMX tiles, in
+registers (with AMX).
 Ops: every linear of a step for several numbers of rows, on the weights of all layers, so that no weight stays in a
 cache; attention and sampling. Repeats of ops and roofline alternate. Medians, with the best time in brackets: a large
 difference between the two shows that other processes disturbed the measurement.
@@ -99,16 +100,20 @@ def probe_weight(ops: CpuOps) -> CpuLinear:
 
 
 def roofline_calls(ops: CpuOps, weight: CpuLinear) -> dict[str, Callable[[], object]]:
-    """Return the probes of the roofline, for ``measure``; none without AMX, which the probes need."""
-    if ops.isa != "amx":
-        return {}
-    return {"read": lambda: ops.probe_read(weight), "peak": lambda: ops.probe_peak(PEAK_ROUNDS)}
+    """Return the probes of the roofline that run on this machine, for ``measure``."""
+    calls: dict[str, Callable[[], object]] = {}
+    if ops.isa in ("avx512", "amx"):
+        calls["read"] = lambda: ops.probe_read(weight)
+    if ops.isa == "amx":
+        calls["peak"] = lambda: ops.probe_peak(PEAK_ROUNDS)
+    return calls
 
 
 def read_roofline(ops: CpuOps, weight: CpuLinear, timings: dict[str, Timing]) -> Machine | None:
     if "read" not in timings:
         return None
-    return Machine(weight.nbytes / timings["read"].median, ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median)
+    peak = ops.probe_peak(PEAK_ROUNDS) / timings["peak"].median if "peak" in timings else None
+    return Machine(weight.nbytes / timings["read"].median, peak)
 
 
 def report_linears(model: Model, rows: int, repeats: int) -> dict:
@@ -135,7 +140,8 @@ def line(label: str, timing: Timing, size: int, work: int, roofline: Machine | N
     text += f"  {rate / 1e9:6.1f} GB/s  {speed / 1e12:5.2f} TFLOP/s"
     if roofline is not None:
         text += f"   {rate / roofline.read:4.0%} of {roofline.read / 1e9:.1f} GB/s"
-        text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
+        if roofline.peak is not None:
+            text += f", {speed / roofline.peak:4.0%} of {roofline.peak / 1e12:.1f} TFLOP/s"
     print(text, flush=True)
     return {
         "ms": timing.median * 1e3,
@@ -214,7 +220,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,16,32,64,128,256,512,1024")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON (null without AMX)")
+    parser.add_argument("--probe", action="store_true", help="print only the roofline, as JSON (null without AVX-512)")
     options = parser.parse_args()
     ops = CpuOps(options.dtype)
     if options.probe:

@@ -2,11 +2,14 @@
 """Measure the engine's step without HTTP, and its share of the machine's roofline:
 
     python -m benchmarks.step [--model ~/.cache/fastdeploy-peers/q05] [--running 1,8,32] [--context 64] [--chunk 512]
+    python -m benchmarks.step --running 32 --adapters 1,8,32 [--rank 16]
 
-A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AMX, a decode step is compared
-with the time to read its bytes at the machine's read bandwidth, and a prefill step with the time of its operations at
-the tile peak (formulas in ``lib/roofline.py``). Probe and steps alternate, so that a slow minute of the machine affects
-both. Medians, with the best time in brackets.
+A step is ``ModelRunner.execute`` in bfloat16: batch, all layers, logits, sampling. With AVX-512, a decode step is
+compared with the time to read its bytes (weights, and distinct adapters) at the machine's read bandwidth. With AMX, a
+prefill step is compared with the time of its operations at the tile peak (formulas in ``lib/roofline.py``). Probe and
+steps alternate, so that a slow minute of the machine affects all. Medians, with the best time in brackets.
+
+``--adapters`` adds decode steps of the most sequences with random adapters on all linears (make_adapters.py).
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from benchmarks.lib.roofline import Machine, Shape
+from benchmarks.make_adapters import adapter_bytes, write_adapter
 from benchmarks.ops import Timing, measure, probe_weight, read_roofline, roofline_calls
 from fastdeploy.core.plan import NewSequence, ScheduledChunk, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
@@ -30,36 +36,64 @@ MODEL = Path.home() / ".cache" / "fastdeploy-peers" / "q05"
 BLOCK = 16
 
 
-def chunk(number: int, start: int, count: int, blocks: int, sample: bool) -> ScheduledChunk:
+class Step(NamedTuple):
+    """A step to measure. nbytes: that it reads, if that bounds it; else 0. operations: of the prefill, if they bound
+    it; else 0."""
+
+    plan: StepPlan
+    nbytes: int = 0
+    operations: int = 0
+
+    def least_seconds(self, machine: Machine) -> float | None:
+        """Return the least time on ``machine``; None without the probe that it needs."""
+        if self.nbytes:
+            return self.nbytes / machine.read
+        return None if machine.peak is None else self.operations / machine.peak
+
+    def repeated(self) -> StepPlan:
+        """Return the plan of the same step for a runner that knows its sequences."""
+        chunks = [msgspec.structs.replace(c, token_ids=[], blocks=[], new=None) for c in self.plan.chunks]
+        return StepPlan(0, chunks, [])
+
+
+def chunk(number: int, start: int, count: int, blocks: int, sample: bool, adapter: int = 0) -> ScheduledChunk:
     """Return a chunk of ``count`` tokens of sequence ``number`` at positions start, ..., in ``blocks`` of its own."""
     tokens = [(number * 31 + i) % 251 for i in range(start + count)]
     table = list(range(number * blocks, (number + 1) * blocks))
     new = NewSequence((f"r{number}", 0), SamplingParams(max_tokens=1, temperature=0.0), start + count)
-    return ScheduledChunk(number, start, count, sample, ServedWeights(), tokens, table, new)
+    return ScheduledChunk(number, start, count, sample, ServedWeights(adapter=adapter), tokens, table, new)
 
 
-def plans(running: list[int], context: int, tokens: int, blocks: int) -> dict[str, StepPlan]:
-    """Return a decode step for each count of ``running`` sequences with ``context`` tokens; a prefill of ``tokens``."""
-    found = {f"decode {count}": [chunk(row, context, 1, blocks, True) for row in range(count)] for count in running}
-    found[f"prefill {tokens}"] = [chunk(max(running), 0, tokens, blocks, False)]
-    return {name: StepPlan(0, chunks, []) for name, chunks in found.items()}
+def make_steps(options: argparse.Namespace, shape: Shape, blocks: int) -> dict[str, Step]:
+    """Return a decode step for each of --running and each of --adapters, and a prefill step."""
+
+    def decode(running: int, adapters: int) -> Step:
+        """Rows of one adapter are neighbours. Adapters have the numbers from 1 on."""
+        numbers = [1 + row * adapters // running if adapters else 0 for row in range(running)]
+        chunks = [chunk(row, options.context, 1, blocks, True, number) for row, number in enumerate(numbers)]
+        return Step(StepPlan(0, chunks, []), shape.step_bytes + adapters * adapter_bytes(shape, options.rank))
+
+    most = max(options.running)
+    steps = {f"decode {running}": decode(running, 0) for running in options.running}
+    steps |= {f"decode {most}, adapters {count}": decode(most, count) for count in options.adapters}
+    prefill = StepPlan(0, [chunk(most, 0, options.chunk, blocks, False)], [])
+    steps[f"prefill {options.chunk}"] = Step(prefill, operations=shape.prefill_operations(options.chunk))
+    return steps
 
 
-def repeated(plan: StepPlan) -> StepPlan:
-    """Return the plan of the same step for a runner that knows the sequences of ``plan``."""
-    return StepPlan(0, [msgspec.structs.replace(c, token_ids=[], blocks=[], new=None) for c in plan.chunks], [])
-
-
-def least_seconds(name: str, shape: Shape, tokens: int, machine: Machine) -> float:
-    """Return the least time of the step of this name on ``machine``."""
-    if name.startswith("prefill"):
-        return shape.prefill_operations(tokens) / machine.peak
-    return shape.step_bytes / machine.read
+def load_adapters(runner: ModelRunner, shape: Shape, count: int, rank: int) -> None:
+    """Give the runner adapters of the numbers 1 to ``count``."""
+    for number in range(1, count + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(Path(folder), shape, rank, number)
+            staging = runner.begin_adapter()
+            staging.read(folder)
+            runner.commit_adapter(number, staging.finish())
 
 
 def describe(name: str, timing: Timing, least: float | None) -> dict[str, float | None]:
     """Print one line; return its figures."""
-    text, share = f"  {name:14} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})", None
+    text, share = f"  {name:23} {timing.median * 1e3:8.2f} ms (best {timing.best * 1e3:.2f})", None
     if least is not None:
         share = least / timing.median
         text += f"   {share:4.0%} of the {'matrix rate' if name.startswith('prefill') else 'bandwidth'}"
@@ -67,15 +101,22 @@ def describe(name: str, timing: Timing, least: float | None) -> dict[str, float 
     return {"ms": timing.median * 1e3, "best_ms": timing.best * 1e3, "of_roofline": share}
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--running", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=64, help="tokens behind each decoding sequence")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of the prefill step")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    add, numbers = parser.add_argument, lambda text: [int(n) for n in text.split(",")]
+    add("--model", type=Path, default=MODEL)
+    add("--running", type=numbers, default=[1, 8, 32])
+    add("--adapters", type=numbers, default=[], help="distinct adapters of further decode steps, such as 1,8,32")
+    add("--rank", type=int, default=16, help="of the adapters")
+    add("--context", type=int, default=64, help="tokens behind each decoding sequence")
+    add("--chunk", type=int, default=512, help="tokens of the prefill step")
+    add("--repeats", type=int, default=15)
+    add("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     longest = max(options.context + 1, options.chunk)
     blocks = -(-longest // BLOCK)
     runner = ModelRunner(
@@ -84,23 +125,27 @@ def main() -> None:
         block_size=BLOCK,
         num_blocks=(max(options.running) + 1) * blocks,
         max_model_len=longest,
+        max_lora_rank=options.rank,
     )
     shape, ops = Shape.of(options.model), runner.ops
     assert isinstance(ops, CpuOps), "it measures the C++ ops: build them (python custom_ops/build.py)"
     probe = probe_weight(ops)
-    steps = plans(options.running, options.context, options.chunk, blocks)
-    for plan in steps.values():
-        runner.execute(plan)
-    again = {name: repeated(plan) for name, plan in steps.items()}
+    load_adapters(runner, shape, max(options.adapters, default=0), options.rank)
+    steps = make_steps(options, shape, blocks)
+    for step in steps.values():
+        runner.execute(step.plan)
+    again = {name: step.repeated() for name, step in steps.items()}
     calls = {name: lambda plan=plan: runner.execute(plan) for name, plan in again.items()}
     timings = measure({**roofline_calls(ops, probe), **calls}, options.repeats)
     machine = read_roofline(ops, probe, timings)
     print(f"{options.model}, {ops.dtype}, {ops.isa}, {ops.num_threads} threads, load average {os.getloadavg()[0]:.2f}")
     report: dict = {"step_bytes": shape.step_bytes, "machine": None if machine is None else machine._asdict()}
     if machine is not None:
-        rates = f"reader {machine.read / 1e9:.1f} GB/s, tiles {machine.peak / 1e12:.2f} TFLOP/s"
+        rates = f"reader {machine.read / 1e9:.1f} GB/s"
+        if machine.peak is not None:
+            rates += f", tiles {machine.peak / 1e12:.2f} TFLOP/s"
         print(f"a decode step reads {shape.step_bytes / 1e9:.3f} GB; {rates}")
-    least = {name: machine and least_seconds(name, shape, options.chunk, machine) for name in steps}
+    least = {name: machine and step.least_seconds(machine) for name, step in steps.items()}
     report["steps"] = {name: describe(name, timings[name], least[name]) for name in steps}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=2))

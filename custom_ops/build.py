@@ -43,7 +43,7 @@ class Unit(NamedTuple):
         return f"{Path(self.source).stem}_{self.flags[0].removeprefix('-DFD_ISA=') if self.flags else 'any'}.o"
 
 
-PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "thread_pool.cc")
+PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "pack_lora.cc", "thread_pool.cc")
 VECTOR = ("linear.cc", "attention.cc", "layer.cc", "sampling.cc")
 TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "roofline_probes.cc")
 UNITS = (

@@ -109,12 +109,13 @@ class LoadComparison:
 def machine_line(probes: Sequence[Machine]) -> str:
     """Describe the probes: median and range."""
     if not probes:
-        return "no probe of the machine here (it needs AMX): no roofline"
-    reads, peaks = sorted(p.read / 1e9 for p in probes), sorted(p.peak / 1e12 for p in probes)
-    return (
-        f"the machine reads {median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
-        f" and multiplies {median(peaks):.2f} TFLOP/s in bfloat16 ({peaks[0]:.2f} to {peaks[-1]:.2f})"
-    )
+        return "no probe of the machine here (it needs AVX-512): no roofline"
+    reads = sorted(probe.read / 1e9 for probe in probes)
+    text = f"the machine reads {median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
+    peaks = sorted(probe.peak / 1e12 for probe in probes if probe.peak is not None)
+    if peaks:
+        text += f" and multiplies {median(peaks):.2f} TFLOP/s in bfloat16 ({peaks[0]:.2f} to {peaks[-1]:.2f})"
+    return text
 
 
 def _text(value: float | None, form: str, scale: float = 1.0) -> str:

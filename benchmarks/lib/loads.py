@@ -100,7 +100,7 @@ class Prefill(Streams):
 
     bound = "matrix rate"
 
-    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float:
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         assert figures.prefilled_s is not None and self.requests == self.at_once
         return prefill_share(shape, machine, self.requests, self.prompt, figures.prefilled_s)
 
@@ -136,7 +136,7 @@ class Groups(Load):
         """Return the request bodies of a group, each with its expected number of tokens."""
         return [(body | {"n": self.SAMPLES}, self.SAMPLES * self.output)]
 
-    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float:
+    def share(self, shape: Shape, machine: Machine, figures: Figures) -> float | None:
         return group_share(shape, machine, self.requests, self.at_once, self.prompt, self.output, figures.seconds)
 
 

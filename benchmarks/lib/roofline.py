@@ -20,10 +20,11 @@ BYTES = 2  # of a bfloat16
 
 
 class Machine(NamedTuple):
-    """read: bytes per second that all threads read together. peak: bfloat16 operations per second of all threads."""
+    """read: bytes per second that all threads read together. peak: bfloat16 operations per second of all threads in AMX
+    tiles; None without AMX."""
 
     read: float
-    peak: float
+    peak: float | None
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,29 @@ def decode_share(shape: Shape, machine: Machine, token_s: float) -> float:
     return shape.step_bytes / token_s / machine.read
 
 
-def prefill_share(shape: Shape, machine: Machine, prompts: int, tokens: int, seconds: float) -> float:
+def prefill_share(shape: Shape, machine: Machine, prompts: int, tokens: int, seconds: float) -> float | None:
     """Return the share of the matrix rate in the prefill of ``prompts`` of ``tokens``: operations / seconds / peak.
-    seconds: from the first request sent to the first token of the last stream."""
+    seconds: from the first request sent to the first token of the last stream. None without a peak."""
+    if machine.peak is None:
+        return None
     return prompts * shape.prefill_operations(tokens) / seconds / machine.peak
 
 
 def group_share(
     shape: Shape, machine: Machine, groups: int, at_once: int, prompt: int, output: int, seconds: float
-) -> float:
+) -> float | None:
     """Return the least time of ``groups`` of samples, ``at_once`` in flight, over ``seconds``. In the least time, each
-    prompt is prefilled once, then ceil(groups / at_once) * ``output`` decode steps each read the weights once."""
+    prompt is prefilled once, then ceil(groups / at_once) * ``output`` decode steps each read the weights once.
+    None without a peak."""
+    if machine.peak is None:
+        return None
     prefill = groups * shape.prefill_operations(prompt) / machine.peak
     decode = -(-groups // at_once) * output * shape.step_bytes / machine.read
     return (prefill + decode) / seconds
 
 
 def probe() -> Machine | None:
-    """Measure the machine, in a process of its own. None without AMX, which the probe needs. Raises
+    """Measure the machine, in a process of its own. None without AVX-512, which the probe needs. Raises
     CalledProcessError."""
     command = [sys.executable, "-m", "benchmarks.ops", "--probe", "--repeats", "5"]
     run = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
@@ -107,4 +113,5 @@ def middle(probes: list[Machine]) -> Machine | None:
     """Return the medians of several probes; None without a probe."""
     if not probes:
         return None
-    return Machine(median(p.read for p in probes), median(p.peak for p in probes))
+    peaks = [probe.peak for probe in probes if probe.peak is not None]
+    return Machine(median(probe.read for probe in probes), median(peaks) if peaks else None)

@@ -35,8 +35,8 @@ install() {
     echo "installed: $VENV"
 }
 
-find_tcmalloc() {
-    ldconfig -p | awk '/libtcmalloc_minimal\.so\.4/ { print $NF; exit }'
+find_tcmalloc() { # reads to the end: ldconfig must not die of a closed pipe
+    ldconfig -p | awk '/libtcmalloc_minimal\.so\.4/ && !found { print $NF; found = 1 }'
 }
 
 serve() {
@@ -49,7 +49,8 @@ serve() {
         [ -n "$tcmalloc" ] || { echo "libtcmalloc_minimal.so.4 not found (Debian: libtcmalloc-minimal4)" >&2; exit 2; }
         export LD_PRELOAD=$tcmalloc:$VENV/lib/libiomp5.so
     fi
-    export VLLM_SERVER_DEV_MODE=1 # without it vLLM has no /pause
+    export VLLM_SERVER_DEV_MODE=1             # without it vLLM has no /pause
+    export VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 # without it vLLM has no /v1/load_lora_adapter
     export VLLM_CPU_KVCACHE_SPACE=${KV_GB:-2} VLLM_CPU_OMP_THREADS_BIND=${CORES:-$(cores)}
     export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
     exec "$VENV/bin/vllm" serve "$model" --port "$port" --host 127.0.0.1 --dtype bfloat16 \

@@ -84,22 +84,37 @@ void fd_unpack_rows(const Weight* w, void* target, int64_t first, int64_t n) { u
 
 void fd_get_bias(const Weight* w, float* bias) { std::memcpy(bias, w->bias, static_cast<size_t>(w->n) * 4); }
 
+Lora* fd_new_lora(int bf16, int64_t k, int64_t parts, const int64_t* rows, const int64_t* ranks, const float* scaling) {
+  return new_lora(bf16, k, parts, rows, ranks, scaling);
+}
+void fd_free_lora(Lora* lora) { free_lora(lora); }
+int64_t fd_lora_bytes(const Lora* lora) { return lora->bytes; }
+void fd_pack_lora(Lora* lora, const void* a, const void* b, int source_bf16, int64_t first_row, int64_t n,
+                  int64_t first_rank, int64_t rank) {
+  pack_lora(*lora, a, b, source_bf16, first_row, n, first_rank, rank);
+}
+int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(loras, count) ? 0 : -1; }
+
 // Returns 1 if between_layers ended the step.
 int fd_run_layers(const StepArgs* s) {
   int64_t last_attention = s->count - 1;
   while (last_attention > 0 && s->blocks[last_attention].kind != BlockKind::kAttention) --last_attention;
-  StepState step = {s->batch, s->residual, s->batch.tokens, nullptr, s->num_rows};
+  StepState step = {s->batch, s->residual, s->batch.tokens, nullptr, s->num_rows, {s->adapters, s->adapter_rows, 0}};
   for (int64_t i = 0; i < s->count; ++i) {
     step.rows = i == last_attention ? s->rows : nullptr;
+    step.loras.linear = 2 * i;
     if (const int status = FD_MATRIX(s->bf16, run_block, s->blocks[i], step)) return status;
     if (s->blocks[i].ends_layer && s->between_layers != nullptr && s->between_layers() != 0) return 1;
   }
   return 0;
 }
 
-// norm: null, or the weight of an RMSNorm of x.
-int fd_linear(const float* x, const float* norm, float eps, int64_t m, const Weight* w, float* out) {
-  return FD_MATRIX(w->bf16, linear, x, norm, eps, m, *w, out);
+// norm: null, or the weight of an RMSNorm of x. adapter_rows: null, or the adapter of each row, -1 for none; then
+// adapters are addresses of the adapters' Lora.
+int fd_linear(const float* x, const float* norm, float eps, int64_t m, const Weight* w,
+              const Lora* const* const* adapters, const int32_t* adapter_rows, float* out) {
+  const LoraRows loras = {adapters, adapter_rows, 0};
+  return FD_MATRIX(w->bf16, linear, x, norm, eps, m, *w, loras, out);
 }
 
 int fd_mlp(const float* x, int64_t m, const Weight* gate_up, const Weight* down, float* out) {

@@ -7,6 +7,7 @@
 // float32 cache    K [block][kv head][slot/16][Dp][16], V [block][kv head][slot][Dp]
 // bfloat16 cache   K [block][kv head][slot/16][Dp/2][16][2], V [block][kv head][slot/2][Dp][2]
 //                  (Dp = head_dim rounded up to 32): the right operands of AMX for q @ k.T and p @ v.
+// adapters         A as a weight [rank][K]; B by column tile, float32 [rank][16], bfloat16 [rank / 2][16][2]
 #pragma once
 
 #include <cstdint>
@@ -27,6 +28,40 @@ struct Weight {
 
   int64_t tiles() const { return (n + kColumns - 1) / kColumns; }
   int64_t tile_elements() const { return k_padded * kColumns; }
+};
+
+// The ranks that a column tile of a linear needs: [first, first + count), both even. Ranks of a projection that has no
+// column in the tile are not among them, except to make these numbers even. `b`: where their rows of B begin, in
+// elements.
+struct LoraTile {
+  int32_t first, count;
+  int64_t b;
+};
+
+// Memory that several adapters of linears share.
+struct LoraMemory;
+
+// The adapter of one packed linear: x @ a.T * scaling @ b.T. The ranks of its projections are stacked. One piece of
+// memory holds a.data, then b, scaling and tiles. Immutable once packed.
+struct Lora {
+  Weight a;                                   // [rank, in_features]
+  int64_t n;                                  // out_features
+  int64_t b_at, scaling_at, tiles_at, bytes;  // offsets from a.data; bytes of all
+  LoraMemory* memory;
+
+  char* base() const { return static_cast<char*>(a.data); }
+  void* b() const { return base() + b_at; }                                           // in the type of a
+  float* scaling() const { return reinterpret_cast<float*>(base() + scaling_at); }    // [round_up(rank, 16)]
+  LoraTile* tiles() const { return reinterpret_cast<LoraTile*>(base() + tiles_at); }  // [ceil(n / 16)]
+};
+
+// The adapters of the rows of one linear.
+struct LoraRows {
+  const Lora* const* const* adapters;  // of each adapter, its linears
+  const int32_t* rows;                 // the adapter of each row, -1 for none; null: no row has one
+  int64_t linear;
+
+  const Lora* of(int64_t row) const { return rows[row] < 0 ? nullptr : adapters[rows[row]][linear]; }
 };
 
 struct Cache {
@@ -97,6 +132,8 @@ struct StepArgs {
   int64_t num_rows;
   const Block* blocks;
   int64_t count;
+  const Lora* const* const* adapters;  // of each adapter of the step, two linears of each block; null without a part
+  const int32_t* adapter_rows;         // [tokens], the adapter of each row or -1; null: no row has one
   int (*between_layers)();  // or null; called at the end of each layer, ends the step by returning anything but 0
 };
 
@@ -107,15 +144,17 @@ struct StepState {
   int64_t m;
   const int64_t* rows;  // for the last attention block: the rows to keep; null for all other blocks
   int64_t num_rows;
+  LoraRows loras;  // of the m rows; loras.linear: the first of the block
 };
 
-#define FD_DECLARE_KERNELS(isa)                                                                      \
-  namespace isa {                                                                                    \
-  void run_block(const Block& block, StepState& step);                                               \
-  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out); \
-  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);        \
-  void attention(const AttentionArgs& a);                                                            \
-  void count_tasks(const AttentionArgs& a, int64_t* count);                                          \
+#define FD_DECLARE_KERNELS(isa)                                                                                \
+  namespace isa {                                                                                              \
+  void run_block(const Block& block, StepState& step);                                                         \
+  void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras, \
+              float* out);                                                                                     \
+  void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out);                  \
+  void attention(const AttentionArgs& a);                                                                      \
+  void count_tasks(const AttentionArgs& a, int64_t* count);                                                    \
   }
 FD_DECLARE_KERNELS(avx2)
 FD_DECLARE_KERNELS(avx512)
@@ -149,5 +188,16 @@ void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, i
 // Columns [first, first + n) of the weight become `target` [n, k] in the type of the weight, with the bits that were
 // packed.
 void unpack_rows(const Weight& w, void* target, int64_t first, int64_t n);
+
+// pack_lora.cc: a linear of `parts` projections, `rows` [parts] outputs each, with ranks [parts] (0: no adapter).
+// Null when there is no memory left.
+Lora* new_lora(bool bf16, int64_t k, int64_t parts, const int64_t* rows, const int64_t* ranks, const float* scaling);
+void free_lora(Lora* lora);
+// Packs a [rank, k] and b [n, rank] of the projection that begins at output first_row and at rank first_rank.
+void pack_lora(Lora& lora, const void* a, const void* b, bool source_bf16, int64_t first_row, int64_t n,
+               int64_t first_rank, int64_t rank);
+// Moves the memory of these adapters to one piece. No op may be using them. False, and nothing has changed, when there
+// is no memory left.
+bool gather_loras(Lora* const* loras, int64_t count);
 
 }  // namespace fd

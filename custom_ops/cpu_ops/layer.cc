@@ -18,13 +18,21 @@ void pick_rows(const float* x, const int64_t* rows, int64_t count, int64_t width
     std::memmove(out + i * width, x + rows[i] * width, static_cast<size_t>(width) * 4);
 }
 
+// The adapters of the picked rows.
+const int32_t* pick_adapters(const int32_t* adapters, const int64_t* rows, int64_t count) {
+  auto* picked = static_cast<int32_t*>(scratch(kScratchLoraRows, static_cast<size_t>(count) * 4));
+  for (int64_t i = 0; i < count; ++i) picked[i] = adapters[rows[i]];
+  return picked;
+}
+
 // multiply_gated of any width. Where gate and up share a column tile, both products are stored before they are
 // combined.
-LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
+LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
+                               const Weight& next) {
   const int64_t half = w.n / 2;
-  if (half % kColumns == 0) return multiply_gated(slot, input, w, next);
+  if (half % kColumns == 0) return multiply_gated(slot, input, w, loras, next);
   float* both = floats(kScratchGateUp, input.m * w.n);
-  multiply(input, w, both, false);
+  multiply(input, w, loras, both, false);
   for (int64_t r = 0; r < input.m; ++r)
     for (int64_t i = 0; i < half; i += 16) {
       const int count = static_cast<int>(half - i < 16 ? half - i : 16);
@@ -32,6 +40,12 @@ LinearInput multiply_any_gated(ScratchSlot slot, const LinearInput& input, const
       store_n(both + r * half + i, mul(silu(load_n(gate, count)), load_n(up, count)), count);  // after all reads
     }
   return make_linear_input(slot, both, nullptr, 0, input.m, next);
+}
+
+// The adapters of the second linear of a block.
+LoraRows second(LoraRows loras) {
+  ++loras.linear;
+  return loras;
 }
 
 // residual += o(attention(qkv(norm(residual)))). Keeps only step.rows of the residual, if these are given.
@@ -42,7 +56,7 @@ void attention_block(const AttentionBlock& block, StepState& step) {
   float* qkv = floats(kScratchQkv, step.m * block.qkv->n);
   float* attended = floats(kScratchAttended, step.m * width);
   multiply(make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.qkv), *block.qkv,
-           qkv, false);
+           step.loras, qkv, false);
   args.qkv = qkv;
   args.out = attended;
   attention(args);
@@ -50,10 +64,11 @@ void attention_block(const AttentionBlock& block, StepState& step) {
     step.m = step.num_rows;
     pick_rows(attended, step.rows, step.m, width, attended);
     pick_rows(step.residual, step.rows, step.m, hidden, step.residual);
+    if (step.loras.rows != nullptr) step.loras.rows = pick_adapters(step.loras.rows, step.rows, step.m);
   }
   if (step.m == 0) return;
   const LinearInput input = make_linear_input(kScratchInput, attended, nullptr, 0, step.m, *block.o);
-  multiply(input, *block.o, step.residual, true);
+  multiply(input, *block.o, second(step.loras), step.residual, true);
 }
 
 // residual += down(silu(gate(norm(residual))) * up(norm(residual))).
@@ -61,7 +76,8 @@ void mlp_block(const MlpBlock& block, const StepState& step) {
   if (step.m == 0) return;
   const LinearInput input =
       make_linear_input(kScratchInput, step.residual, block.norm, block.norm_eps, step.m, *block.gate_up);
-  multiply(multiply_any_gated(kScratchInner, input, *block.gate_up, *block.down), *block.down, step.residual, true);
+  const LinearInput inner = multiply_any_gated(kScratchInner, input, *block.gate_up, step.loras, *block.down);
+  multiply(inner, *block.down, second(step.loras), step.residual, true);
 }
 
 }  // namespace
@@ -73,13 +89,14 @@ void run_block(const Block& block, StepState& step) {
   }
 }
 
-void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, float* out) {
-  multiply(make_linear_input(kScratchInput, x, norm, eps, m, w), w, out, false);
+void linear(const float* x, const float* norm, float eps, int64_t m, const Weight& w, const LoraRows& loras,
+            float* out) {
+  multiply(make_linear_input(kScratchInput, x, norm, eps, m, w), w, loras, out, false);
 }
 
 void mlp(const float* x, int64_t m, const Weight& gate_up, const Weight& down, float* out) {
   const LinearInput input = make_linear_input(kScratchInput, x, nullptr, 0, m, gate_up);
-  multiply(multiply_any_gated(kScratchInner, input, gate_up, down), down, out, false);
+  multiply(multiply_any_gated(kScratchInner, input, gate_up, {}, down), down, {}, out, false);
 }
 
 }  // namespace FD_ISA

@@ -5,6 +5,7 @@
 // of x and its own column of the weight.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "linear.h"
 #include "thread_pool.h"
@@ -24,11 +25,14 @@ constexpr int kRows = 3;
 // Rows of x that are computed while a pair of columns stays in L2.
 constexpr int64_t kRowBlock = 256;
 
-template <int Rows>
-void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc) {
+// `beside` runs once per step over k, for work that does not wait: prefetches.
+template <int Rows, typename Beside>
+void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1, int64_t k, Floats16* acc,
+                  Beside& beside) {
   Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; ++i) {
+    beside();
     const Floats16 b0 = load(w0 + i * 16), b1 = load(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
       const Floats16 a = set1(x[r * ldx + i]);
@@ -42,11 +46,13 @@ void multiply_f32(const float* x, int64_t ldx, const float* w0, const float* w1,
   }
 }
 
-template <int Rows>
-void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc) {
+template <int Rows, typename Beside>
+void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16_t* w1, int64_t k, Floats16* acc,
+                   Beside& beside) {
   Floats16 c0[Rows], c1[Rows];
   for (int r = 0; r < Rows; ++r) c0[r] = c1[r] = zero();
   for (int64_t i = 0; i < k; i += 2) {
+    beside();
     const Pairs b0 = load_pairs(w0 + i * 16), b1 = load_pairs(w1 + i * 16);
     for (int r = 0; r < Rows; ++r) {
       const Floats16 even = set1(x[r * ldx + i]), odd = set1(x[r * ldx + i + 1]);
@@ -60,37 +66,78 @@ void multiply_bf16(const float* x, int64_t ldx, const uint16_t* w0, const uint16
   }
 }
 
-template <int Rows>
-void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc) {
+template <int Rows, typename Beside>
+void multiply(const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1, Floats16* acc,
+              Beside& beside) {
   const int64_t step = w.tile_elements();
   if (w.bf16) {
     const uint16_t* data = static_cast<const uint16_t*>(w.data);
-    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc);
+    multiply_bf16<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k_padded, acc, beside);
   } else {
     const float* data = static_cast<const float*>(w.data);
-    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc);
+    multiply_f32<Rows>(x, ldx, data + tile0 * step, data + tile1 * step, w.k, acc, beside);
   }
 }
 
-void multiply_rows(int rows, const Weight& w, const float* x, int64_t ldx, int64_t tile0, int64_t tile1,
-                   Floats16* acc) {
-  switch (rows) {
-    case 1: return multiply<1>(w, x, ldx, tile0, tile1, acc);
-    case 2: return multiply<2>(w, x, ldx, tile0, tile1, acc);
-    case 3: return multiply<3>(w, x, ldx, tile0, tile1, acc);
-#if defined(__AVX512F__)
-    case 4: return multiply<4>(w, x, ldx, tile0, tile1, acc);
-    case 5: return multiply<5>(w, x, ldx, tile0, tile1, acc);
-    case 6: return multiply<6>(w, x, ldx, tile0, tile1, acc);
-    case 7: return multiply<7>(w, x, ldx, tile0, tile1, acc);
-    case 8: return multiply<8>(w, x, ldx, tile0, tile1, acc);
-#endif
+// Calls body(rows) with the number of rows, 1 to Most, as a constant.
+template <int Most, typename Body>
+inline void with_rows(int64_t rows, const Body& body) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, body);
+  }
+  body(std::integral_constant<int, Most>());
+}
+
+// t [Rows, stride] = x @ A.T * scaling for a tile of ranks. Each element is two chains, of the even and the odd k.
+template <int Rows>
+void shrink_rows(const Lora& lora, int64_t tile, const float* x, int64_t ldx, float* t, int64_t stride) {
+  const Weight& a = lora.a;
+  const uint16_t* pairs = static_cast<const uint16_t*>(a.data) + tile * a.tile_elements();
+  const float* singles = static_cast<const float*>(a.data) + tile * a.tile_elements();
+  Floats16 even[Rows], odd[Rows];
+  for (int r = 0; r < Rows; ++r) even[r] = odd[r] = zero();
+  const int64_t paired = a.k_padded / 2 * 2;
+  for (int64_t k = 0; k < paired; k += 2) {
+    const Pairs w = a.bf16 ? load_pairs(pairs + k * 16) : Pairs{load(singles + k * 16), load(singles + k * 16 + 16)};
+    for (int r = 0; r < Rows; ++r) {
+      even[r] = fma(set1(x[r * ldx + k]), w.low, even[r]);
+      odd[r] = fma(set1(x[r * ldx + k + 1]), w.high, odd[r]);
+    }
+  }
+  const Floats16 scaling = load(lora.scaling() + tile * 16);
+  for (int r = 0; r < Rows; ++r) {
+    if (paired < a.k_padded) even[r] = fma(set1(x[r * ldx + paired]), load(singles + paired * 16), even[r]);
+    store(t + r * stride + tile * 16, mul(add(even[r], odd[r]), scaling));
   }
 }
 
-// Calls finish(row, pair, acc0, acc1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
+Expansion shrink(const LinearInput& input, const LoraRows& loras) {
+  if (loras.rows == nullptr) return {};
+  const LoraChunks work = cut_rows(loras, input.m);
+  if (work.count == 0) return {};
+  const int64_t stride = work.tiles * 16;
+  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(input.m * stride) * 4));
+  parallel_for(work.count * work.tiles, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const LoraChunk& chunk = work.chunks[i / work.tiles];
+      const int64_t tile = i % work.tiles, ldx = chunk.lora->a.k_padded;
+      if (tile >= chunk.lora->a.tiles()) continue;
+      for (int64_t r = chunk.row; r < chunk.row + chunk.rows; r += kRows) {
+        const float* x = static_cast<const float*>(input.data) + r * ldx;
+        with_rows<kRows>(chunk.row + chunk.rows - r, [&](auto rows) {
+          shrink_rows<decltype(rows)::value>(*chunk.lora, tile, x, ldx, shrunk + r * stride, stride);
+        });
+      }
+    }
+  });
+  return {loras, shrunk, stride};
+}
+
+// Calls finish(row, pair, value0, value1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& input, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+void for_all_pairs(const LinearInput& input, const Weight& w, const LoraRows& loras, int64_t pairs, Tiles tiles,
+                   Finish finish) {
+  const Expansion expansion = shrink(input, loras);
   const int64_t m = input.m, ldx = w.k_padded;
   const float* rows_data = static_cast<const float*>(input.data);
   for (int64_t block = 0; block < m; block += kRowBlock) {
@@ -102,10 +149,23 @@ void for_all_pairs(const LinearInput& input, const Weight& w, int64_t pairs, Til
         int64_t tile0, tile1;
         tiles(pair, &tile0, &tile1);
         for (int64_t r = block; r < block_end; r += kRows) {
-          const int rows = static_cast<int>(std::min<int64_t>(kRows, block_end - r));
+          const int64_t rows = std::min<int64_t>(kRows, block_end - r);
           Floats16 acc[2 * kRows];
-          multiply_rows(rows, w, rows_data + r * ldx, ldx, tile0, tile1, acc);
-          for (int i = 0; i < rows; ++i) finish(r + i, pair, acc[2 * i], acc[2 * i + 1]);
+          const auto run = [&](auto beside) {
+            with_rows<kRows>(rows, [&](auto count) {
+              multiply<decltype(count)::value>(w, rows_data + r * ldx, ldx, tile0, tile1, acc, beside);
+            });
+          };
+          if (expansion.shrunk == nullptr) {
+            run([] {});
+          } else {
+            LoraFetch fetch = expansion.fetch(r, r + rows, tile0, tile1, w.k_padded / 2);
+            run([&] { fetch.go(); });
+          }
+          for (int64_t i = 0; i < rows; ++i) {
+            const Floats16 value0 = complete(w, expansion, r + i, tile0, acc[2 * i]);
+            finish(r + i, pair, value0, complete(w, expansion, r + i, tile1, acc[2 * i + 1]));
+          }
         }
       }
     });
@@ -138,10 +198,10 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
   return {rows, m};
 }
 
-void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
+void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
   const int64_t tiles = w.tiles();
   for_all_pairs(
-      input, w, (tiles + 1) / 2,
+      input, w, loras, (tiles + 1) / 2,
       [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
         *tile0 = 2 * pair;
         *tile1 = std::min(2 * pair + 1, tiles - 1);
@@ -149,23 +209,22 @@ void multiply(const LinearInput& input, const Weight& w, float* out, bool accumu
       [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
         float* to = out + row * w.n;
         const auto put = accumulate ? add_columns : store_columns;
-        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+        put(to, 2 * pair, w.n, c0);
+        if (2 * pair + 1 < tiles) put(to, 2 * pair + 1, w.n, c1);
       });
 }
 
-LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
+                           const Weight& next) {
   const int64_t half = w.n / 2, half_tiles = half / kColumns, m = input.m;
   float* rows = static_cast<float*>(scratch(slot, static_cast<size_t>(m * next.k_padded) * 4));
   for_all_pairs(
-      input, w, half_tiles,
+      input, w, loras, half_tiles,
       [=](int64_t pair, int64_t* tile0, int64_t* tile1) {
         *tile0 = pair;
         *tile1 = pair + half_tiles;
       },
       [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-        gate = with_bias(w, pair, gate);
-        up = with_bias(w, pair + half_tiles, up);
         store(rows + row * next.k_padded + pair * kColumns, rounded(next, mul(silu(gate), up)));
       });
   for (int64_t r = 0; r < m; ++r)

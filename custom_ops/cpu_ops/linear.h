@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "lora.h"
 #include "memory.h"
 #include "simd.h"
 
@@ -23,12 +24,13 @@ struct LinearInput {
 LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* norm, float eps, int64_t m,
                               const Weight& w);
 
-// out [m, n] = input @ w.T + bias; with `accumulate`, the result is added to out.
-void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate);
+// out [m, n] = input @ w.T + bias + adapters; with `accumulate`, the result is added to out.
+void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate);
 
-// Computes silu(input @ gate.T) * (input @ up.T) as the input of `next`. The weight packs gate, then up, each of whole
-// column tiles.
-LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& gate_up, const Weight& next);
+// Computes silu(input @ gate.T) * (input @ up.T), with biases and adapters, as the input of `next`. The weight packs
+// gate, then up, each of whole column tiles.
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& gate_up, const LoraRows& loras,
+                           const Weight& next);
 
 // 1 / sqrt(mean(x^2) + eps), summed in 16 lanes and four chains, combined in a fixed order.
 static inline float norm_factor(const float* x, int64_t h, float eps) {
@@ -47,8 +49,11 @@ static inline float norm_factor(const float* x, int64_t h, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(h) + eps);
 }
 
-static inline Floats16 with_bias(const Weight& w, int64_t tile, Floats16 value) {
-  return w.bias == nullptr ? value : add(value, load(w.bias + tile * kColumns));
+// Adds bias and adapter to a product.
+static inline Floats16 complete(const Weight& w, const Expansion& expansion, int64_t row, int64_t tile,
+                                Floats16 value) {
+  if (w.bias != nullptr) value = add(value, load(w.bias + tile * kColumns));
+  return expansion.add_to(value, row, tile);
 }
 
 // Stores columns [16 tile, 16 tile + 16) of a row of n columns; columns from n on are dropped.

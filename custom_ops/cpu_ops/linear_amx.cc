@@ -123,7 +123,7 @@ struct Pending {
   int64_t pair = 0, row = 0, end = 0;
 
   template <typename Finish>
-  inline void finish_rows(int64_t count, Finish& finish) {
+  inline void finish_rows(int64_t count, const Finish& finish) {
     for (const int64_t stop = std::min(end, row + count); row < stop; ++row, c += 2 * kColumns)
       finish(row, pair, load(c), load(c + kColumns));
   }
@@ -152,8 +152,8 @@ struct Pass {
 
 // Calls finish(row, pair, first 16 columns, second 16 columns) for each row of the pass and each pair of the pieces.
 template <typename Tiles, typename Finish>
-void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64_t pairs, Pieces& pieces,
-               const Tiles& tiles, Finish& finish) {
+void run_pairs(const InputTiles& input, const Weight& w, const Expansion& expansion, const Pass& pass, int64_t pairs,
+               Pieces& pieces, const Tiles& tiles, const Finish& finish) {
   const char* weight = static_cast<const char*>(w.data) + pass.k0 * kTileBytes;
   const int64_t column_bytes = w.tile_elements() * 2, steps = pass.steps;
   const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
@@ -162,12 +162,16 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
   alignas(64) float blocks[2][kGroup * kStripFloats];
   int current = 0;
   Pending pending;
+  LoraFetch fetch_loras;
   configure_tiles(input.rows);  // fewer than 16 in all: a decode step loads no padding
   for (int64_t begin, end; pieces.next(&begin, &end);) {
     for (int64_t pair = begin; pair < end; ++pair) {
       int64_t t0, t1;
       tiles(pair, &t0, &t1);
       const char *b0 = weight + t0 * column_bytes, *b1 = weight + t1 * column_bytes;
+      // Read while the next pair is computed.
+      if (expansion.shrunk != nullptr && strips == 1)
+        fetch_loras = expansion.fetch(pass.row0, pass.row0 + pass.rows, t0, t1, steps);
       tiles(std::min(pair + 1, pairs - 1), &t0, &t1);
       const char *next0 = weight + t0 * column_bytes, *next1 = weight + t1 * column_bytes;
       Fetch<_MM_HINT_T1> fetch_next{next0, next1, (16 + strips - 1) / strips};  // spread over all steps of this pair
@@ -198,6 +202,7 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
               run([&, fetch, left_here]() mutable {
                 if (left_here-- == 0) fetch = {next0, next1, 16};
                 fetch.go();
+                fetch_loras.go();
                 pending.finish_rows(rows_per_step, finish);
               });
             } else {
@@ -218,10 +223,62 @@ void run_pairs(const InputTiles& input, const Weight& w, const Pass& pass, int64
   _tile_release();
 }
 
-// Runs run_pairs for all rows on all threads.
+// t = x @ A.T * scaling for the rows of a chunk and a tile of ranks. Each element is two chains, of the even and the
+// odd k tiles. The other rows of the row tile are computed as well and dropped. Uses tile registers 0, 1 and 4 to 7.
+void shrink_chunk(const InputTiles& input, const LoraChunk& chunk, int64_t tile, float* shrunk, int64_t stride) {
+  const Weight& a = chunk.lora->a;
+  const char* weight = static_cast<const char*>(a.data) + tile * a.tile_elements() * 2;
+  alignas(64) float even[256], odd[256];
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t k = 0; k < input.k_tiles; k += 2) {
+    _tile_loadd(4, input.tile(chunk.row / 16, k), 64);
+    _tile_loadd(6, weight + k * kTileBytes, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (k + 1 == input.k_tiles) break;
+    _tile_loadd(5, input.tile(chunk.row / 16, k + 1), 64);
+    _tile_loadd(7, weight + (k + 1) * kTileBytes, 64);
+    _tile_dpbf16ps(1, 5, 7);
+  }
+  _tile_stored(0, even, 64);
+  _tile_stored(1, odd, 64);
+  const Floats16 scaling = load(chunk.lora->scaling() + tile * 16);
+  for (int64_t row = chunk.row; row < chunk.row + chunk.rows; ++row) {
+    const int64_t at = row % 16 * 16;
+    store(shrunk + row * stride + tile * 16, mul(add(load(even + at), load(odd + at)), scaling));
+  }
+}
+
+Expansion shrink(const InputTiles& input, int64_t m, const LoraRows& loras) {
+  if (loras.rows == nullptr) return {};
+  const LoraChunks work = cut_rows(loras, m);
+  if (work.count == 0) return {};
+  const int64_t stride = work.tiles * 16;
+  float* shrunk = static_cast<float*>(scratch(kScratchShrunk, static_cast<size_t>(m * stride) * 4));
+  parallel_pieces(work.count * work.tiles, 1, [&](Pieces& pieces) {
+    configure_tiles(input.rows);
+    for (int64_t begin, end; pieces.next(&begin, &end);)
+      for (int64_t i = begin; i < end; ++i) {
+        const LoraChunk& chunk = work.chunks[i / work.tiles];
+        if (i % work.tiles < chunk.lora->a.tiles()) shrink_chunk(input, chunk, i % work.tiles, shrunk, stride);
+      }
+    _tile_release();
+  });
+  return {loras, shrunk, stride};
+}
+
+// Calls finish(row, pair, value0, value1) for every row and every pair (tile0(pair), tile1(pair)) of column tiles.
 template <typename Tiles, typename Finish>
-void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tiles tiles, Finish finish) {
+void for_all_pairs(const LinearInput& rows, const Weight& w, const LoraRows& loras, int64_t pairs, Tiles tiles,
+                   Finish finish) {
   const InputTiles input(const_cast<void*>(rows.data), rows.m, w);
+  const Expansion expansion = shrink(input, rows.m, loras);
+  const auto finish_sums = [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
+    int64_t t0, t1;
+    tiles(pair, &t0, &t1);
+    const Floats16 value0 = complete(w, expansion, row, t0, c0);
+    finish(row, pair, value0, complete(w, expansion, row, t1, c1));
+  };
   const int64_t k_tiles = input.k_tiles, row_bytes = k_tiles * 64;
   const bool whole = row_bytes * kMaxRows <= kWholeBudget;
   const int64_t row_block = whole ? kMaxRows : kMaxRows / 2;
@@ -240,7 +297,8 @@ void for_all_pairs(const LinearInput& rows, const Weight& w, int64_t pairs, Tile
       pass.last = p + 1 == passes;
       const int64_t strips = (pass.rows + kStrip - 1) / kStrip;
       const int64_t grain = std::max<int64_t>(1, kPieceBytes / (pass.steps * 2 * kTileBytes * strips));
-      parallel_pieces(pairs, grain, [&](Pieces& pieces) { run_pairs(input, w, pass, pairs, pieces, tiles, finish); });
+      parallel_pieces(pairs, grain,
+                      [&](Pieces& pieces) { run_pairs(input, w, expansion, pass, pairs, pieces, tiles, finish_sums); });
     }
   }
 }
@@ -272,18 +330,18 @@ void convert_row(const float* x, const float* norm, float factor, int64_t k, int
 }
 
 template <typename Put>
-void multiply_with(const LinearInput& input, const Weight& w, float* out, Put put) {
+void multiply_with(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, Put put) {
   const int64_t count = w.tiles();
   for_all_pairs(
-      input, w, (count + 1) / 2,
+      input, w, loras, (count + 1) / 2,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = 2 * pair;
         *t1 = std::min(2 * pair + 1, count - 1);
       },
       [&](int64_t row, int64_t pair, Floats16 c0, Floats16 c1) {
         float* to = out + row * w.n;
-        put(to, 2 * pair, w.n, with_bias(w, 2 * pair, c0));
-        if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, with_bias(w, 2 * pair + 1, c1));
+        put(to, 2 * pair, w.n, c0);
+        if (2 * pair + 1 < count) put(to, 2 * pair + 1, w.n, c1);
       });
 }
 
@@ -302,19 +360,21 @@ LinearInput make_linear_input(ScratchSlot slot, const float* x, const float* nor
   return {input.data, m};
 }
 
-void multiply(const LinearInput& input, const Weight& w, float* out, bool accumulate) {
+void multiply(const LinearInput& input, const Weight& w, const LoraRows& loras, float* out, bool accumulate) {
   if (accumulate) {
-    multiply_with(input, w, out, [](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
+    multiply_with(input, w, loras, out,
+                  [](float* row, int64_t tile, int64_t n, Floats16 v) { add_columns(row, tile, n, v); });
   } else if (write_past_cache(out, input.m, w.n)) {
-    multiply_with(input, w, out,
+    multiply_with(input, w, loras, out,
                   [](float* row, int64_t tile, int64_t n, Floats16 v) { stream_columns(row, tile, n, v); });
   } else {
-    multiply_with(input, w, out,
+    multiply_with(input, w, loras, out,
                   [](float* row, int64_t tile, int64_t n, Floats16 v) { store_columns(row, tile, n, v); });
   }
 }
 
-LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const Weight& next) {
+LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Weight& w, const LoraRows& loras,
+                           const Weight& next) {
   const int64_t half_tiles = w.n / 2 / kColumns, m = input.m;
   const InputTiles inner(scratch(slot, InputTiles::bytes(m, next)), m, next);
   auto put = [&](int64_t row, int64_t tile, __m256i values) {
@@ -324,14 +384,12 @@ LinearInput multiply_gated(ScratchSlot slot, const LinearInput& input, const Wei
   if (half_tiles % 2 != 0)  // the upper half of the last k tile is padding
     for (int64_t r = 0; r < m; ++r) put(r, half_tiles, _mm256_setzero_si256());
   for_all_pairs(
-      input, w, half_tiles,
+      input, w, loras, half_tiles,
       [=](int64_t pair, int64_t* t0, int64_t* t1) {
         *t0 = pair;
         *t1 = pair + half_tiles;
       },
       [&](int64_t row, int64_t pair, Floats16 gate, Floats16 up) {
-        gate = with_bias(w, pair, gate);
-        up = with_bias(w, pair + half_tiles, up);
         put(row, pair, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(approximate_silu(gate.v), up.v)));
       });
   return {inner.data, m};

@@ -29,6 +29,9 @@ enum ScratchSlot {
   kScratchQuery,
   kScratchTasks,
   kScratchTask,
+  kScratchLoraRows,
+  kScratchLoraChunks,
+  kScratchShrunk,
   kNumScratchSlots
 };
 void* scratch(ScratchSlot slot, size_t bytes);

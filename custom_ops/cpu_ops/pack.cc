@@ -4,24 +4,12 @@
 #include <cstring>
 #include <new>
 
+#include "elements.h"
 #include "kernels.h"
 #include "memory.h"
 
 namespace fd {
 namespace {
-
-uint16_t to_bf16(uint32_t bits) {
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);  // NaN
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// Checkpoint tensors may sit at any byte offset of a file, hence memcpy.
-template <typename T>
-T load_at(const char* base, int64_t index) {
-  T value;
-  std::memcpy(&value, base + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
-  return value;
-}
 
 // One 16-column, 32-deep tile from bfloat16 rows: a transpose of 16 x 16 pairs. `stride` is in elements.
 void pack_tile_bf16(const char* source, int64_t stride, uint16_t* tile) {
@@ -31,11 +19,6 @@ void pack_tile_bf16(const char* source, int64_t stride, uint16_t* tile) {
   for (int p = 0; p < 16; ++p)
     for (int n = 0; n < 16; ++n) columns[p][n] = rows[n][p];
   std::memcpy(tile, columns, sizeof(columns));
-}
-
-template <bool SourceBf16>
-uint32_t load_float_bits(const char* row, int64_t k) {
-  return SourceBf16 ? static_cast<uint32_t>(load_at<uint16_t>(row, k)) << 16 : load_at<uint32_t>(row, k);
 }
 
 // Packs one column element by element: edges, conversions, and stacked parts that do not start on a whole tile.

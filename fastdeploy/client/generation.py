@@ -30,7 +30,8 @@ class Generation:
     """The running engine requests of one caller. The end of ``async with`` cancels the unfinished requests.
 
     Choice ``n * i + k`` is the k-th choice of prompt i, as OpenAI numbers them. cached_tokens: one per prompt. pace:
-    counts the work for this caller. for_tokens: see Reader. If False, :meth:`step` returns less often.
+    counts the work for this caller. for_tokens: see Reader. If False, :meth:`step` returns less often. adapters: names,
+    one per prompt; "" = the base model.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Generation:
         self.n = request.requests[0].n
         self.request_id = request.requests[0].group or request.requests[0].request_id
         self.prompts = [add.prompt_token_ids for add in request.requests]
+        self.adapters = [add.adapter for add in request.requests]
         self.choices = [
             Choice(tokenizer, add.prompt_token_ids, text, add.resumed_tokens)
             for add, text in zip(request.requests, request.texts, strict=True)

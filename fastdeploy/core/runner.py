@@ -56,14 +56,14 @@ class AdapterInfo(NamedTuple):
 
 
 class AdapterStaging(Protocol):
-    """A PEFT adapter under construction. Used by one thread, beside steps."""
+    """A PEFT adapter under construction. Used by one thread, beside steps. ``read`` is called once."""
 
     def read(self, path: str) -> AdapterInfo:
         """Read and pack the PEFT folder ``path`` (adapter_config.json, adapter_model.safetensors), which the engine has
         written. Raises WeightUpdateRefused, which names the field or tensor, or OutOfSpace."""
 
     def finish(self) -> Any:
-        """Return the argument of ``commit_adapter``."""
+        """Return the argument of ``commit_adapter`` or ``discard_adapter``."""
 
 
 class Runner(Protocol):
@@ -102,11 +102,14 @@ class Runner(Protocol):
         """Replace the weights by the staged ones. Only references are exchanged, so this cannot fail half-way."""
 
     def begin_adapter(self) -> AdapterStaging:
-        """Begin to stage an adapter. Works in every state of the weights."""
+        """Begin to stage an adapter, on any thread. Works in every state of the weights."""
 
     def commit_adapter(self, adapter: int, staged: Any) -> None:
         """Make an adapter ready to execute with, under a number above 0. The number is new, or was dropped and belongs
         to the same adapter, which was read again. Cannot fail."""
+
+    def discard_adapter(self, staged: Any) -> None:
+        """Free a staged adapter, the result of ``AdapterStaging.finish``, instead of committing it."""
 
     def drop_adapters(self, adapters: Collection[int]) -> None:
         """Free the adapters of these numbers. No later plan names them, unless they are committed again. A number
@@ -118,8 +121,9 @@ class Runner(Protocol):
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """Give the memory of ``tags`` ("weight", "kv_cache") back to the system, and return its bytes. Weights are
-        written to a file unless ``discard``. ``beat`` is called between the pieces of long work. Raises OutOfSpace if
-        the file has no room, and WrongOrder for a tag that sleeps; then nothing has changed."""
+        written to a file unless ``discard``. Adapters keep their memory until they are dropped: the engine drops those
+        that no request holds before it lets "weight" sleep. ``beat`` is called between the pieces of long work. Raises
+        OutOfSpace if the file has no room, and WrongOrder for a tag that sleeps; then nothing has changed."""
 
     def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """Take the memory again, with the same weights bit for bit (after a discard: none, until a commit) and an empty

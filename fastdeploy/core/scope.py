@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
 ADAPTER_PREFIX = "adapter:"
+MAX_LORA_NAME_CHARS = 256
 
 
 def adapter_scope(lora_name: str | None) -> str:
@@ -76,9 +77,11 @@ class Scope:
         return "the engine" if self.above is None else f"adapter {self.lora_name!r}"
 
     def weights_label(self) -> dict[str, Any]:
-        """Return the label of the weights that serve, for reports."""
+        """Return the label of the weights that serve, for reports. That of an adapter's scope has its name."""
         served = self.model.served
         label = {"version": served.version, "weight_epoch": served.weight_epoch, "boot_id": self.boot_id}
+        if self.lora_name is not None:
+            label["lora_name"] = self.lora_name
         if served.adapter:
-            label |= {"lora_name": served.adapter_name, "adapter_epoch": served.adapter_epoch}
+            label["adapter_epoch"] = served.adapter_epoch
         return label

@@ -7,6 +7,7 @@ from fastdeploy.core.request import Group, Request
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.sampling_params import check_prompt_logprobs
+from fastdeploy.core.scope import Scope, adapter_scope
 from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.holds import Admission
 from fastdeploy.engine.lifecycle import RequestLifecycle
@@ -16,7 +17,8 @@ from fastdeploy.engine.scopes import Scopes
 
 
 class AdmissionControl:
-    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait."""
+    """Checks each new request against the pauses, the queue and the model. max_waiting: choices that may wait, and
+    choices that the pauses of adapters may hold beside them."""
 
     def __init__(
         self,
@@ -53,8 +55,11 @@ class AdmissionControl:
     def _admit(self, client: str, add: AddRequest) -> Group:
         """Return a new group for ``add``. Raises ModelNotFound, RequestsRejected, DuplicateRequest,
         QueueFull or InvalidField."""
-        self._check_pause(self._scopes.whole_pause)
-        self._check_queue(add)
+        own = self._scopes.find(adapter_scope(add.adapter or None))
+        for pause in (self._scopes.whole_pause, own):
+            if pause is not None:
+                self._check_pause(pause)
+        self._check_queue(add, own.scope if own is not None else self._scopes.whole)
         add.sampling.check()  # one sequence that cannot be computed would fail the whole step
         check_retainable(add)
         self._retention.check_room(add)
@@ -62,7 +67,6 @@ class AdmissionControl:
         model = self._scopes.base
         if add.adapter:
             model = self._adapters.find(add.adapter)  # after the other checks, since it may begin to look the name up
-            self._check_pause(self._scopes.pause_of(model.scope.id))
         max_output_tokens = min(add.sampling.max_tokens, self._info.max_model_len - len(add.prompt_token_ids))
         group = Group(client, add, model)
         self._arrivals += 1
@@ -75,11 +79,11 @@ class AdmissionControl:
             message = f"{pause.scope} is pausing or paused and rejects new requests"
             raise RequestsRejected(message, retry_after=RETRY_AFTER_S, state=pause.phase.value)
 
-    def _check_queue(self, add: AddRequest) -> None:
+    def _check_queue(self, add: AddRequest, scope: Scope) -> None:
         if self._lifecycle.requests.id_is_in_use(add):
             raise DuplicateRequest(f"request_id {add.request_id!r} is in use already", param="request_id")
         add.check_fields()
-        if len(self._lifecycle.scheduler.waiting) + add.n > self._max_waiting:
+        if self._lifecycle.scheduler.waiting.num_beside(scope) + add.n > self._max_waiting:
             message = f"at most {self._max_waiting} choices may wait (--max-waiting)"
             raise QueueFull(message, retry_after=RETRY_AFTER_S)
 

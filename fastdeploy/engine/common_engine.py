@@ -88,7 +88,7 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, self.send_heartbeats, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
@@ -106,10 +106,10 @@ class CommonEngine:
         }
         self._on_call: dict[type, Callable[[Any, Answer], dict[str, Any] | None]] = {
             m.PauseArgs: self.scopes.pause,
-            m.ResumeArgs: lambda args, answer: self.scopes.pause_of(args.scope).resume(args),
-            m.RenewArgs: lambda args, answer: self.scopes.pause_of(args.scope).renew(args),
-            m.PauseStatusArgs: lambda args, answer: self.scopes.pause_of(args.scope).status(),
-            m.AbortArgs: lambda args, answer: self.lifecycle.abort(args),
+            m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
+            m.RenewArgs: lambda args, answer: self.scopes.renew(args),
+            m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
+            m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
             m.UpdateChunkArgs: self.weights.add_part,
@@ -163,7 +163,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
-        self.adapters.serve_memory()
+        self.adapters.reads.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()
@@ -271,7 +271,9 @@ class CommonEngine:
                 answer(result)
 
     def _model_info(self) -> dict[str, Any]:
-        limits = {"max_waiting": self.config.max_waiting, "max_num_seqs": self.config.max_num_seqs}
+        config = self.config
+        limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
+        limits["max_lora_rank"] = config.max_lora_rank
         return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:

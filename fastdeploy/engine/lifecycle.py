@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastdeploy.core import envs
-from fastdeploy.core.errors import AttachedElsewhere, FastDeployError, InvalidField
+from fastdeploy.core.errors import AttachedElsewhere, FastDeployError
 from fastdeploy.core.request import FinishReason, Group, Request, RequestTable
 from fastdeploy.core.scope import Scope, ServedModel
 from fastdeploy.engine.deadlines import WHY, Deadlines
@@ -159,14 +160,13 @@ class RequestLifecycle:
                 request.silent = True
                 self.scheduler.end(request, reason)
 
-    def abort(self, args: m.AbortArgs) -> dict[str, list]:
-        """End the requests with these client ids. Raises InvalidField if the call names none."""
-        wanted = [r.group.client_id for r in self.requests] if args.abort_all else args.request_ids
-        if wanted is None:
-            raise InvalidField("req_ids", "expected a list of request ids, or abort_all")
+    def abort(self, request_ids: list[str] | None, scope: Scope) -> dict[str, list]:
+        """End the requests of ``scope`` with these client ids; None stands for all of them. Return the report."""
+        if request_ids is None:
+            request_ids = [r.group.client_id for r in self.requests if scope.covers(r.scope)]
         aborted, not_found = [], []
-        for request_id in dict.fromkeys(wanted):
-            live = [r for r in self.requests.known_as(request_id) if r.live]
+        for request_id in dict.fromkeys(request_ids):
+            live = [r for r in self.requests.known_as(request_id) if r.live and scope.covers(r.scope)]
             if not live:
                 not_found.append(request_id)
                 continue
@@ -217,6 +217,14 @@ class RequestLifecycle:
     def counts(self, scope: Scope) -> Counts:
         totals = scope.totals
         return Counts(totals.aborted, totals.finished, totals.aborted_tokens, *self.scheduler.count(scope))
+
+    def count_by_scope(self) -> dict[Scope, tuple[int, int]]:
+        """Return the numbers of started and of queued choices of each scope, in one pass."""
+        started, queued = Counter[Scope](), Counter[Scope]()
+        for request in self.requests:
+            if request.live:
+                (started if request.group.started else queued)[request.scope] += 1
+        return {scope: (started[scope], queued[scope]) for scope in started | queued}
 
     def raise_fence(self, scope: Scope, deadline: float) -> DeliveryFence:
         self.hand_over([])

@@ -19,7 +19,6 @@ from typing import Any
 from fastdeploy.core.errors import (
     FastDeployError,
     HoldNotFound,
-    InvalidField,
     PauseInterrupted,
     PauseTimeout,
     ResumeRefused,
@@ -33,12 +32,11 @@ from fastdeploy.inter_communicator.messages import PauseArgs, RenewArgs, ResumeA
 from fastdeploy.scheduler.queue import Gate
 
 FENCE_TIMEOUT_S = 5.0  # time for an acknowledgement; then the engine checks whether the API server's process runs
-MAX_HOLDS = 1024
 
 
 class PauseState:
-    """The pause state of one scope. While the scope has a hold, the loop calls ``settle`` between any two steps, after
-    it has handled the messages."""
+    """The pause state of one scope. The loop calls ``settle`` between any two steps, after it has handled the messages,
+    unless the scope is ``at_rest`` and no deadline has come."""
 
     def __init__(self, scope: Scope, lifecycle: RequestLifecycle, clock: Callable[[], float] = time.monotonic):
         self.scope = scope
@@ -68,6 +66,11 @@ class PauseState:
     @property
     def is_paused(self) -> bool:
         return self.phase is PausePhase.PAUSED
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the scope runs or is quiesced, and no call waits for that."""
+        return self.phase is PausePhase.RUNNING or (self.phase is PausePhase.PAUSED and not self._calls)
 
     @property
     def gate(self) -> Gate:
@@ -146,8 +149,12 @@ class PauseState:
         self._release([hold_id] if hold is not None and hold.placed_by == SYSTEM else [], "released")
 
     def status(self) -> dict[str, Any]:
-        now, counts = self._clock(), self._lifecycle.counts(self.scope)
-        frozen = counts.started if self.is_paused else 0
+        counts = self._lifecycle.counts(self.scope)
+        return self.describe(counts.started, counts.queued)
+
+    def describe(self, started: int, queued: int) -> dict[str, Any]:
+        """Return the status, with the number of started and of queued choices of the scope."""
+        now, frozen = self._clock(), started if self.is_paused else 0
         return {
             "is_paused": self.is_paused,
             "rejecting_new_requests": self.rejecting_new_requests,
@@ -155,7 +162,7 @@ class PauseState:
             "mode": self.mode.name.lower() if self.mode else None,
             "admission": self.admission.name.lower() if self.admission else None,
             "holds": [h.describe(now) for h in self.holds.values()],
-            "counts": {"running": counts.started - frozen, "frozen": frozen, "queued": counts.queued},
+            "counts": {"running": started - frozen, "frozen": frozen, "queued": queued},
             **self.scope.weights_label(),
         }
 
@@ -170,8 +177,7 @@ class PauseState:
     def settle(self) -> None:
         """Release holds whose ttl has ended, time out calls, and advance the phase if the drain has ended."""
         self._expire(self._clock())
-        at_rest = self.phase is PausePhase.RUNNING or (self.phase is PausePhase.PAUSED and not self._calls)
-        if at_rest or not self._drained():
+        if self.at_rest or not self._drained():
             self._lower_fence()
             return
         # A later pause call does not replace the fence: a client that never acknowledges must not get more time.
@@ -281,8 +287,6 @@ class PauseState:
             standing.admission = max(standing.admission, terms.admission)
             standing.named = True  # a caller that names an anonymous hold owns it from now on
             return standing
-        if len(self.holds) >= MAX_HOLDS:
-            raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; release one, or name one that stands")
         named = name is not None
         while name is None or (not named and name in self.holds):
             self._num_anonymous += 1

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import FastDeployError, InvalidField
-from fastdeploy.core.scope import WHOLE_ENGINE, Scope, ServedModel, adapter_scope
+from fastdeploy.core.errors import FastDeployError, InvalidField, ModelNotFound
+from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
-from fastdeploy.inter_communicator.messages import PauseArgs, ResumeArgs
+from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, RenewArgs, ResumeArgs
+
+MAX_HOLDS = 1024  # of callers, in all scopes
 
 
 class Scopes:
     """The scope of the whole engine, and one scope for each adapter name. A request is scheduled only if the gate of
-    its own scope and the gate of the whole engine both allow that. A scope without a hold costs no time per step. The
-    scope of a name exists while it has an adapter or a hold.
+    its own scope and the gate of the whole engine both allow that. An adapter's scope costs time per step only while it
+    drains. The scope of a name exists while it has an adapter or a hold.
 
     base: the base model. adapters: the models over it, also those that were unloaded and still have requests."""
 
@@ -30,7 +34,9 @@ class Scopes:
         self.adapters: dict[ServedModel, None] = {}
         self.whole_pause = PauseState(self.whole, lifecycle, clock)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
-        self._held = [self.whole_pause]  # scopes with a hold, and always the whole engine, where system holds stand
+        self._held: list[PauseState] = []  # of adapters, with a hold
+        self._moving: list[PauseState] = []  # of adapters: those to settle before the next step
+        self._due = math.inf  # time at which a hold of the other adapters ends
 
     def add(self, served: ServedWeights) -> ServedModel:
         """Add the model of an adapter to the scope of its name. The scope is made if there is none."""
@@ -56,10 +62,16 @@ class Scopes:
         if unused and self._pauses.get(pause.scope.id) is pause:
             del self._pauses[pause.scope.id]
 
+    def find(self, scope_id: str) -> PauseState | None:
+        """Return the pause state of a scope, if there is one."""
+        return self._pauses.get(scope_id)
+
     def pause_of(self, scope_id: str) -> PauseState:
-        """Return the pause state of a scope. Raises InvalidField for an unknown scope."""
-        if (pause := self._pauses.get(scope_id)) is None:
-            raise InvalidField("scope", f"there is no scope {scope_id!r}")
+        """Return the pause state of a scope. Raises ModelNotFound for an adapter that is not known, unless a hold or a
+        request of that name is left."""
+        if (pause := self.find(scope_id)) is None:
+            name = scope_id.removeprefix(ADAPTER_PREFIX)
+            raise ModelNotFound(f"lora_name: there is no adapter {name!r}", param="lora_name")
         return pause
 
     def serve(self, version: str, weight_epoch: int) -> None:
@@ -69,38 +81,80 @@ class Scopes:
             for model in self.adapters:
                 model.served = msgspec.structs.replace(model.served, weight_epoch=weight_epoch)
 
+    # ------------------------------------------------------------------ calls
+
     def pause(self, args: PauseArgs, answer: Answer) -> None:
-        """Pause one scope. See ``PauseState.pause``."""
+        """Pause one scope. See ``PauseState.pause``. Raises also InvalidField if too many holds stand."""
         pause = self.pause_of(args.scope)
+        if args.hold_id not in pause.holds and len(self.holds()) >= MAX_HOLDS:
+            raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; release one, or name one that stands")
         pause.pause(args, answer)
-        if pause not in self._held:
+        if pause is not self.whole_pause and pause not in self._held:
             self._held.append(pause)
+        self._due = -math.inf
+
+    def resume(self, args: ResumeArgs) -> dict[str, Any]:
+        """Release holds of one scope. See ``PauseState.resume``."""
+        self._due = -math.inf
+        return self.pause_of(args.scope).resume(args)
+
+    def renew(self, args: RenewArgs) -> dict[str, Any]:
+        """Set the ttl of a hold anew. See ``PauseState.renew``."""
+        self._due = -math.inf
+        return self.pause_of(args.scope).renew(args)
+
+    def status(self, scope_id: str) -> dict[str, Any]:
+        """Return the pause status of one scope. That of the whole engine has "scopes": the status of each adapter with
+        a hold."""
+        pause = self.pause_of(scope_id)
+        if pause is not self.whole_pause:
+            return pause.status()
+        counts = self._lifecycle.count_by_scope() if self._held else {}
+        scopes = [held.describe(*counts.get(held.scope, (0, 0))) for held in self._held]
+        return {**pause.status(), "scopes": scopes}
+
+    def abort(self, args: AbortArgs) -> dict[str, Any]:
+        """End requests. See messages.AbortArgs. Raises InvalidField, or ModelNotFound as ``pause_of`` does."""
+        if (args.request_ids is not None) + args.abort_all + (args.lora_name is not None) != 1:
+            raise InvalidField("req_ids", "expected exactly one of a list of request ids, abort_all and lora_name")
+        return self._lifecycle.abort(args.request_ids, self.pause_of(adapter_scope(args.lora_name)).scope)
 
     def release_anonymous_holds(self) -> list[str]:
         """Release the anonymous holds of all scopes. Return their names."""
-        return [hold for pause in self._held for hold in pause.resume(ResumeArgs())["released"]]
+        self._due = -math.inf
+        paused = (self.whole_pause, *self._held)
+        return [hold for pause in paused for hold in pause.resume(ResumeArgs())["released"]]
 
     def holds(self) -> list[str]:
         """Return the names of all holds that stand, of all scopes."""
-        return [hold for pause in self._held for hold in pause.holds]
-
-    def settle(self) -> None:
-        """Call ``PauseState.settle`` of each scope with a hold."""
-        for pause in self._held:
-            pause.settle()
-        if len(self._held) > 1:
-            held, self._held = self._held, [self.whole_pause]
-            for pause in held[1:]:
-                if pause.holds:
-                    self._held.append(pause)
-                else:
-                    self._remove_if_unused(pause)
-
-    def next_deadline(self) -> float | None:
-        """Time at which ``settle`` must be called even if no message comes."""
-        return min((due for pause in self._held if (due := pause.next_deadline()) is not None), default=None)
+        return [hold for pause in (self.whole_pause, *self._held) for hold in pause.holds]
 
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting pause call with ``error``, when the engine ends."""
-        for pause in self._held:
+        for pause in (self.whole_pause, *self._held):
             pause.fail(error)
+
+    # ------------------------------------------------------------------ progress
+
+    def settle(self) -> None:
+        """Call ``PauseState.settle`` of each scope that may change now."""
+        self.whole_pause.settle()
+        if self._held and self._clock() >= self._due:
+            self._moving, self._due = self._held, math.inf
+        if self._moving:
+            self._settle_adapters()
+
+    def _settle_adapters(self) -> None:
+        for pause in self._moving:
+            pause.settle()
+        resting = [pause for pause in self._moving if pause.at_rest]
+        self._moving = [pause for pause in self._moving if not pause.at_rest]
+        self._due = min([self._due, *(due for pause in resting if (due := pause.next_deadline()) is not None)])
+        for pause in [pause for pause in resting if not pause.holds]:
+            self._held.remove(pause)
+            self._remove_if_unused(pause)
+
+    def next_deadline(self) -> float | None:
+        """Time at which ``settle`` must be called even if no message comes."""
+        paused = (self.whole_pause, *self._held)
+        return min((due for pause in paused if (due := pause.next_deadline()) is not None), default=None)

@@ -25,7 +25,7 @@ MAX_LEFT_BEHIND = 4  # abandoned jobs that still hang
 class Job:
     """``work`` runs on a thread. ``done(result, error, seconds)`` is called once, on the loop's thread. owner:
     ``give_up`` ends all jobs of an owner. timeout_s: seconds that ``work`` may take. reads: True if ``work`` reads
-    files and may hang.
+    files and may hang. discard: called with the result of an abandoned job, on the loop's thread, if one comes.
 
     The result may be a second copy of the weights. So after ``done`` nothing may refer to the job, and an error must
     not refer to the stack frames of its exception.
@@ -36,6 +36,7 @@ class Job:
     done: Callable[[Any, FastDeployError | None, float], None]
     timeout_s: float
     reads: bool
+    discard: Callable[[Any], None] | None = None
     deadline: float = 0.0  # on the loop's clock, set at the start
     result: Any = None
     error: FastDeployError | None = None
@@ -102,8 +103,11 @@ class StagingThread:
 
     def poll(self) -> None:
         """Call ``done`` of each job that has finished or timed out, and start the next jobs."""
-        if self._left_behind:
-            self._left_behind = [job for job in self._left_behind if not job.finished]
+        for late in [job for job in self._left_behind if job.finished]:
+            self._left_behind.remove(late)
+            if late.discard is not None and late.result is not None:
+                late.discard(late.result)
+            del late
         if not self._running:
             return
         while (job := self._first_due()) is not None:

@@ -18,6 +18,7 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.loop_thread import LoopThread
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams
+from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.inproc_transport import InprocTransport
@@ -65,17 +66,20 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         n: int = 1,
         stop: str | Sequence[str] = (),
+        lora_name: str | Sequence[str | None] | None = None,
         **fields: Any,
     ) -> list[RequestOutput]:
         """Generate for all prompts (texts, or lists of token ids). Return the outputs in the order of the prompts.
 
         sampling: one for all prompts, or one per prompt. Without a seed, each prompt gets a new seed.
+        lora_name: the adapter, one for all prompts or one per prompt; None = the base model.
         fields: further fields of core.request_fields.RequestFields, one value for all prompts or a list with one per
             prompt. A single first_choice is for the first prompt; the choices of the next prompts are numbered on.
 
         A choice with logits that are not finite ends with finish_reason "error", a ``message`` and the tokens before.
-        Other choices are not affected. Raises RequestError for a refused prompt, EngineError if the engine fails."""
-        requests = self._requests(prompts, sampling, n, fields)
+        Other choices are not affected. Raises RequestError for a refused prompt (ModelNotFound for an unknown adapter),
+        EngineError if the engine fails."""
+        requests = self._requests(prompts, sampling, n, lora_name, fields)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         texts = [TextOptions(stops=stops, min_tokens=request.sampling.min_tokens) for request in requests]
         choices = self._run(self._generate(GenerationRequest(requests, texts))) if requests else []
@@ -84,15 +88,15 @@ class LLM:
             for i, request in enumerate(requests)
         ]
 
-    def pause(self, mode: str = "abort", **args: Any) -> dict[str, Any]:
-        """Pause, and return the report when the engine is quiesced. args: see messages.PauseArgs."""
-        return self.call(m.PauseArgs(mode=mode, **args))
+    def pause(self, mode: str = "abort", lora_name: str | None = None, **args: Any) -> dict[str, Any]:
+        """Pause the engine, or one adapter. Return the report when it is quiesced. args: see messages.PauseArgs."""
+        return self.call(m.PauseArgs(mode=mode, scope=adapter_scope(lora_name), **args))
 
-    def resume(self, hold_id: str | None = None) -> dict[str, Any]:
-        return self.call(m.ResumeArgs(hold_id=hold_id))
+    def resume(self, hold_id: str | None = None, lora_name: str | None = None) -> dict[str, Any]:
+        return self.call(m.ResumeArgs(hold_id=hold_id, scope=adapter_scope(lora_name)))
 
-    def is_paused(self) -> dict[str, Any]:
-        return self.call(m.PauseStatusArgs())
+    def is_paused(self, lora_name: str | None = None) -> dict[str, Any]:
+        return self.call(m.PauseStatusArgs(adapter_scope(lora_name)))
 
     def update_weights(
         self, model_path: str | None = None, version: str | None = None, kv: str = "keep", **args: Any
@@ -108,6 +112,19 @@ class LLM:
     def weights(self, checksums: bool = False) -> dict[str, Any]:
         """Return the label of the weights and the state of updates. See messages.WeightInfoArgs."""
         return self.call(m.WeightInfoArgs(checksums=checksums))
+
+    def load_adapter(self, lora_name: str, lora_path: str, **args: Any) -> dict[str, Any]:
+        """Load a PEFT folder under a name, or replace the adapter of this name. args: see messages.LoadAdapterArgs.
+        After an error the old adapter still serves."""
+        return self.call(m.LoadAdapterArgs(lora_name, FolderSource(lora_path), path=lora_path, **args))
+
+    def unload_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Remove a name. Running requests of the adapter finish. Raises ModelNotFound."""
+        return self.call(m.UnloadAdapterArgs(lora_name))
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Return a description of every adapter that requests can name. See messages.AdaptersArgs."""
+        return self.call(m.AdaptersArgs())["adapters"]
 
     def sleep(self, *tags: str, **args: Any) -> dict[str, Any]:
         """Give memory back to the system. tags: "weight", "kv_cache"; none = both. args: see messages.SleepArgs."""
@@ -190,6 +207,7 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         n: int,
+        lora_name: str | Sequence[str | None] | None,
         fields: dict[str, Any],
     ) -> list[AddRequest]:
         """Return one checked request per prompt. See :meth:`generate`."""
@@ -202,6 +220,9 @@ class LLM:
         if isinstance(first, int):
             fields = fields | {"first_choice": range(first, first + n * len(ids), n)}
         own = {field: _per_prompt(field, values, len(ids)) for field, values in fields.items()}
+        own["adapter"] = [name or "" for name in _per_prompt("lora_name", lora_name, len(ids))]
+        if not all(isinstance(name, str) for name in own["adapter"]):
+            raise errors.InvalidField("lora_name", "expected the name of an adapter, or a list of one per prompt")
         requests = [
             AddRequest(uuid.uuid4().hex, prompt, params.check(), n=n, **{field: own[field][i] for field in own})
             for i, (prompt, params) in enumerate(

@@ -40,6 +40,7 @@ def load_model(config: EngineConfig) -> Runner:
         place=envs.place(),
         spill_dir=config.spill_dir,
         model_roots=config.model_roots,
+        max_lora_rank=config.max_lora_rank,
     )
 
 

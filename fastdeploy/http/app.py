@@ -17,6 +17,7 @@ from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
 from fastdeploy.http.control.pause import control_router
 from fastdeploy.http.control.weights import weights_router
@@ -43,6 +44,7 @@ ROUTERS = {
     "OpenAI": (completion_router, chat_router),
     "Control": (control_router,),
     "Weights": (weights_router,),
+    "Adapters": (adapters_router,),
     "Operation": (health_router,),
     "vLLM": (vllm_router,),
     "SkyRL": (skyrl_router,),

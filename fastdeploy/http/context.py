@@ -20,6 +20,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 
@@ -57,11 +58,25 @@ class ServingContext:
             raise EngineDead("no engine is connected: it is starting, or it died and is being restarted")
         return self.client.welcome.max_model_len
 
-    def check_model(self, model: str | None) -> None:
-        """Raise ModelNotFound unless ``model`` names the served model. None, "" and "default" name it too."""
-        if model not in (None, "", ANY_MODEL, self.config.served_model_name, self.config.model):
-            served = self.config.served_model_name
-            raise ModelNotFound(f"model: {model!r} is not served here, but {served!r} is", param="model")
+    def adapter(self, model: str | None) -> str:
+        """Return the name of the adapter that ``model`` names, or "" if it names the base model.
+
+        The base model's names are the served name, the path of its folder, "default", and no name at all. Any other
+        name is an adapter's, with or without a name of the base model and a colon before it ("base:adapter", as in
+        SGLang). The engine knows which adapters there are. Raises ModelNotFound for a name that is too long."""
+        if not model:
+            return ""
+        for base in (self.config.served_model_name, self.config.model, ANY_MODEL):
+            if model == base or model.startswith(f"{base}:"):
+                model = model[len(base) + 1 :]
+                break
+        if len(model) > MAX_LORA_NAME_CHARS:
+            raise ModelNotFound(f"model: {model!r} is not served here", param="model")
+        return model
+
+    def model_name(self, adapter: str) -> str:
+        """Return the name that replies show for a request of this adapter; "" = the base model."""
+        return adapter or self.config.served_model_name
 
     def check_choices(self, num_prompts: int, n: int) -> None:
         """Raise InvalidField for more choices than one HTTP request may have, or than the engine's queue can hold."""
@@ -165,8 +180,10 @@ def generation_request(
     sampling: Sequence[SamplingParams],
     text: TextOptions,
     arrival: float,
+    adapter: str,
 ) -> GenerationRequest:
     """Return the engine requests that ``body`` asks for. arrival: time.time() before its prompts were tokenised.
+    adapter: see :meth:`ServingContext.adapter`.
 
     The request_id is that of the body, or a new one that begins with ``id_prefix``. X-Request-Id is not used, because
     it names a trace, and a trace may have many requests. Raises InvalidField."""
@@ -183,7 +200,8 @@ def generation_request(
     ids = [f"{request_id}-{i}" for i in range(len(prompts))] if several else [request_id]
     group = request_id if several else ""
     retained_as = fingerprint(body) if fields.retain_s else ""
-    requests = engine_requests(ids, prompts, sampling, fields, group, arrival, retained_as)
+    adapters = [adapter] * len(prompts)
+    requests = engine_requests(ids, prompts, sampling, adapters, fields, group, arrival, retained_as)
     return GenerationRequest(requests, [text] * len(prompts))
 
 
@@ -191,6 +209,7 @@ def engine_requests(
     ids: Sequence[str],
     prompts: Sequence[list[int]],
     sampling: Sequence[SamplingParams],
+    adapters: Sequence[str],
     fields: RequestFields,
     group: str = "",
     arrival: float = 0.0,
@@ -203,7 +222,7 @@ def engine_requests(
     shared = msgspec.structs.asdict(fields)
     shared |= {"group": group, "arrival": arrival or time.time(), "fingerprint": fingerprint}
     return [
-        AddRequest(*of_prompt, **shared | {"first_choice": fields.first_choice + fields.n * i})
+        AddRequest(*of_prompt, **shared | {"first_choice": fields.first_choice + fields.n * i, "adapter": adapters[i]})
         for i, of_prompt in enumerate(zip(ids, prompts, sampling, strict=True))
     ]
 

@@ -42,17 +42,18 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs) -> AsyncIterator[None]:
-    """Admit an upload before its body is received. Raises the error with which the engine would refuse the upload, and
-    ServerBusy if all --max-uploads places stay taken for too long."""
-    await context.client.call(check)
+async def admitted_upload(context: ServingContext, check: m.CheckUpdateArgs | None) -> AsyncIterator[None]:
+    """Admit an upload before its body is received. check: asked of the engine first, for an upload of base weights.
+    Raises the error with which the engine would refuse the upload, EngineDead, and ServerBusy if all --max-uploads
+    places stay taken for too long."""
+    await (context.client.require_engine() if check is None else context.client.call(check))
     async with context.uploads.hold():
         yield
 
 
 @contextlib.asynccontextmanager
 async def spooled_upload(
-    request: Request, context: ServingContext, check: m.CheckUpdateArgs
+    request: Request, context: ServingContext, check: m.CheckUpdateArgs | None
 ) -> AsyncIterator[FileSource]:
     """Keep the body of ``request`` in a file while the block runs. Raises the errors of :func:`admitted_upload`,
     InvalidField for an empty body, OutOfSpace for a full disk, and RequestTooLarge beyond --max-upload-mb."""

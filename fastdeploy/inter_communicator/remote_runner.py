@@ -12,7 +12,7 @@ import zmq
 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.plan import StepPlan, StepResult
-from fastdeploy.core.runner import ChunkReceipt, ModelInfo, nothing
+from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, nothing
 from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.zmq_transport import new_socket
@@ -84,6 +84,23 @@ class RemoteStaging:
         self._runner.ask_beside(m.Abandon(self._number), _decoder(type(None)))
 
 
+class RemoteAdapterStaging:
+    """An ``AdapterStaging`` of a runner in another process. ``finish`` returns the number of the staging."""
+
+    def __init__(self, runner: RemoteRunner):
+        self._runner = runner
+        self._number: int | None = None
+
+    def read(self, path: str) -> AdapterInfo:
+        staged = self._runner.ask_beside(m.ReadAdapter(path), _decoder(m.StagedAdapter))
+        self._number = staged.staging
+        return staged.info
+
+    def finish(self) -> int:
+        assert self._number is not None, "nothing was read"
+        return self._number
+
+
 class RemoteRunner:
     """A ``Runner`` that a RunnerServer serves from ``folder``. Every method raises EngineError once the runner's
     process has ended.
@@ -111,6 +128,18 @@ class RemoteRunner:
 
     def commit(self, staged: Any) -> None:
         self._steps.ask(m.Commit(staged), _decoder(type(None)))
+
+    def begin_adapter(self) -> RemoteAdapterStaging:
+        return RemoteAdapterStaging(self)
+
+    def commit_adapter(self, adapter: int, staged: Any) -> None:
+        self._steps.ask(m.CommitAdapter(adapter, staged), _decoder(type(None)))
+
+    def discard_adapter(self, staged: Any) -> None:
+        self._steps.ask(m.DiscardAdapter(staged), _decoder(type(None)))
+
+    def drop_adapters(self, adapters: Collection[int]) -> None:
+        self._steps.ask(m.DropAdapters(tuple(adapters)), _decoder(type(None)))
 
     def checksums(self) -> dict[str, str]:
         return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))

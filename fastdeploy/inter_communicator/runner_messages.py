@@ -15,6 +15,7 @@ import msgspec
 
 from fastdeploy.core.errors import FastDeployError, OutOfSpace, from_wire
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import Source
 from fastdeploy.inter_communicator.messages import Failure
 
@@ -51,6 +52,25 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     staging: int
 
 
+class CommitAdapter(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.commit_adapter`` with the adapter that ReadAdapter has staged under the number ``staging``."""
+
+    adapter: int
+    staging: int
+
+
+class DiscardAdapter(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.discard_adapter``. staging: see CommitAdapter."""
+
+    staging: int
+
+
+class DropAdapters(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.drop_adapters``."""
+
+    adapters: tuple[int, ...]
+
+
 class Sleep(msgspec.Struct, frozen=True, tag=True):
     """``Runner.sleep``. Answered by the number of bytes that were given back."""
 
@@ -83,6 +103,20 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
     staging: int
+
+
+class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.begin_adapter``, ``AdapterStaging.read`` and ``finish``. Answered by a StagedAdapter. The adapter stays
+    with the runner until CommitAdapter or DiscardAdapter."""
+
+    path: str
+
+
+class StagedAdapter(msgspec.Struct, frozen=True):
+    """The answer to ReadAdapter. staging: its number."""
+
+    staging: int
+    info: AdapterInfo
 
 
 class Checksums(msgspec.Struct, frozen=True, tag=True):
@@ -129,5 +163,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 StepReply = Tick | Done | Failed
-StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | Sleep | Wake | Close
-BesideCall = AddSource | Finish | Abandon | Checksums
+AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
+StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | AdapterCall | Sleep | Wake | Close
+BesideCall = AddSource | Finish | Abandon | ReadAdapter | Checksums

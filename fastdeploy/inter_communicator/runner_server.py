@@ -45,6 +45,7 @@ class RunnerServer:
         self._numbers = count(1)
         self._stagings: dict[int, Staging] = {}
         self._staged: dict[int, Any] = {}
+        self._adapters: dict[int, Any] = {}  # read, and neither committed nor discarded
 
     def serve(self, load: Callable[[], Runner]) -> None:
         """Load the runner, and serve it until the engine closes it. An error of ``load`` answers the first call."""
@@ -82,6 +83,12 @@ class RunnerServer:
             case m.Commit(number):
                 runner.commit(self._staged.pop(number))
                 del self._stagings[number]
+            case m.CommitAdapter(adapter, number):
+                runner.commit_adapter(adapter, self._adapters.pop(number))
+            case m.DiscardAdapter(number):
+                runner.discard_adapter(self._adapters.pop(number))
+            case m.DropAdapters(adapters):
+                runner.drop_adapters(adapters)
             case m.Sleep(tags, discard):
                 return runner.sleep(tags, discard, self._beat)
             case m.Wake(tags):
@@ -134,6 +141,12 @@ class RunnerServer:
             case m.Abandon(number):
                 self._stagings.pop(number).abandon()
                 self._staged.pop(number, None)
+            case m.ReadAdapter(path):
+                adapter = runner.begin_adapter()
+                info = adapter.read(path)
+                number = next(self._numbers)
+                self._adapters[number] = adapter.finish()
+                return m.StagedAdapter(number, info)
             case m.Checksums():
                 return runner.checksums()
         return None

@@ -7,6 +7,7 @@ routing, replica      the choice of a server for a request; one server
 replies               parsing of a server's replies
 fan_out               one call to all servers
 holds, hold_renewal   pause and resume of all servers as one, and the renewal of a pause's ttl
+adapters              adapters to all servers, and the count of their loads
 publish               weights to all servers in two phases; state_transfer makes parts, state_encoding encodes them
 frameworks/           integrations of TRL, verl and SkyRL
 """

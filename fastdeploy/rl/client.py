@@ -4,6 +4,8 @@
         rollout = await client.generate(prompt_ids, {"max_tokens": 512, "temperature": 1.0}, session_id=7)
         async with client.paused(mode="keep"):
             await client.publish(model.state_dict(), version="step-41")
+        await client.load_adapter("tenant-a", "/checkpoints/tenant-a/step-7")
+        rollout = await client.generate(prompt_ids, {"max_tokens": 512}, lora_name="tenant-a")
 
 Needs httpx, and neither Paddle nor torch. :class:`fastdeploy.rl.sync_client.SyncRolloutClient` has the same methods
 for code without an event loop.
@@ -12,22 +14,25 @@ for code without an event loop.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl.adapters import Adapters
 from fastdeploy.rl.continuation import RolloutRequest
 from fastdeploy.rl.errors import Report, TooStale
 from fastdeploy.rl.fan_out import fan_out, require_all
 from fastdeploy.rl.generate import RolloutGenerator
+from fastdeploy.rl.hold_renewal import Hold
 from fastdeploy.rl.holds import TTL_S, Holds, new_hold_id, note_cleanup_failure
 from fastdeploy.rl.publish import PartCalls, Publication, Publisher
 from fastdeploy.rl.replica import Replica, http_client
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
-from fastdeploy.rl.state_transfer import NamedTensors, PublishedState
+from fastdeploy.rl.state_transfer import NamedTensors, PublishedState, adapter_upload
 
 OnStale = Literal["raise", "retry", "mark"]
 
@@ -35,13 +40,16 @@ OnStale = Literal["raise", "retry", "mark"]
 class GenerateOptions(TypedDict, total=False):
     """Options of one generation.
 
-    messages: a chat, instead of prompt_ids. session_id: requests of one session go to one replica; 0 is a session too.
+    messages: a chat, instead of prompt_ids. lora_name: the adapter that computes the answer; None: the base model.
+    session_id: requests of one session go to one replica; 0 is a session too.
     request_id: id of the first attempt; a later attempt has this id, "~" and a suffix. timeout_s: limit for all
-    attempts together. max_staleness: greatest number of this client's publications that a token's weights may lack.
+    attempts together. max_staleness: greatest number of this client's publications (with an adapter: of its loads of
+    this adapter) that a token's weights may lack.
     on_stale: with a token beyond that limit, "raise" TooStale, "retry" from the prompt, or "mark" (return the rollout
     with its ``staleness``)."""
 
     messages: Sequence[Mapping[str, Any]] | None
+    lora_name: str | None
     session_id: Hashable | None
     request_id: str
     timeout_s: float
@@ -94,6 +102,7 @@ class RolloutClient:
         self._ledger = PublicationLedger()
         self._generator = RolloutGenerator(self._router, max_failures, silence_s)
         self._holds = Holds(self.replicas, hold_ttl_s)
+        self._adapters = Adapters(self.replicas, self._router, self._holds)
         self._publisher = Publisher(self.replicas, self._router, self._ledger, self._holds)
         self._published_state = PublishedState()
         self._control_s = control_s
@@ -144,10 +153,12 @@ class RolloutClient:
         if messages is not None:
             prompt_ids = await self.render(messages)
         assert prompt_ids is not None
-        request = RolloutRequest(prompt_ids, params or {}, n, options.get("request_id", ""), self._eos_ids)
+        lora_name = options.get("lora_name")
+        request = RolloutRequest(prompt_ids, params or {}, n, options.get("request_id", ""), self._eos_ids, lora_name)
         while True:
             choices = await self._generator.generate(request, options.get("session_id"), deadline)
-            rollouts = [self._ledger.with_staleness(choice.rollout()) for choice in choices]
+            ledger = self._ledger if lora_name is None else self._adapters.ledger(lora_name)
+            rollouts = [ledger.with_staleness(choice.rollout()) for choice in choices]
             oldest, bound = max(r.staleness for r in rollouts), options["max_staleness"]
             if bound is None or oldest <= bound or options["on_stale"] == "mark":
                 return rollouts
@@ -168,51 +179,67 @@ class RolloutClient:
         self,
         mode: Literal["abort", "wait", "keep"] = "keep",
         *,
+        lora_name: str | None = None,
         hold_id: str | None = None,
         timeout_s: float = 60.0,
         **options: Any,
     ) -> list[Report]:
         """Pause all replicas with one hold; return when all are quiesced. If the pause of one replica fails, all are
-        resumed, and FleetError has a report per replica. options: clear_cache, admission, on_timeout, ttl_s of
-        /v1/pause.
+        resumed, and FleetError has a report per replica. lora_name: pause the requests of this adapter only. options:
+        clear_cache, admission, on_timeout, ttl_s of /v1/pause.
 
         A thread renews the hold's ttl (ttl_s, by default hold_ttl_s) until :meth:`resume` or :meth:`close`. If this
         process dies, the ttl ends and the servers run again. A hold with ttl_s None does not end by itself."""
         options |= {"mode": mode, "timeout_s": timeout_s}
-        return await self._holds.pause(options, hold_id, timeout_s + self._control_s)
+        hold = Hold(hold_id or new_hold_id(), lora_name)
+        return await self._holds.pause(hold, options, timeout_s + self._control_s)
 
-    async def resume(self, hold_id: str | None = None) -> list[Report]:
-        """Release one hold on all replicas; None: every hold of this client. Raises HoldLost if a hold of this client
-        had ended before, because its ttl was not renewed in time or an engine restarted."""
-        reports = await self._holds.resume(hold_id, self._control_s)
+    async def resume(self, hold_id: str | None = None, *, lora_name: str | None = None) -> list[Report]:
+        """Release one hold on all replicas: of the engine, or of the adapter ``lora_name``. hold_id None: every hold of
+        this client, or of this client on that adapter. Raises HoldLost if a hold of this client had ended before,
+        because its ttl was not renewed in time or an engine restarted."""
+        if hold_id is None:
+            reports = await self._holds.resume_all(self._control_s, lora_name)
+        else:
+            reports = await self._holds.resume(Hold(hold_id, lora_name), self._control_s)
         self._router.retry_now()
         return reports
 
     @asynccontextmanager
     async def paused(
-        self, mode: Literal["abort", "wait", "keep"] = "keep", *, timeout_s: float = 60.0, **options: Any
+        self,
+        mode: Literal["abort", "wait", "keep"] = "keep",
+        *,
+        lora_name: str | None = None,
+        timeout_s: float = 60.0,
+        **options: Any,
     ) -> AsyncIterator[list[Report]]:
-        """Pause all replicas inside the block, and resume them at its end, also after an exception or a cancellation.
+        """Pause all replicas (with lora_name: that adapter on all of them) inside the block, and resume them at its
+        end, also after an exception or a cancellation.
         Raises HoldLost at the end if the hold had ended early on a replica. If the block raises, its exception gets the
         message of HoldLost as a note instead."""
         hold_id = new_hold_id()
-        reports = await self.pause(mode, hold_id=hold_id, timeout_s=timeout_s, **options)
+        reports = await self.pause(mode, lora_name=lora_name, hold_id=hold_id, timeout_s=timeout_s, **options)
         try:
             yield reports
         except BaseException as error:
             with note_cleanup_failure(error):
-                await self.resume(hold_id)
+                await self.resume(hold_id, lora_name=lora_name)
             raise
-        await self.resume(hold_id)
+        await self.resume(hold_id, lora_name=lora_name)
 
-    async def is_paused(self) -> bool:
-        """Return whether every replica is quiesced. Raises FleetError if one does not answer."""
-        reports = await self._call_all("GET", "/v1/is_paused", "the pause state of a replica is unknown")
+    async def is_paused(self, *, lora_name: str | None = None) -> bool:
+        """Return whether every replica is quiesced; with lora_name, whether that adapter is on every replica. Raises
+        FleetError if one does not answer."""
+        scope = None if lora_name is None else {"lora_name": lora_name}
+        reports = await self._call_all("GET", "/v1/is_paused", "the pause state of a replica is unknown", params=scope)
         return all(report.unwrap()["is_paused"] for report in reports)
 
-    async def abort_all(self) -> list[Report]:
-        """Abort all requests of all clients on all replicas. This client continues its own generations afterwards."""
-        return await self._call_all("POST", "/v1/abort_requests", "the abort failed", {"abort_all": True})
+    async def abort_all(self, *, lora_name: str | None = None) -> list[Report]:
+        """Abort all requests of all clients on all replicas; with lora_name, all requests of that adapter. This client
+        continues its own generations afterwards."""
+        body = {"abort_all": True} if lora_name is None else {"lora_name": lora_name}
+        return await self._call_all("POST", "/v1/abort_requests", "the abort failed", body)
 
     # ------------------------------------------------------------------ weights
 
@@ -274,6 +301,43 @@ class RolloutClient:
         body = {"version": str(version)}
         return await self._call_all("POST", "/v1/update_weights", "the version was not set everywhere", body)
 
+    # ------------------------------------------------------------------ adapters
+
+    async def load_adapter(
+        self,
+        lora_name: str,
+        adapter: str | os.PathLike[str] | Mapping[str, Any],
+        config: Mapping[str, Any] | None = None,
+        *,
+        version: str | int | None = None,
+        kv: Literal["keep", "recompute"] = "keep",
+        via: Literal["auto", "upload", "shared_memory"] = "auto",
+        deadline_s: float = 600.0,
+    ) -> Publication:
+        """Load an adapter under a name on all replicas, or replace the adapter of that name between two steps.
+
+        adapter: a PEFT folder that all replicas can read, which may be deleted afterwards; or the tensors of such a
+        folder by their names in it (``peft.get_peft_model_state_dict(model)``), with ``config``, the content of its
+        adapter_config.json (``peft_config.to_dict()``). version: label; None: each replica makes a label from its
+        adapter_epoch. kv, via: see :meth:`publish`.
+        A replica that refuses the adapter keeps the one that it has, and gets no requests of this name until a load
+        succeeds there (FleetError). If a hold of this client on the engine or on this adapter ended early, no replica
+        loads (HoldLost)."""
+        fields: dict[str, Any] = {"lora_name": lora_name, "kv": kv}
+        if version is not None:
+            fields["version"] = str(version)
+        urls = [replica.url for replica in self.replicas]
+        async with adapter_upload(adapter, config, fields, via, urls) as upload:
+            return await self._adapters.load(lora_name, upload, deadline_s)
+
+    async def unload_adapter(self, lora_name: str) -> list[Report]:
+        """Remove a name from all replicas at once. Its running requests finish on the weights that they have; a
+        generation that has to be continued after that fails with ModelNotFound. Raises ModelNotFound if no replica
+        knows the name."""
+        return await self._adapters.unload(lora_name, self._control_s)
+
+    # ------------------------------------------------------------------ memory
+
     async def sleep(self, *tags: str, **options: Any) -> list[Report]:
         """Free memory on all replicas. tags: "weight", "kv_cache", or both. options: mode, discard."""
         return await self._call_all("POST", "/v1/sleep", "not all sleep", {"tags": list(tags)} | options)
@@ -302,7 +366,9 @@ class RolloutClient:
 
         return await fan_out(self.replicas, ask, self._control_s)
 
-    async def _call_all(self, method: str, path: str, failure: str, body: dict | None = None) -> list[Report]:
+    async def _call_all(
+        self, method: str, path: str, failure: str, body: dict | None = None, params: dict | None = None
+    ) -> list[Report]:
         limit = self._control_s
-        reports = await fan_out(self.replicas, lambda r: r.call(method, path, limit, json=body), limit)
+        reports = await fan_out(self.replicas, lambda r: r.call(method, path, limit, json=body, params=params), limit)
         return require_all(failure, reports)

@@ -17,7 +17,9 @@ from fastdeploy.rl.errors import MalformedReply
 from fastdeploy.rl.rollout import PromptLogprobs, Rollout, TokenSpan
 
 # Fields that the client sets itself.
-OWN_FIELDS = frozenset({"prompt", "messages", "n", "stream", "stream_options", "request_id", "resumed_tokens", "echo"})
+OWN_FIELDS = frozenset(
+    {"prompt", "messages", "model", "n", "stream", "stream_options", "request_id", "resumed_tokens", "echo"}
+)
 # Stop reasons of an abort that the caller asked for. A choice continues after every other abort.
 FINAL_ABORTS = frozenset({"deadline", "queue_timeout"})
 MIN_DEADLINE_S = 0.001
@@ -29,7 +31,8 @@ class RolloutRequest:
     """A generation that the caller asked for: one prompt, ``n`` choices. ``params`` are copied, never changed.
 
     Without a seed, one is drawn here, so that every attempt uses the same. Without max_tokens, the answer may fill the
-    rest of the context. eos_ids: an aborted choice whose last token is one of them is complete.
+    rest of the context. eos_ids: an aborted choice whose last token is one of them is complete. lora_name: the adapter
+    that computes the answer.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class RolloutRequest:
         n: int = 1,
         request_id: str = "",
         eos_ids: Sequence[int] = (),
+        lora_name: str | None = None,
     ):
         for name in OWN_FIELDS & params.keys():
             raise InvalidField(name, "expected no such sampling parameter, since the client sets this field itself")
@@ -59,6 +63,7 @@ class RolloutRequest:
         self._began = time.monotonic()
         self.n = n
         self.request_id = request_id
+        self.lora_name = lora_name
         self._restarts = 0
         self._end_ids = set(self.params.get("stop_token_ids", ()))
         if not self.params.get("ignore_eos"):
@@ -82,6 +87,8 @@ class RolloutRequest:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        if self.lora_name is not None:
+            body["model"] = self.lora_name
         if self.first_choice + first.index:
             body["first_choice"] = self.first_choice + first.index
         if done:
@@ -182,8 +189,17 @@ class PartialRollout:
     def _add_spans(self, spans: Sequence[Mapping[str, Any]], boot_id: str | None) -> None:
         for s in spans:
             start, end = s["start"] + self._base, s["end"] + self._base
-            made_by = str(s["version"]), s["weight_epoch"]
-            span = TokenSpan(*made_by, start, end, bool(s.get("recomputed")), self.replicas[-1], boot_id)
+            span = TokenSpan(
+                str(s["version"]),
+                s["weight_epoch"],
+                start,
+                end,
+                bool(s.get("recomputed")),
+                self.replicas[-1],
+                boot_id,
+                lora_name=s.get("lora_name"),
+                adapter_epoch=s.get("adapter_epoch", 0),
+            )
             last = self.spans[-1] if self.spans else None
             if last is not None and replace(span, start=last.start) == replace(last, end=span.end):
                 self.spans[-1] = replace(last, end=span.end)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Sequence
 
-from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.errors import FastDeployError, ModelNotFound
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, is_retryable
 from fastdeploy.rl.replica import Replica
@@ -70,11 +70,18 @@ class RolloutGenerator:
     async def _attempt(self, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         """Ask one replica for the rest of ``choices``. Raises the replica's error; tokens received before it are
         kept."""
-        async with self._router.reserve(session, len(choices)) as replica:
+        lora_name = choices[0].request.lora_name
+        async with self._router.reserve(session, len(choices), lora_name) as replica:
             for choice in choices:
                 choice.begin_attempt(replica.url)
             try:
                 await self._stream(replica, choices)
+            except ModelNotFound as error:
+                health = await replica.call("GET", "/health")
+                self._require_published(replica, health.get("boot_id"))
+                if self._router.lost_adapter(replica, lora_name):
+                    raise Unreachable("its engine restarted, and has lost the adapter") from error
+                raise
             except FastDeployError as error:
                 if all(choice.finish_reason is not None for choice in choices):
                     return  # the error repeats a finish reason that is known already

@@ -12,8 +12,10 @@ PromptLogprobs = list[dict[int, dict[str, Any]] | None]
 class TokenSpan:
     """Output tokens [start, end) were sampled on ``replica`` by weights (version, weight_epoch).
 
-    weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. publication: number of this
-    client's last publication that those weights contain; 0: weights from before the first publication.
+    weight_epoch counts the commits of one engine since its start, which ``boot_id`` names. lora_name, adapter_epoch:
+    the adapter, and the number of its loads there; None without an adapter. publication: number of this client's last
+    publication that those weights contain; 0: weights from before the first publication. With an adapter, this client's
+    loads of that adapter are counted instead.
     """
 
     version: str
@@ -24,6 +26,8 @@ class TokenSpan:
     replica: str = ""
     boot_id: str | None = None
     publication: int = 0
+    lora_name: str | None = None
+    adapter_epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Rollout:
     logprobs: one per token, or None if not requested. top_logprobs: {token id: logprob} per token, if requested.
     prompt_logprobs: one entry per token of ``prompt_ids``; the first is None. spans: cover all tokens, in order.
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s) | error (only within
-    RolloutFailed). staleness: number of this client's publications that the oldest token's weights lack.
+    RolloutFailed). staleness: number of this client's publications (of its loads of the adapter, for a generation with
+    an adapter) that the oldest token's weights lack.
     num_resumes: attempts after the first. replicas: url of each attempt.
     """
 
@@ -67,5 +72,5 @@ class Rollout:
 _NONE = TokenSpan("", 0, 0, 0)
 
 
-def _age(span: TokenSpan) -> tuple[int, int]:
-    return span.publication, span.weight_epoch
+def _age(span: TokenSpan) -> tuple[int, int, int]:
+    return span.publication, span.weight_epoch, span.adapter_epoch

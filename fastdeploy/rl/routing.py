@@ -16,48 +16,56 @@ MAX_SESSIONS = 100_000
 
 class Router:
     """Chooses a replica per request, and avoids those that failed, reject requests or serve other weights. A session
-    moves to another replica only if its own replica failed or is stale, not if that replica is busy for a moment."""
+    moves to another replica only if its own replica failed or is stale, not if that replica is busy for a moment.
+
+    An adapter that this client has loaded is served only by engines that have answered its last load."""
 
     def __init__(self, replicas: Sequence[Replica]):
         self.replicas = list(replicas)
         self._sessions: OrderedDict[Hashable, Replica] = OrderedDict()
         self._changed = asyncio.Event()
         self._anything_published = False
+        # By adapter that this client has loaded: the replicas that serve its last load, and the boot id of each.
+        self._adapters: dict[str, dict[Replica, str | None]] = {}
 
     @asynccontextmanager
-    async def reserve(self, session: Hashable | None, choices: int) -> AsyncIterator[Replica]:
-        """Choose a healthy replica, and add ``choices`` to its load inside the block. Waits while none is healthy."""
+    async def reserve(
+        self, session: Hashable | None, choices: int, lora_name: str | None = None
+    ) -> AsyncIterator[Replica]:
+        """Choose a healthy replica that serves the adapter (None: the base model), and add ``choices`` to its load
+        inside the block. Waits while there is none."""
         while True:
-            replica = self._pick(session)
+            replica = self._pick(session, lora_name)
             if replica is None:
-                await self._wait()
+                await self._wait(lora_name)
                 continue
             replica.in_flight += choices
             try:
-                if not replica.needs_probe or await self._probe(replica):
+                if not replica.needs_probe or (await self._probe(replica) and self._serves(replica, lora_name)):
                     yield replica
                     return
             finally:
                 replica.in_flight -= choices
 
-    def _pick(self, session: Hashable | None) -> Replica | None:
+    def _pick(self, session: Hashable | None, lora_name: str | None) -> Replica | None:
         now = _now()
-        usable = [r for r in self.replicas if r.stale is None and r.retry_at <= now]
+        usable = [r for r in self.replicas if self._serves(r, lora_name) and r.retry_at <= now]
         home = self._sessions.get(session) if session is not None else None
         if home in usable:
             self._sessions.move_to_end(session)
             return home
         best = min(usable, key=lambda r: r.in_flight, default=None)
-        if best is not None and session is not None and (home is None or home.stale or home.failures):
+        moves = home is None or home.failures > 0 or not self._serves(home, lora_name)
+        if best is not None and session is not None and moves:
             self._sessions[session] = best
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
         return best
 
-    async def _wait(self) -> None:
+    async def _wait(self, lora_name: str | None) -> None:
         """Wait until a replica may be tried again, or until :meth:`retry_now`."""
         self._changed.clear()
-        due = min((r.retry_at for r in self.replicas if r.stale is None), default=None)
+        due = min((r.retry_at for r in self.replicas if self._serves(r, lora_name)), default=None)
         try:
             async with asyncio.timeout_at(due):
                 await self._changed.wait()
@@ -111,6 +119,32 @@ class Router:
     def exclude(self, replica: Replica, why: str) -> None:
         """Send ``replica`` no requests until it is published to, since it does not serve the weights of the others."""
         replica.stale = why
+
+    def note_adapter(self, replica: Replica, lora_name: str, boot_id: str | None) -> None:
+        """Note that the engine ``boot_id`` of ``replica`` serves the last load of the adapter."""
+        self.note_engine(replica, boot_id)
+        self._adapters.setdefault(lora_name, {})[replica] = boot_id
+        self._changed.set()
+
+    def exclude_adapter(self, replica: Replica, lora_name: str) -> None:
+        """Send ``replica`` no requests of the adapter until it is loaded there."""
+        self._adapters.setdefault(lora_name, {}).pop(replica, None)
+
+    def forget_adapter(self, lora_name: str) -> None:
+        """Note that the adapter was unloaded. Its requests go to any replica, which refuses them."""
+        self._adapters.pop(lora_name, None)
+        self._changed.set()
+
+    def _serves(self, replica: Replica, lora_name: str | None) -> bool:
+        """Return whether ``replica`` has the last publication, and the last load of the adapter."""
+        if replica.stale is not None:
+            return False
+        loaded = None if lora_name is None else self._adapters.get(lora_name)
+        return loaded is None or (replica in loaded and loaded[replica] == replica.boot_id)
+
+    def lost_adapter(self, replica: Replica, lora_name: str | None) -> bool:
+        """Return whether this client has loaded the adapter on ``replica``, whose engine has restarted since."""
+        return replica in self._adapters.get(lora_name or "", {}) and not self._serves(replica, lora_name)
 
     def retry_now(self) -> None:
         """Try replicas that rejected requests again at once."""

@@ -2,6 +2,8 @@
 
 weight_epoch counts the commits of one engine since its start, and versions may repeat. So neither can be compared
 between replicas. Publications can. A replica's answer to a commit says which weight_epoch the publication has there.
+
+The loads of an adapter are counted in the same way, in a ledger of their own, with adapter_epoch for weight_epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ MAX_COMMITS = 1024  # kept per engine
 
 
 class PublicationLedger:
-    """Maps each weight_epoch to a publication. ``newest`` is the number of publications so far; 0 stands for the
-    weights before the first."""
+    """Maps each weight_epoch (or adapter_epoch) to a publication. ``newest`` is the number of publications so far; 0
+    stands for the weights before the first."""
 
     def __init__(self) -> None:
         self.newest = 0
@@ -29,11 +31,11 @@ class PublicationLedger:
         self._pending = self.newest + 1
         return self._pending
 
-    def record_commit(self, number: int, replica: str, boot_id: str | None, weight_epoch: int) -> None:
-        """Note that ``replica`` serves publication ``number`` as ``weight_epoch``."""
+    def record_commit(self, number: int, replica: str, boot_id: str | None, count: int) -> None:
+        """Note that ``replica`` serves publication ``number`` as weight_epoch (or adapter_epoch) ``count``."""
         self.newest = max(self.newest, number)
         commits = self._commits.setdefault((replica, boot_id), [])
-        insort(commits, (weight_epoch, number))
+        insort(commits, (count, number))
         del commits[:-MAX_COMMITS]
 
     def end_publication(self) -> None:
@@ -43,8 +45,9 @@ class PublicationLedger:
     def publication_of(self, span: TokenSpan) -> int:
         """Return the newest publication that the replica had committed when it sampled the span's tokens."""
         commits = self._commits.get((span.replica, span.boot_id), [])
-        at = bisect_right(commits, span.weight_epoch, key=itemgetter(0))
-        if at == len(commits) and self._pending and span.weight_epoch > (commits[-1][0] if commits else 0):
+        count = span.weight_epoch if span.lora_name is None else span.adapter_epoch
+        at = bisect_right(commits, count, key=itemgetter(0))
+        if at == len(commits) and self._pending and count > (commits[-1][0] if commits else 0):
             return self._pending  # the first tokens of new weights may arrive before the answer to their commit
         return commits[at - 1][1] if at else 0
 

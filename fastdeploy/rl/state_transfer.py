@@ -1,11 +1,14 @@
-"""Transfer of a state dict to the replicas: which tensors are sent, in which parts, and by which means."""
+"""Transfer of a state dict to the replicas: which tensors are sent, in which parts, and by which means. An adapter is
+sent as one part, or read by the replicas from its folder."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -50,6 +53,60 @@ class Transfer:
                     os.chmod(folder, 0o755)
                     await asyncio.to_thread(state_encoding.write_folder, part, folder)
                     yield {"json": {"model_path": folder, "checksums": checksums}}
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An adapter on its way. arguments: of Replica.call for /v1/adapters/load. tensors, nbytes: sent to each replica; 0
+    for a folder, which each replica reads."""
+
+    arguments: dict[str, Any]
+    tensors: int = 0
+    nbytes: int = 0
+
+
+@asynccontextmanager
+async def adapter_upload(
+    adapter: str | os.PathLike[str] | Mapping[str, Any],
+    config: Mapping[str, Any] | None,
+    fields: dict[str, Any],
+    via: str,
+    urls: Sequence[str],
+) -> AsyncIterator[Upload]:
+    """Yield the upload of a PEFT folder, or of a state dict with the ``config`` of its adapter_config.json. Shared
+    memory is freed when the block ends. fields: further fields of the call. Raises InvalidField."""
+    if not isinstance(adapter, Mapping):
+        if config is not None:
+            raise InvalidField("config", "expected only with a state dict, since a folder has its adapter_config.json")
+        yield Upload({"json": fields | {"lora_path": os.fspath(adapter)}})
+        return
+    if config is None or not adapter:
+        raise InvalidField("config", "expected a state dict with at least one tensor, and its adapter_config.json")
+    if via == "folder":
+        raise InvalidField("via", "expected auto, upload or shared_memory, got 'folder'")
+    tensors = await asyncio.to_thread(state_encoding.host_tensors, adapter)
+    nbytes = sum(tensor.data.nbytes for tensor in tensors.values())
+    via = _choose_via(via, None, urls, nbytes)
+    try:
+        encoded = json.dumps(dict(config), default=_sorted_set)
+    except (TypeError, ValueError) as error:
+        raise InvalidField("config", f"expected the content of an adapter_config.json: {error}") from error
+    if via == "upload":
+        content = await asyncio.to_thread(state_encoding.encode, tensors)
+        headers = {"Content-Type": "application/octet-stream"}
+        arguments = {"content": content, "headers": headers, "params": fields | {"config": encoded}}
+        yield Upload(arguments, len(tensors), nbytes)
+    else:
+        with state_encoding.shared_memory(tensors) as (name, size):
+            source = {"shared_memory": name, "nbytes": size, "config": json.loads(encoded)}
+            yield Upload({"json": fields | source}, len(tensors), nbytes)
+
+
+def _sorted_set(value: Any) -> list[Any]:
+    """Return a set as a list: PEFT's LoraConfig holds target_modules as a set."""
+    if not isinstance(value, set | frozenset):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return sorted(value)
 
 
 class PublishedState:

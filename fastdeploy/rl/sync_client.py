@@ -67,6 +67,8 @@ class SyncRolloutClient:
     publish = _blocking(RolloutClient.publish)
     update_weights = _blocking(RolloutClient.update_weights)
     set_version = _blocking(RolloutClient.set_version)
+    load_adapter = _blocking(RolloutClient.load_adapter)
+    unload_adapter = _blocking(RolloutClient.unload_adapter)
     sleep = _blocking(RolloutClient.sleep)
     wake = _blocking(RolloutClient.wake)
     reset = _blocking(RolloutClient.reset)
@@ -90,17 +92,19 @@ class SyncRolloutClient:
         return self._run(many())
 
     @contextmanager
-    def paused(self, mode: Literal["abort", "wait", "keep"] = "keep", **options: Any) -> Iterator[list[Report]]:
+    def paused(
+        self, mode: Literal["abort", "wait", "keep"] = "keep", *, lora_name: str | None = None, **options: Any
+    ) -> Iterator[list[Report]]:
         """See RolloutClient.paused."""
         hold_id = new_hold_id()
-        reports = self.pause(mode, hold_id=hold_id, **options)
+        reports = self.pause(mode, lora_name=lora_name, hold_id=hold_id, **options)
         try:
             yield reports
         except BaseException as error:
             with note_cleanup_failure(error):
-                self.resume(hold_id)
+                self.resume(hold_id, lora_name=lora_name)
             raise
-        self.resume(hold_id)
+        self.resume(hold_id, lora_name=lora_name)
 
 
 async def _make_client(urls: str | Sequence[str], options: Mapping[str, Any]) -> RolloutClient:

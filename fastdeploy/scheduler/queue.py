@@ -83,6 +83,12 @@ class WaitingQueue:
         """Return all requests that the gates of their own scopes admit."""
         return chain(*(line.ready for line in self._lines), *self._aside.values())
 
+    def num_beside(self, scope: Scope) -> int:
+        """Return the number of requests that share the limit of the queue with a new request of ``scope``. Requests
+        that are parked share one limit, and the others another, so a closed scope takes no place from the others."""
+        parked = len(self._parked)
+        return len(self) - parked if self._admits(scope, started=False) else parked
+
     def gate_of(self, scope: Scope) -> Gate:
         """Return the gate of a scope other than the whole engine."""
         return self._gates.get(scope, Gate.OPEN)

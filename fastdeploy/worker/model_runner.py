@@ -19,8 +19,9 @@ from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models import build_model, load_config
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops import get_ops
-from fastdeploy.model_executor.ops.interface import KVCache, Ops
+from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.parameters import Value, checksums
+from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
@@ -42,7 +43,8 @@ class ModelRunner:
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
     most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
     that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
-    ("" = the temporary folder). model_roots: folders of new weights must lie below one of these.
+    ("" = the temporary folder). model_roots: folders of new weights must lie below one of these. max_lora_rank: the
+    largest rank of an adapter.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -61,6 +63,7 @@ class ModelRunner:
         ops: Ops | None = None,
         spill_dir: str = "",
         model_roots: Sequence[str] = ANYWHERE,
+        max_lora_rank: int = 64,
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -91,6 +94,7 @@ class ModelRunner:
         self._spill_dir = spill_dir
         self._spill: Spill | None = None
         self._model_roots = tuple(model_roots)
+        self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
         self.weights: ModelWeights | None = None
         staging = WeightStaging(self.model, partial=False, serving=self._values)
         staging.add(FolderSource(model_path), {})
@@ -140,6 +144,21 @@ class ModelRunner:
         """Exchange the weights. The old weights are freed here, as the runner holds the last reference to them."""
         assert WEIGHT not in self.asleep
         self.weights = staged
+
+    def begin_adapter(self) -> AdapterStaging:
+        """See ``Runner.begin_adapter``."""
+        return AdapterStaging(self.model, self._max_lora_rank)
+
+    def commit_adapter(self, adapter: int, staged: PackedAdapter) -> None:
+        """See ``Runner.commit_adapter``."""
+        self._adapters.add(adapter, staged)
+
+    def discard_adapter(self, staged: PackedAdapter) -> None:
+        """See ``Runner.discard_adapter``. Does nothing: the memory is freed with the caller's reference."""
+
+    def drop_adapters(self, adapters: Collection[int]) -> None:
+        """See ``Runner.drop_adapters``."""
+        self._adapters.drop(adapters)
 
     def checksums(self) -> dict[str, str]:
         """See ``Runner.checksums``."""
@@ -193,7 +212,7 @@ class ModelRunner:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         if self._spill is not None:
             self._spill.close()
-        del self.weights, self.cache, self.model, self._sampler, self.ops
+        del self.weights, self.cache, self.model, self._adapters, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
         if self.weights is None:
@@ -226,15 +245,16 @@ class ModelRunner:
         rows = np.unique(np.concatenate([last_rows, *spans])) if asking else last_rows  # ascending
         weights, cache = self.weights, self.cache
         assert weights is not None and cache is not None
-        hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers)
+        adapters = self._adapters.rows_of(chunks, batch.cu_tokens)
+        hidden = self.model.forward(weights, token_ids, cache, batch, rows, between_layers, adapters)
         for i, span in zip(asking, spans, strict=True):
             first = int(np.searchsorted(rows, span[0]))
-            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers)
+            of_prompts[i] = self._prompt_logprobs(chunks[i], hidden, first, between_layers, picked(adapters, span))
         if asking and len(sampling):
             hidden = paddle.index_select(hidden, paddle.to_tensor(np.searchsorted(rows, last_rows)))
         result: list[Sampled | NonFinite | None] = [None] * len(chunks)
         if len(sampling):
-            logits = self.model.logits(weights, hidden)
+            logits = self.model.logits(weights, hidden, picked(adapters, last_rows))
             positions = batch.positions[last_rows].astype(np.int64) + 1
             drawn = self._sampler.sample(logits, self._sequences.draws(numbers[sampling], positions))
             for i, one in zip(sampling.tolist(), drawn, strict=True):
@@ -242,18 +262,24 @@ class ModelRunner:
         return result, of_prompts
 
     def _prompt_logprobs(
-        self, chunk: ScheduledChunk, hidden: paddle.Tensor, first: int, between_slices: Callable[[], None] | None
+        self,
+        chunk: ScheduledChunk,
+        hidden: paddle.Tensor,
+        first: int,
+        between_slices: Callable[[], None] | None,
+        adapters: AdapterRows | None,
     ) -> list[Logprob] | NonFinite:
         """Return the logprobs that the chunk asks for, or the first row that is not finite. hidden: row ``first`` is
-        that of the chunk's first token. Logits are computed in slices of rows: those of a whole prompt may be larger
-        than the model."""
+        that of the chunk's first token. adapters: of the rows that are asked for. Logits are computed in slices of
+        rows: those of a whole prompt may be larger than the model."""
         count, top = chunk.prompt_logprobs, self._sequences.told(chunk.sequence).sampling.prompt_logprobs or 0
         targets = self._sequences.tokens[chunk.sequence, chunk.start + 1 : chunk.start + 1 + count]
         weights, found = self.weights, list[Logprob]()
         assert weights is not None
         for at in range(0, count, LOGITS_ROWS):
             end = min(at + LOGITS_ROWS, count)
-            logits = self.model.logits(weights, hidden[first + at : first + end])
+            of_slice = picked(adapters, slice(at, end))
+            logits = self.model.logits(weights, hidden[first + at : first + end], of_slice)
             for logprob in token_logprobs(self.ops, logits, targets[at:end], [top] * (end - at)):
                 if logprob is None:
                     return NonFinite(chunk.start + 1 + len(found))

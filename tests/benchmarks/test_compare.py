@@ -11,6 +11,7 @@ import pytest
 
 import fastdeploy.embedded
 from benchmarks import compare
+from benchmarks.lib import contenders
 from benchmarks.lib.engines import Engine, ours
 from benchmarks.lib.loads import Groups, Load, RepeatedGroups, Streams
 from benchmarks.lib.report import Printer
@@ -31,14 +32,14 @@ def test_two_servers_are_started_compared_and_stopped(tmp_path: Path, capsys: py
     args = compare.parse(["--model-path", str(MODEL), "--repeats", "2", "--json", str(file)])
     started = []
 
-    class Watched(compare.Contender):
+    class Watched(contenders.Contender):
         def __init__(self, engine: Engine, folder: Path) -> None:
             super().__init__(engine, folder)
             started.append(self.server)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "Contender", Watched)
-        patch.setattr(compare, "WATCH_S", 0.1)
+        patch.setattr(contenders, "Contender", Watched)
+        patch.setattr(contenders, "WATCH_S", 0.1)
         assert compare.run(twins(), LOADS, args, Printer(), lambda: PROBED) == 0
     assert len(started) == 2 and [server.processes() for server in started] == [[], []]
     content = json.loads(file.read_text())
@@ -93,7 +94,7 @@ def test_a_failing_peer_is_removed_with_a_reason_and_the_comparison_continues(
     args = compare.parse(["--model-path", str(MODEL), "--repeats", "1", "--json", str(file)])
     peers = [Engine(name, "1", (sys.executable, "-c", code), "/ready") for name, (code, _) in failing.items()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "WATCH_S", 0.1)
+        patch.setattr(contenders, "WATCH_S", 0.1)
         assert compare.run([twins()[0], *peers, twins()[1]], LOADS[:1], args, Printer(), lambda: PROBED) == 0
     told = capsys.readouterr().err.split("without ")
     for name, (_, why) in failing.items():
@@ -104,7 +105,7 @@ def test_a_failing_peer_is_removed_with_a_reason_and_the_comparison_continues(
 
 def test_a_peer_that_is_never_ready_is_removed_after_the_limit():
     said: list[str] = []
-    running = compare.RunningEngines(said.append)
+    running = contenders.RunningEngines(said.append)
     engines = [Engine(name, "1", (sys.executable, "-c", code), "/ready")
                for name, code in (("first", DIES_LATER), ("peer", NEVER_READY))]  # fmt: skip
     with running.started(engines, ready_s=8):

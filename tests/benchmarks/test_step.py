@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import ops, step
 from benchmarks.lib.roofline import Machine, Shape
+from benchmarks.make_adapters import adapter_bytes
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.model_executor.ops import get_ops
 
@@ -22,22 +24,37 @@ needs_cpu_ops = pytest.mark.skipif(get_ops("bfloat16").name != "cpu", reason="th
 @needs_cpu_ops
 def test_the_step_benchmark_reports_every_step_and_its_share_of_the_roofline(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ops, "PROBE_ROWS", 1 << 10)
-    arguments = ["--running", "1,3", "--context", "20", "--chunk", "40", "--repeats", "1"]
+    arguments = [
+        "--running",
+        "1,3",
+        "--context",
+        "20",
+        "--chunk",
+        "40",
+        "--repeats",
+        "1",
+        "--adapters",
+        "2",
+        "--rank",
+        "4",
+    ]
     told = tmp_path / "report.json"
     monkeypatch.setattr(sys, "argv", ["step", "--model", str(MODEL_DIR), *arguments, "--json", str(told)])
     step.main()
     report, shape = json.loads(told.read_text()), Shape.of(MODEL_DIR)
-    assert list(report["steps"]) == ["decode 1", "decode 3", "prefill 40"]
+    assert list(report["steps"]) == ["decode 1", "decode 3", "decode 3, adapters 2", "prefill 40"]
     assert all(found["ms"] >= found["best_ms"] > 0 for found in report["steps"].values())
-    if report["machine"] is not None:  # with AMX
+    bounds: dict[str, float | None] = dict.fromkeys(list(report["steps"])[1:])
+    if report["machine"] is not None:  # with AVX-512
         machine = Machine(**report["machine"])
-        bounds = {
-            "decode 3": shape.step_bytes / machine.read,
-            "prefill 40": shape.prefill_operations(40) / machine.peak,
-        }
-        for name, least in bounds.items():
-            found = report["steps"][name]
-            assert found["of_roofline"] == pytest.approx(least * 1e3 / found["ms"])
+        bounds["decode 3"] = shape.step_bytes / machine.read
+        adapters = 2 * adapter_bytes(shape, 4)
+        bounds["decode 3, adapters 2"] = (shape.step_bytes + adapters) / machine.read
+        if machine.peak is not None:  # with AMX
+            bounds["prefill 40"] = shape.prefill_operations(40) / machine.peak
+    for name, least in bounds.items():
+        found = report["steps"][name]
+        assert found["of_roofline"] == (None if least is None else pytest.approx(least * 1e3 / found["ms"]))
     assert "prefill 40" in capsys.readouterr().out
 
 
@@ -53,3 +70,11 @@ def test_host_time_reports_the_parts_of_a_step_and_their_sum():
         medians = {row["part"]: row["median"] for row in rows}
         assert {"plan", "make batch", "sampling", "outputs"} <= set(medians)
         assert 0 < medians["make batch"] < medians["host time of a step"]
+
+
+def test_the_rows_of_one_adapter_are_neighbours_and_all_adapters_are_used():
+    options = argparse.Namespace(running=[1, 7], adapters=[3], rank=4, context=20, chunk=40)
+    steps = step.make_steps(options, Shape.of(MODEL_DIR), blocks=4)
+    numbers = [chunk.served.adapter for chunk in steps["decode 7, adapters 3"].plan.chunks]
+    assert numbers == sorted(numbers) and set(numbers) == {1, 2, 3}
+    assert {chunk.served.adapter for chunk in steps["decode 7"].plan.chunks} == {0}

@@ -171,7 +171,7 @@ def test_control_replies_are_json_envelopes_and_bad_fields_are_named(server):
     for body, field in (
         ({"mode": "sometimes"}, "mode"),
         ({"timeout_s": -1}, "timeout_s"),
-        ({"lora_name": "a"}, "lora_name"),
+        ({"lora_name": ""}, "lora_name"),
         ({"on_timeout": "explode"}, "on_timeout"),
         ({"no_such_field": 1}, "no_such_field"),
     ):

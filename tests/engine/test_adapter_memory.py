@@ -123,7 +123,7 @@ def test_an_adapter_read_for_a_request_that_a_pause_holds_now_may_be_evicted():
 
 def test_a_drain_waits_for_a_started_request_whose_adapter_is_read_again():
     h = with_adapters(2, adapter_memory_mb=1, max_num_seqs=1)
-    h.add("started", PROMPT, max_tokens=20, adapter="a1", priority=1)
+    h.add("started", PROMPT, max_tokens=20, adapter="a1")
     h.run_rounds(6)
     h.runner.may_stage.clear()
     h.engine.scheduler.retract(h.engine.scheduler.running[0])

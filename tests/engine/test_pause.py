@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.engine import pause as p
+from fastdeploy.engine import scopes
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
@@ -264,7 +265,7 @@ def test_a_pause_cannot_take_over_a_hold_of_the_system():
 
 
 def test_the_number_of_holds_is_bounded(monkeypatch):
-    monkeypatch.setattr(p, "MAX_HOLDS", 2)
+    monkeypatch.setattr(scopes, "MAX_HOLDS", 2)
     h = Harness()
     h.pause(mode="keep")
     h.pause(mode="keep", hold_id="x")

@@ -1,82 +1,101 @@
-"""Pauses of one scope in an engine that has two."""
+"""Pauses of one adapter while others run, and pauses of the whole engine on top."""
 
 from __future__ import annotations
 
 import pytest
 
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner, expected_tokens
-from support.harness import Harness
-
-LONG = 60
+from support.tenants import LONG, A, B, counts, exact, resume, run_out_exactly, tenants
 
 
-def two_scopes(num_blocks: int = 128, rounds: int = 3, **config) -> Harness:
-    """Return a harness with requests a0 to a2 of scope "a" and b0 to b2 of scope "b"; the last of each waits."""
-    h = Harness(FakeRunner(num_blocks=num_blocks), **config)
-    for scope in ("a", "b"):
-        h.load_adapter(scope, 0)
-    for i in range(3):
-        for scope in ("a", "b"):
-            h.add(f"{scope}{i}", [i + 1, 7], max_tokens=LONG, adapter=scope)
-    h.run_rounds(rounds)
-    return h
-
-
-def counts(h: Harness, scope: str) -> list[int]:
-    return [len(h.stream(f"{scope}{i}").tokens) for i in range(3)]
-
-
-def assert_all_exact(h: Harness) -> None:
-    h.run_out()
-    for name in ("a0", "a1", "a2", "b0", "b1", "b2"):
-        assert h.stream(name).tokens == expected_tokens([int(name[1]) + 1, 7], LONG), name
-
-
-def test_one_scope_is_kept_while_the_other_runs():
-    h = two_scopes()
-    report = h.pause(mode="keep", scope="adapter:a").result
+def test_one_adapter_is_kept_while_the_other_runs():
+    h = tenants()
+    report = h.pause(mode="keep", scope=A).result
     frozen, running = counts(h, "a"), counts(h, "b")
-    assert (report["scope"], report["hold"]["scope"], report["is_paused"]) == ("adapter:a", "adapter:a", True)
-    assert report["counts"] == {"aborted": 0, "drained": 0, "kept": 2, "queued": 1}, "of the scope alone"
+    assert (report["scope"], report["hold"]["scope"], report["lora_name"]) == (A, A, "a") and report["is_paused"]
+    assert report["counts"] == {"aborted": 0, "drained": 0, "kept": 2, "queued": 1}, "of the adapter alone"
     h.run_rounds(10)
     assert counts(h, "a") == frozen and frozen[0] > 0
     assert all(now > before for now, before in zip(counts(h, "b"), running, strict=True)), "b2 took a free place"
     assert not h.status()["is_paused"] and not h.status()["rejecting_new_requests"], "the engine runs"
-    assert h.ask(m.PauseStatusArgs(scope="adapter:a")).result["counts"] == {"running": 0, "frozen": 2, "queued": 1}
-    assert h.ask(m.ResumeArgs(scope="adapter:b")).result["released"] == [], "the hold is of scope a"
-    assert len(h.ask(m.ResumeArgs(scope="adapter:a")).result["released"]) == 1
-    assert_all_exact(h)
+    assert h.ask(m.PauseStatusArgs(A)).result["counts"] == {"running": 0, "frozen": 2, "queued": 1}
+    assert resume(h, B)["released"] == [], "the hold is of adapter a"
+    assert len(resume(h, A)["released"]) == 1
+    run_out_exactly(h)
 
 
-def test_an_abort_of_one_scope_ends_only_its_requests():
-    h = two_scopes()
-    report = h.pause(mode="abort", scope="adapter:a").result
+def test_an_abort_of_one_adapter_ends_only_its_requests():
+    h = tenants()
+    report = h.pause(mode="abort", scope=A).result
     assert sorted(report["aborted_ids"]) == ["a0", "a1", "a2"] and report["counts"]["aborted"] == 3
     assert report["tokens_returned"] == sum(counts(h, "a"))
     h.add("late", [1], adapter="a")
     h.add("other", [1], adapter="b")
+    h.add("base", [1])
     h.run_rounds()
     assert h.rejected("late").code == "rejecting_new_requests" and "adapter 'a'" in h.rejected("late").message
     h.run_out()
-    assert h.stream("b2").reason == h.stream("other").reason == "length" and h.stream("a0").reason == "abort"
+    assert h.stream("b2").reason == h.stream("other").reason == h.stream("base").reason == "length"
+    assert h.stream("a0").reason == "abort"
     assert h.pause(mode="abort").result["counts"]["aborted"] == 0
 
 
-def test_a_drain_of_one_scope_ends_while_the_other_goes_on():
-    """Outputs of the other scope after the fence do not delay the drain."""
-    h = two_scopes(max_num_seqs=8)
+def test_an_abort_after_a_keep_ends_the_frozen_requests_and_frees_their_kv():
+    h = tenants()
+    h.pause(mode="keep", scope=A)
+    frozen, free = counts(h, "a"), h.engine.kv.num_free
+    report = h.pause(mode="abort", scope=A).result
+    assert report["counts"]["aborted"] == 3 and report["is_paused"] and counts(h, "a") == frozen
+    assert h.engine.kv.num_free > free and not h.stream("b0").finals
+    resume(h, A)
+    h.run_out()
+    assert exact(h, "b0") and exact(h, "b2")
+
+
+def test_a_drain_of_one_adapter_ends_while_the_other_goes_on():
+    """Outputs of the other adapter after the fence do not delay the drain."""
+    h = tenants(max_num_seqs=8)
     h.add("endless", [9], max_tokens=120, adapter="b")
-    report = h.pause(rounds=80, mode="wait", scope="adapter:a").result
-    assert counts(h, "a") == [LONG] * 3 and report["counts"]["drained"] == 3, "of the scope alone"
+    report = h.pause(rounds=80, mode="wait", scope=A).result
+    assert counts(h, "a") == [LONG] * 3 and report["counts"]["drained"] == 3, "of the adapter alone"
     assert h.stream("endless").tokens and not h.stream("endless").finals
-    h.ask(m.ResumeArgs(scope="adapter:a"))
-    assert_all_exact(h)
+    resume(h, A)
+    run_out_exactly(h)
 
 
-def test_a_freeze_of_the_engine_does_not_end_the_drain_of_a_scope():
-    h = two_scopes()
-    call = h.call(m.PauseArgs(mode="wait", scope="adapter:a"))
+@pytest.mark.parametrize(
+    ("on_timeout", "reason", "code"),
+    [("keep", None, None), ("abort", "abort", None), ("cancel", None, "pause_timeout")],
+)
+def test_a_drain_of_one_adapter_that_times_out_does_what_its_caller_chose(on_timeout, reason, code):
+    h = tenants()
+    call = h.call(m.PauseArgs(mode="wait", scope=A, timeout_s=1.0, on_timeout=on_timeout))
+    h.run_rounds(2)
+    h.now += 1.5
+    h.run_rounds(3)
+    reply = h.reply(call)
+    assert (reply.failure and reply.failure.code) == code and h.stream("a0").reason == reason
+    assert h.ask(m.PauseStatusArgs(A)).result["is_paused"] == (code is None) and not h.stream("b0").finals
+    resume(h, A)
+    h.run_out()
+    assert exact(h, "b0") and (reason is not None or exact(h, "a0"))
+
+
+def test_a_resume_during_the_drain_of_one_adapter_answers_its_caller_and_no_other():
+    h = tenants()
+    of_a, of_b = (h.call(m.PauseArgs(mode="wait", scope=scope)) for scope in (A, B))
+    h.run_rounds()
+    assert resume(h, A)["status"] == "running"
+    assert h.reply(of_a).failure.code == "pause_interrupted" and h.reply(of_b) is None
+    h.run_rounds(150)
+    assert h.reply(of_b).result["counts"]["drained"] == 2 and counts(h, "a") == [LONG] * 3
+    resume(h, B)
+    run_out_exactly(h)
+
+
+def test_a_freeze_of_the_engine_does_not_end_the_drain_of_an_adapter():
+    h = tenants()
+    call = h.call(m.PauseArgs(mode="wait", scope=A))
     h.run_rounds()
     h.pause(mode="keep")
     h.run_rounds(5)
@@ -84,148 +103,184 @@ def test_a_freeze_of_the_engine_does_not_end_the_drain_of_a_scope():
     h.resume()
     h.run_rounds(150)
     assert counts(h, "a") == [LONG, LONG, 0] and h.reply(call).result["counts"]["drained"] == 2
-    h.ask(m.ResumeArgs(scope="adapter:a"))
-    assert_all_exact(h)
+    resume(h, A)
+    run_out_exactly(h)
 
 
-def test_a_reset_releases_the_anonymous_holds_of_all_scopes_and_names_those_that_stand():
-    h = two_scopes()
-    h.pause(mode="keep", scope="adapter:a")
-    h.pause(mode="keep", scope="adapter:b", hold_id="mine")
-    report = h.ask(m.ResetArgs()).result
-    assert len(report["released"]) == 1 and report["still_held_by"] == ["mine"]
-    h.add("after", [5], max_tokens=2, adapter="a")
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_requests_that_arrive_are_held_if_the_hold_says_so(mode):
+    h = tenants()
+    h.pause(rounds=80, mode=mode, admission="hold", scope=A)
+    h.add("late", [5], max_tokens=4, adapter="a")
+    h.run_rounds(10)
+    assert h.rejected("late") is None and not h.stream("late").tokens
+    resume(h, A)
     h.run_out()
-    assert h.stream("after").tokens == expected_tokens([5], 2)
+    assert exact(h, "late", [5], 4, adapter="a")
 
 
-def test_a_fence_of_a_scope_waits_for_the_acknowledgement_of_each_client():
-    h = two_scopes()
-    h.transport.mute.add("a")
-    call = h.call(m.PauseArgs(mode="keep", scope="adapter:a"))
-    h.run_rounds(5)
-    assert h.reply(call) is None
-    assert len(h.sent(m.Fence)) == 1, "outputs of b need no further fence"
-    h.acknowledge()
-    assert h.reply(call).result["is_paused"]
+def test_held_requests_of_an_adapter_take_no_place_in_the_queue_of_others():
+    h = tenants(max_waiting=6)
+    h.pause(mode="keep", scope=A)
+    h.run_rounds(3)
+    for i in range(8):
+        h.add(f"held{i}", [5], max_tokens=2, adapter="a")
+        h.add(f"late{i}", [5], max_tokens=2, adapter="b")
+    h.run_rounds()
+    assert [bool(h.rejected(f"held{i}")) for i in range(8)] == [False] * 5 + [True] * 3, "a2 waits too"
+    assert [bool(h.rejected(f"late{i}")) for i in range(8)] == [False] * 6 + [True] * 2, "as without a pause"
+    assert h.rejected("held7").code == h.rejected("late7").code == "queue_full"
+    resume(h, A)
+    run_out_exactly(h)
 
 
-@pytest.mark.parametrize("first", ["a", "engine"])
+# --------------------------------------------------------------------------- the whole engine on top
+
+
+@pytest.mark.parametrize("first", [A, "engine"])
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-def test_pauses_of_the_engine_and_of_one_scope_may_be_released_in_any_order(mode, first):
-    h = two_scopes()
-    h.pause(mode="keep", scope="adapter:a")
+def test_pauses_of_the_engine_and_of_one_adapter_may_be_released_in_any_order(mode, first):
+    h = tenants()
+    h.pause(mode="keep", scope=A)
     frozen = counts(h, "a")
     report = h.pause(rounds=80, mode=mode).result
     assert report["is_paused"] and report["counts"]["kept"] == (5 if mode == "keep" else 2), "frozen ones stay frozen"
-    assert report["counts"]["drained"] == (0 if mode == "keep" else 3), "the engine counts those of every scope"
+    assert report["counts"]["drained"] == (0 if mode == "keep" else 3), "the engine counts those of every adapter"
     computed = h.runner.computed_tokens
-    h.ask(m.ResumeArgs(scope=first))
+    resume(h, first)
     h.run_rounds(5)
-    if first == "a":
+    if first == A:
         assert h.runner.computed_tokens == computed, "the engine is held"
     assert counts(h, "a") == frozen
-    h.ask(m.ResumeArgs(scope="engine" if first == "a" else "a"))
-    assert_all_exact(h)
+    resume(h, "engine" if first == A else A)
+    run_out_exactly(h)
 
 
-def test_no_scope_starts_a_request_while_the_engine_drains():
-    h = two_scopes()
-    h.pause(mode="keep", scope="adapter:a")
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_an_adapter_may_be_paused_while_the_engine_is(mode):
+    h = tenants()
+    h.pause(mode="keep")
+    report = h.pause(mode=mode, scope=A, timeout_s=0.0).result
+    assert report["is_paused"] and report["counts"]["aborted"] == (3 if mode == "abort" else 0)
+    h.resume()
+    before = counts(h, "a")
+    h.run_rounds(5)
+    assert counts(h, "a") == before
+    resume(h, A)
+    h.run_out()
+    assert exact(h, "b0") and exact(h, "a2") == (mode != "abort")
+
+
+def test_no_adapter_starts_a_request_while_the_engine_drains():
+    h = tenants()
+    h.pause(mode="keep", scope=A)
     h.call(m.PauseArgs(mode="wait"))
     h.run_rounds()
-    h.ask(m.ResumeArgs(scope="adapter:a"))
+    resume(h, A)
     h.run_rounds(150)
     assert h.status()["is_paused"] and counts(h, "a") == [LONG, LONG, 0]
     h.resume()
-    assert_all_exact(h)
+    run_out_exactly(h)
 
 
-@pytest.mark.parametrize("scope", ["a", "engine"])
+@pytest.mark.parametrize("scope", [A, "engine"])
 def test_a_drain_puts_a_half_computed_prompt_back_in_the_queue(scope):
-    h = Harness(max_num_batched_tokens=8)
-    h.load_adapter("a", 0)
+    h = tenants(requests=0, max_num_batched_tokens=8)
     h.add("old", [2], max_tokens=30, adapter="a")
     h.run_rounds(2)
     h.add("r", [1] * 40, max_tokens=3, adapter="a")
     h.run_rounds(2)
     report = h.pause(mode="wait", scope=scope).result
     assert report["counts"]["queued"] == 1 and not h.stream("r").tokens, "a drain starts no output"
-    h.ask(m.ResumeArgs(scope=scope))
+    resume(h, scope)
     h.run_out()
-    assert h.stream("r").tokens == expected_tokens([1] * 40, 3)
+    assert exact(h, "r", [1] * 40, 3, adapter="a")
 
 
-def test_frozen_requests_of_a_paused_scope_are_preempted_for_another_scope():
-    h = two_scopes(num_blocks=32, max_num_seqs=2, rounds=8)
+# --------------------------------------------------------------------------- places and KV
+
+
+def test_frozen_requests_of_a_paused_adapter_are_preempted_for_others():
+    h = tenants(num_blocks=32, max_num_seqs=2, rounds=8)
     assert len(h.engine.scheduler.running) == 2
-    h.pause(mode="keep", scope="adapter:a")
+    h.pause(mode="keep", scope=A)
     h.run_rounds(150)
-    assert all(h.stream(f"b{i}").tokens == expected_tokens([i + 1, 7], LONG) for i in range(3))
-    h.ask(m.ResumeArgs(scope="adapter:a"))
-    assert_all_exact(h)
+    assert all(exact(h, f"b{i}") for i in range(3)), "b has the place and the KV of a"
+    resume(h, A)
+    run_out_exactly(h)
     assert [h.stream(name).finals[0].num_preempted for name in ("a0", "b0", "b1", "b2")] == [1, 0, 0, 0]
 
 
 def test_a_half_computed_prompt_of_a_frozen_request_delays_no_request_with_the_same_prompt():
-    h = Harness(max_num_batched_tokens=8)
-    h.load_adapter("a", 0)
+    h = tenants(requests=0, max_num_batched_tokens=8)
     for name in ("first", "second"):
         h.add(name, [7] * 20, max_tokens=3, adapter="a")
     h.add("other", [7] * 20, max_tokens=3)
     h.run_rounds()
-    h.pause(mode="keep", scope="adapter:a", rounds=3)
+    h.pause(mode="keep", scope=A, rounds=3)
     h.run_rounds(10)
     assert h.stream("other").reason == "length" and not h.stream("first").tokens
-    h.ask(m.ResumeArgs(scope="adapter:a"))
+    resume(h, A)
     h.run_out()
-    assert h.stream("first").tokens == h.stream("second").tokens == expected_tokens([7] * 20, 3)
+    assert all(exact(h, name, [7] * 20, 3, adapter="a") for name in ("first", "second"))
 
 
-def test_a_pause_of_one_scope_does_not_abandon_the_step_in_flight():
-    h = two_scopes()
-    computed_to_the_end = len(h.runner.plans)
-    h.runner.in_step = lambda: h.call(m.PauseArgs(mode="keep", scope="adapter:a"))
-    h.run_rounds()
-    assert len(h.runner.plans) == computed_to_the_end + 1
-
-
-def test_clearing_the_cache_of_one_scope_keeps_the_prefix_hits_of_the_other():
-    h = Harness()
-    h.load_adapter("a", 0)
-    for name, scope in (("a0", "a"), ("e0", "engine")):
-        h.add(name, list(range(1, 13)), max_tokens=2, adapter=scope)
-    h.run_out()
-    h.pause(mode="keep", clear_cache=True, scope="adapter:a")
-    h.ask(m.ResumeArgs(scope="adapter:a"))
+def test_clearing_the_cache_of_one_adapter_keeps_the_prefix_hits_of_others():
+    h = tenants(requests=0)
+    long = list(range(1, 13))
+    for name in ("a", "b", ""):
+        h.add(f"first{name}", long, max_tokens=2, adapter=name)
+        h.run_out()
+    h.pause(mode="keep", clear_cache=True, scope=A)
+    resume(h, A)
     hits = []
-    for name, scope in (("e1", "engine"), ("a1", "a")):
+    for name in ("a", "b", ""):
         before = h.engine.kv.hit_tokens
-        h.add(name, list(range(1, 13)), max_tokens=2, adapter=scope)
+        h.add(f"again{name}", long, max_tokens=2, adapter=name)
         h.run_out()
         hits.append(h.engine.kv.hit_tokens - before)
-    assert hits == [11, 0]
+    assert hits == [0, 11, 11]
 
 
-def test_a_commit_and_a_label_show_in_the_spans_of_every_scope():
-    h = two_scopes()
-    h.pause(mode="keep", scope="adapter:a")
+def test_a_pause_that_clears_the_cache_of_one_adapter_recomputes_only_its_requests():
+    h = tenants()
+    undisturbed = tenants()
+    h.pause(mode="keep", clear_cache=True, scope=A)
+    again = sum(2 + count - 1 for count in counts(h, "a") if count)
+    resume(h, A)
+    run_out_exactly(h)
+    run_out_exactly(undisturbed)
+    assert h.runner.computed_tokens == undisturbed.runner.computed_tokens + again
+
+
+def first_tokens(num_adapters: int) -> list[tuple[str, int]]:
+    """Run 24 requests on 3 places, and return the round in which each has got its first token."""
+    h = tenants(requests=0, num_blocks=256, max_num_seqs=3)
+    for k in range(num_adapters):
+        h.load_adapter(f"t{k}", k + 1)
+    for i in range(24):
+        adapter = f"t{i * 7 % num_adapters}" if num_adapters else ""
+        h.add(f"r{i}", [i + 1, 3], max_tokens=4 + i % 5, adapter=adapter)
+    begun: dict[str, int] = {}
+    for number in range(80):
+        h.run_rounds()
+        begun |= {f"r{i}": number for i in range(24) if f"r{i}" not in begun and h.stream(f"r{i}").tokens}
+    return list(begun.items())
+
+
+def test_with_more_adapters_than_places_each_request_starts_when_it_would_among_equals():
+    alone = first_tokens(0)
+    assert first_tokens(12) == first_tokens(2) == alone and len(alone) == 24
+
+
+def test_a_commit_and_a_label_show_in_the_spans_of_every_adapter():
+    h = tenants()
+    h.pause(mode="keep", scope=A)
     h.update("/w1", version="new")
-    h.ask(m.SetVersionArgs("label"))
-    assert h.ask(m.ResumeArgs(scope="adapter:a")).result["version"] == "label"
+    assert resume(h, A)["weight_epoch"] == 1
     h.run_out()
     for name in ("a0", "b0"):
         spans = h.stream(name).spans
-        assert [spans[0].weight_epoch, spans[-1].weight_epoch] == [0, 1] and spans[-1].version == "label"
+        assert [spans[0].weight_epoch, spans[-1].weight_epoch] == [0, 1]
+        assert {(span.adapter, span.adapter_epoch) for span in spans} == {(name[0], 1)}
         assert not spans[-1].recomputed, "the KV was kept"
-
-
-@pytest.mark.parametrize(
-    "args", [m.PauseArgs(scope="c"), m.ResumeArgs(scope="c"), m.RenewArgs("x", scope="c"), m.PauseStatusArgs("c")]
-)
-def test_an_unknown_scope_is_refused(args):
-    h = two_scopes()
-    h.assert_refused(args, "scope")
-    h.add("r", [1], adapter="c")
-    h.run_rounds()
-    assert h.rejected("r").detail["param"] == "scope"

@@ -8,10 +8,11 @@ import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
 from fastdeploy.core.errors import UpdateInProgress
+from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner, FakeStaging
+from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
 from support.harness import Harness
 
 
@@ -237,3 +238,27 @@ def test_a_sleep_that_waits_for_a_hanging_read_goes_on_after_a_reset(h):
     h.ask(m.WakeArgs())
     assert not hold_ids(h)
     assert_serves(h, 0)
+
+
+class LateStaging(FakeAdapterStaging):
+    def read(self, path: str) -> AdapterInfo:
+        self._packed = Packed(2, True)
+        assert self._runner.may_stage.wait(30)
+        return AdapterInfo(8, 1000)
+
+
+def test_an_adapter_that_was_read_too_late_is_discarded_at_the_runner():
+    h, discarded = Harness(), []
+    h.runner.discard_adapter = discarded.append
+    h.load_adapter("a", 1)
+    load = h.call(m.LoadAdapterArgs("a", h.adapter_folder("a2")))
+    h.run_rounds()  # the copy is made
+    h.runner.begin_adapter = lambda: LateStaging(h.runner)
+    h.runner.may_stage.clear()
+    h.run_rounds()  # the read begins, and hangs
+    assert h.unload_adapter("a").failure is None and h.reply(load).failure is not None
+    h.runner.may_stage.set()
+    h.join_staging()
+    assert discarded == []
+    h.run_rounds()
+    assert [packed.content for packed in discarded] == [2]

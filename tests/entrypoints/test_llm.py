@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core import errors
-from support.fake_runner import FakeRunner, expected_tokens
+from support.fake_runner import FakeRunner, expected_tokens, write_adapter
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -43,6 +43,41 @@ def test_a_stop_string_ends_a_choice(llm):
     pair = whole.choices[0].text[1:3]
     [output] = llm.generate("hello", GREEDY, stop=pair)
     assert output.choices[0].text == whole.choices[0].text.split(pair)[0], "a string was taken for a list"
+
+
+def test_each_prompt_may_have_its_own_adapter(llm, tmp_path):
+    for name, k in (("a", 3), ("b", 4), ("a", 5)):
+        report = llm.load_adapter(name, write_adapter(tmp_path / f"{name}{k}", f"a{k}"))
+    assert (report["lora_name"], report["adapter_epoch"], report["replaced"]) == ("a", 2, True)
+    outputs = llm.generate([[1], [1], [1]], GREEDY, lora_name=["a", None, "b"])
+    for output, k, name in zip(outputs, (5, 0, 4), ("a", "", "b"), strict=True):
+        [choice] = output.choices
+        assert choice.token_ids == expected_tokens([1], 12, vocab=264, adapter=k)
+        assert [span.adapter for span in choice.spans] == [name]
+    assert llm.generate([[1]], GREEDY, lora_name="b")[0].choices[0].token_ids == outputs[2].choices[0].token_ids
+    assert [(adapter["lora_name"], adapter["lora_int_id"]) for adapter in llm.adapters()] == [("a", 1), ("b", 2)]
+
+
+def test_an_adapter_that_was_unloaded_is_never_the_base(llm, tmp_path):
+    llm.load_adapter("a", write_adapter(tmp_path / "a", "a3"))
+    with pytest.raises(errors.AdapterLoaded):
+        llm.load_adapter("a", str(tmp_path / "a"), replace=False)
+    llm.unload_adapter("a")
+    for call in (lambda: llm.unload_adapter("a"), lambda: llm.generate([[1]], GREEDY, lora_name="a")):
+        with pytest.raises(errors.ModelNotFound):
+            call()
+    for lora_name in (5, ["a", "b"], [["a"]]):
+        with pytest.raises(errors.InvalidField, match="lora_name"):
+            llm.generate([[1]], GREEDY, lora_name=lora_name)
+
+
+def test_a_pause_of_one_adapter_leaves_the_engine_running(llm, tmp_path):
+    llm.load_adapter("a", write_adapter(tmp_path / "a", "a3"))
+    llm.pause("keep", lora_name="a")
+    assert llm.is_paused(lora_name="a")["is_paused"] and not llm.is_paused()["is_paused"]
+    assert len(llm.generate([[1]], GREEDY)) == 1
+    assert llm.resume()["released"] == []
+    assert len(llm.resume(lora_name="a")["released"]) == 1
 
 
 def test_a_bad_prompt_raises_and_leaves_the_engine_working(llm):

@@ -13,10 +13,14 @@ import pytest
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineError, FastDeployError, InvalidField, WeightUpdateRefused
+from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator.remote_runner import RemoteRunner
+from support.adapters import cases, simple, write_adapter
+from support.checkpoints import SPECS, prompt
+from support.step_driver import Driver, Sequence, load
 
 SETTINGS = {"num_gpu_blocks_override": 64, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 PROMPTS = [[(7 * i + 3 * j) % 50 for j in range(5 + 9 * i)] for i in range(7)]
@@ -60,6 +64,29 @@ def test_tokens_and_logprobs_are_bitwise_equal_in_a_separate_process():
             )
             assert llm._engine.scheduler.num_preemptions, "no preemption happened"
     assert results[0] == results[1]
+
+
+def test_adapters_give_the_same_bits_in_a_separate_process(checkpoints, tmp_path):
+    spec, results = SPECS["qwen2"], []
+    folder = write_adapter(tmp_path / "adapter", spec, cases(spec)["output_layer"])
+    for runner_process in (False, True):
+        config = EngineConfig(model=str(checkpoints["qwen2"]), runner_process=runner_process, **SETTINGS)
+        runner = load_runner(config)
+        served = load(runner, 3, folder)
+        sequences = [Sequence(f"s{i}", prompt(9 + i, 211), served=[ServedWeights(), served][i % 2]) for i in range(4)]
+        results.append([one.trace for one in Driver(runner).generate(sequences, 8)])
+        runner.close()
+    assert results[0] == results[1]
+
+
+def test_a_runner_process_takes_adapters_up_to_the_rank_of_its_settings(checkpoints, tmp_path):
+    folder = write_adapter(tmp_path / "adapter", SPECS["qwen2"], simple(SPECS["qwen2"], 8))
+    config = EngineConfig(model=str(checkpoints["qwen2"]), runner_process=True, max_lora_rank=7, **SETTINGS)
+    runner = load_runner(config)
+    with pytest.raises(WeightUpdateRefused, match="--max-lora-rank") as error:
+        runner.begin_adapter().read(str(folder))
+    assert error.value.detail["key"] == "r"
+    runner.close()
 
 
 def test_every_request_fails_when_the_runner_is_killed():

@@ -64,9 +64,13 @@ class FuzzedServer:
         if any(hold["id"] in ("republish", "in_place") for hold in self._holds()):
             self._publish_original()
         for hold in self._holds():
-            reply = self.http.post("/v1/resume", json={"hold_id": hold["id"]})
+            adapter = {"lora_name": name} if (name := hold["scope"].removeprefix("adapter:")) != hold["scope"] else {}
+            reply = self.http.post("/v1/resume", json={"hold_id": hold["id"], **adapter})
             assert reply.status_code == 200, (hold, reply.text)
         assert not self._holds()
+        for known in self.http.get("/v1/adapters").json()["result"]["adapters"]:
+            reply = self.http.post("/v1/adapters/unload", json={"lora_name": known["lora_name"]})
+            assert reply.status_code == 200, (known, reply.text)
         if self._weights()["checksum"] != self._checksum:
             self._publish_original()
             assert self._weights()["checksum"] == self._checksum
@@ -95,7 +99,8 @@ class FuzzedServer:
         return reply.json()["result"]
 
     def _holds(self) -> list[dict[str, Any]]:
-        return self.http.get("/v1/is_paused").json()["result"]["holds"]
+        status = self.http.get("/v1/is_paused").json()["result"]
+        return [hold for scope in (status, *status["scopes"]) for hold in scope["holds"]]
 
     def _publish_original(self) -> None:
         reply = self.http.post("/v1/update_weights", json={"model_path": str(MODEL_DIR)})

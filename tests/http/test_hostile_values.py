@@ -28,6 +28,13 @@ NUMBERS = {
     "/detokenize": ({}, ("tokens",)),
     "/finish_session": ({}, ("session_id",)),
     "/pull_weights": ({"local_checkpoint_dir": "/a", "source_dir": "/b"}, ("target_version",)),
+    "/v1/adapters/load": ({"lora_name": "a", "shared_memory": "s", "config": {}}, ("nbytes", "timeout_s", "lora_name")),
+    "/v1/adapters/unload": ({}, ("lora_name",)),
+    "/v1/load_lora_adapter": ({"lora_path": "/a"}, ("lora_name",)),
+    "/skyrl/v1/load_lora_adapter": ({"lora_path": "/a"}, ("lora_name",)),
+    "/skyrl/v1/abort_lora_requests": ({}, ("lora_name",)),
+    "/load_lora_adapter": ({"lora_name": "a"}, ("lora_path",)),
+    "/load_lora_adapter_from_tensors": ({"lora_name": "a"}, ("config_dict",)),
 }
 PATHS = {
     "/v1/update_weights": ({}, ("model_path", "shared_memory")),
@@ -35,6 +42,11 @@ PATHS = {
     "/update_weights_from_disk": ({}, ("model_path",)),
     "/areal_update_weights": ({}, ("model_path",)),
     "/pull_weights": ({"target_version": 1, "source_dir": "/b"}, ("local_checkpoint_dir",)),
+    "/v1/adapters/load": ({"lora_name": "a", "config": {}}, ("shared_memory",)),
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter", "/load_lora_adapter"),
+        ({"lora_name": "a"}, ("lora_path",)),
+    ),
 }
 NAMES = {
     "/v1/pause": "hold_id",
@@ -44,7 +56,15 @@ NAMES = {
     "/v1/reset": "version",
     "/v1/completions": "request_id",
     "/set_weight_version": "new_version",
+    "/v1/adapters/load": "lora_name",
+    "/v1/adapters/unload": "lora_name",
+    "/v1/load_lora_adapter": "lora_name",
+    "/skyrl/v1/abort_lora_requests": "lora_name",
+    "/load_lora_adapter": "lora_name",
+    "/generate": "lora_path",
+    "/v1/chat/completions": "model",
 }
+OTHERS = {"prompt": "[1]", "input_ids": "[1]", "lora_path": '"/a"', "messages": '[{"role": "user", "content": "a"}]'}
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +77,16 @@ def server(make_module_stack):
 
 
 CALLS = (m.PauseArgs, m.ResumeArgs, m.SleepArgs, m.UpdateWeightsArgs, m.BeginUpdateArgs, m.UpdateChunkArgs,
-         m.CommitUpdateArgs, m.AbortUpdateArgs, m.ResetArgs, m.SetVersionArgs, m.WeightInfoArgs)  # fmt: skip
+         m.LoadAdapterArgs, m.UnloadAdapterArgs, m.AbortArgs, m.CommitUpdateArgs, m.AbortUpdateArgs, m.ResetArgs,
+         m.SetVersionArgs, m.WeightInfoArgs)  # fmt: skip
 
 
 def answer(call: m.Call) -> m.Reply:
     if isinstance(call.args, m.WeightInfoArgs):
         return m.Reply(call.call_id, {"session": None, "asleep": []})
     try:
-        SourcePolicy(("/",), "").check(getattr(call.args, "source", None))
+        field = "lora_path" if isinstance(call.args, m.LoadAdapterArgs) else "model_path"
+        SourcePolicy(("/",), "").check(getattr(call.args, "source", None), field)
     except InvalidField as error:
         return m.Reply(call.call_id, {}, m.Failure(error.code, error.message, error.detail))
     return m.Reply(call.call_id, {}, m.Failure("wrong_order", "not now"))
@@ -102,5 +124,29 @@ def test_an_impossible_path_is_a_400_that_names_the_field(server, path, value):
 @pytest.mark.parametrize("value", ["\\ud800", "x" * 100_000, "a\\u0000b", "\\u2028"], ids=lambda v: v[:8])
 @pytest.mark.parametrize("path", NAMES)
 def test_an_odd_name_causes_no_500_and_is_not_repeated_at_length(server, path, value):
-    reply = server.http.post(path, content=f'{{"{NAMES[path]}": "{value}", "prompt": [1]}}'.encode())
+    fields = ", ".join(f'"{name}": {others}' for name, others in OTHERS.items() if name != NAMES[path])
+    reply = server.http.post(path, content=f'{{"{NAMES[path]}": "{value}", {fields}}}'.encode())
     assert reply.status_code < 500 and len(reply.text) < 3000, reply.text[:300]
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters/load", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter",
+                                  "/load_lora_adapter", "/unload_lora_adapter", "/v1/unload_lora_adapter",
+                                  "/skyrl/v1/abort_lora_requests"])  # fmt: skip
+def test_a_wrong_adapter_name_is_a_400_that_names_the_field(server, path):
+    for value in (None, 5, 1.5, True, [], {}, ["a"], "", "x" * 10_000_000):
+        reply = server.post(path, lora_name=value, lora_path="/a")
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, "lora_name"), reply.text[:300]
+        assert len(reply.text) < 3000
+
+
+@pytest.mark.parametrize("config", [5, "x", [], [[]], "[]", {"r": 10**30}, {"a": "\ud800"}, {"a": ["\udc80"]}])
+def test_a_config_that_is_no_object_of_json_is_a_400(server, config):
+    for path, body in (
+        ("/v1/adapters/load", {"shared_memory": "s", "config": config}),
+        ("/load_lora_adapter_from_tensors", {"config_dict": config}),
+    ):
+        reply = server.http.post(path, content=json.dumps({"lora_name": "a", **body}).encode())
+        assert (reply.status_code, reply.json()["error"]["param"]) in (
+            (400, "config"), (400, "config_dict"), (400, "body"),
+        ), reply.text[:300]  # fmt: skip

@@ -21,14 +21,16 @@ WITHOUT_FIELDS = {
     "/post_process_weights",
 }  # fmt: skip
 # Routes of features that this server does not have: any body is refused.
-REFUSED = {
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter", "/skyrl/v1/generate",
-    "/fetch_weights",
+REFUSED = {"/skyrl/v1/generate", "/fetch_weights"}
+# Routes whose body may be tensors, and a field that is then in the query.
+UPLOADS = {
+    "/v1/update_weights": "verify_checksum", "/v1/weights/chunk": "verify_checksum",
+    "/update_weights": "verify_checksum", "/v1/adapters/load": "config",
 }  # fmt: skip
 JSON = "application/json"
 EXAMPLES = {
     "prompt": "a", "messages": [{"role": "user", "content": "a"}], "token_ids": [1], "session_id": "s", "hold_id": "h",
-    "request_ids": [],
+    "request_ids": [], "lora_name": "a",
 }  # fmt: skip
 
 
@@ -100,10 +102,10 @@ def test_control_fields_may_be_in_the_query():
 
 
 def test_an_upload_is_described_beside_json():
-    for path in ("/v1/update_weights", "/v1/weights/chunk", "/update_weights"):
+    for path, field in UPLOADS.items():
         operation = DOCUMENT["paths"][path]["post"]
         assert operation["requestBody"]["content"].keys() == {JSON, "application/octet-stream"}
-        assert "verify_checksum" in {parameter["name"] for parameter in operation["parameters"]}
+        assert field in {parameter["name"] for parameter in operation["parameters"]}
 
 
 def test_descriptions_of_bodies_contain_no_reference():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.plan import StepPlan
+from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.runner_server import RunnerServer
@@ -71,5 +73,20 @@ def test_weights_that_are_ready_after_their_session_was_given_up_are_freed():
         may_end.set()
         finishing.join(30)
         assert server._staged == {} and server._stagings == {}
+        server._context.destroy(linger=0)
+        os.close(server._results_fd)
+
+
+def test_an_adapter_that_was_read_stays_until_it_is_committed_or_discarded():
+    runner = Mock()
+    runner.begin_adapter().read.return_value = AdapterInfo(8, 1000)
+    with tempfile.TemporaryDirectory() as folder:
+        server = RunnerServer(folder)
+        first, second = (server._beside_call(runner, m.ReadAdapter("folder")) for _ in range(2))
+        assert first.info == AdapterInfo(8, 1000) and set(server._adapters) == {first.staging, second.staging}
+        server._step_call(runner, m.CommitAdapter(5, first.staging))
+        server._step_call(runner, m.DiscardAdapter(second.staging))
+        assert server._adapters == {}
+        runner.commit_adapter.assert_called_once_with(5, runner.begin_adapter().finish())
         server._context.destroy(linger=0)
         os.close(server._results_fd)

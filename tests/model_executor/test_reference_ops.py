@@ -6,8 +6,16 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec, SampleBatch
+from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
+    AttentionBatch,
+    AttentionSpec,
+    LoraPart,
+    PackedAdapter,
+    SampleBatch,
+)
 from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16, to_float32
+from tests.support.decoder_layers import SHAPES, Adapter, Layer, make_batch
 
 OPS = ReferenceOps("float32")
 HEADS, KV_HEADS, DIM, BLOCK, TOKENS = 6, 2, 16, 4, 150
@@ -70,6 +78,63 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(op):
     for first, last in ((0, 1), (1, 2), (5, 23), (16, 48), (132, 133)):
         part = getattr(OPS, op)(paddle.to_tensor(x[first:last]), *arguments).numpy()
         assert np.array_equal(part, whole[first:last]), (first, last)
+
+
+ALL_LINEARS = {"qkv": [8, None, 4], "o": [3], "gate_up": [None, 5], "down": [16]}
+
+
+def _rows(adapters: list[PackedAdapter], rows: list[int]) -> AdapterRows:
+    return AdapterRows(adapters, np.array(rows, np.int32))
+
+
+@pytest.mark.parametrize("shape", ["small", "odd"])
+def test_a_row_with_an_adapter_is_computed_as_if_its_product_were_added_to_the_weights(shape):
+    rng, lengths, own = np.random.default_rng(3), [7, 1, 20, 4], [1, -1, 0, 2]
+    layer = Layer(rng, *SHAPES[shape])
+    adapters = [Adapter(rng, layer, ranks) for ranks in (ALL_LINEARS, {"o": [2]}, {"gate_up": [1, 64]})]
+    x, keep = paddle.to_tensor(_normal(sum(lengths), layer.hidden)), np.array([0, 6, 7, 9, 27, 31])
+    batch, rows = make_batch([0, 1, 2, 3], [0] * 4, lengths), np.repeat(own, lengths)
+    mixed = _rows([adapter.on(OPS) for adapter in adapters], rows.tolist())
+    for picked in (None, keep):
+        found = OPS.decoder_layers(x.clone(), [layer.on(OPS)], layer.cache(OPS, 4), batch, picked, adapters=mixed)
+        kept_rows = rows if picked is None else rows[picked]
+        for index, weights in enumerate([*(adapter.merged() for adapter in adapters), layer]):
+            mine = kept_rows == (index if index < 3 else -1)
+            whole = OPS.decoder_layers(x.clone(), [weights.on(OPS)], layer.cache(OPS, 4), batch, picked).numpy()
+            np.testing.assert_allclose(found.numpy()[mine], whole[mine], rtol=1e-3, atol=1e-3)
+            if index == 3:
+                np.testing.assert_array_equal(found.numpy()[mine], whole[mine])
+
+
+def test_the_adapter_of_the_head_adds_to_the_logits_of_its_rows():
+    x, norm, head = _normal(5, 48), _tensor(48, seed=2), _normal(9, 48, seed=1)
+    part, weight = LoraPart(_normal(3, 48, seed=5), _normal(9, 3, seed=6), 0.25), OPS.pack_linear([head])
+    lora = OPS.pack_lora([part], [9], 48)
+    assert (lora.out_features, lora.in_features, lora.rank, lora.nbytes) == (9, 48, 3, 4 * 3 * 57)
+    rows = _rows([PackedAdapter((), lora, 0), PackedAdapter((), None, 0)], [-1, 0, 0, 1, -1])
+    base = OPS.logits(paddle.to_tensor(x), norm, 1e-5, weight).numpy()
+    found = OPS.logits(paddle.to_tensor(x), norm, 1e-5, weight, rows).numpy()
+    normed = OPS.rms_norm(paddle.to_tensor(x), norm, 1e-5).numpy().astype(np.float64)
+    np.testing.assert_allclose((found - base)[1:3], normed[1:3] @ part.a.T @ part.b.T * 0.25, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(found[[0, 3, 4]], base[[0, 3, 4]])
+
+
+def test_a_row_with_an_adapter_has_the_same_bits_in_any_batch():
+    rng, count = np.random.default_rng(4), 40
+    layer = Layer(rng, *SHAPES["small"])
+    adapters = [Adapter(rng, layer, ALL_LINEARS).on(OPS) for _ in range(3)]
+    x, rows = _normal(count, layer.hidden), [0] * 18 + [-1] * 3 + [2] * 19
+    whole = OPS.decoder_layers(
+        paddle.to_tensor(x), [layer.on(OPS)], layer.cache(OPS, count), make_batch(list(range(count)), [0] * count,
+        [1] * count), adapters=_rows(adapters, rows)
+    ).numpy()  # fmt: skip
+    for first, last in ((0, 1), (17, 19), (18, 20), (21, 22), (30, 40)):
+        n, mine = last - first, _rows(adapters[::-1], [{0: 2, 2: 0, -1: -1}[row] for row in rows[first:last]])
+        batch = make_batch(list(range(n)), [0] * n, [1] * n)
+        part = OPS.decoder_layers(
+            paddle.to_tensor(x[first:last]), [layer.on(OPS)], layer.cache(OPS, n), batch, adapters=mine
+        )
+        np.testing.assert_array_equal(part.numpy(), whole[first:last])
 
 
 QKV = _normal(TOKENS, (HEADS + 2 * KV_HEADS) * DIM, seed=5)

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from fastdeploy.core.errors import FastDeployError, HoldNotFound
+from fastdeploy.core.errors import FastDeployError, HoldNotFound, ModelNotFound
 from fastdeploy.rl.client import RolloutClient
 
 EOS = 7
@@ -57,7 +57,8 @@ class FakeServer:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.uploads: list[bytes] = []
         self.boot_id, self.weight_epoch, self.version = "boot-1", 0, "0"
-        self.holds: dict[str, str] = {}
+        self.holds: dict[str, str] = {}  # mode by hold id; the holds of an adapter are "NAME/ID"
+        self.adapters: dict[str, dict[str, Any]] = {}  # by name: the body of the last load, and its adapter_epoch
         self.session: dict[str, Any] | None = None
         self.before_token: Callable[[int], None] = lambda position: None
         self.down = False
@@ -83,6 +84,7 @@ class FakeServer:
     def restart(self) -> None:
         """Start another engine, with the start-up weights."""
         self.boot_id, self.weight_epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
+        self.adapters.clear()
         self.drop_all()
 
     def paths(self) -> list[str]:
@@ -144,6 +146,8 @@ class FakeServer:
             return await self._error(writer, *refusals.popleft())
         if body["prompt"][0] >= 1000:
             return await self._error(writer, 400, "invalid_field")
+        if body.get("model") not in (None, *self.adapters):
+            return await self._error(writer, 404, "model_not_found")
         if (request_id := body.get("request_id")) in self.ids:
             return await self._error(writer, 409, "duplicate_request_id")
         self.ids |= {request_id} - {None}
@@ -203,6 +207,9 @@ class FakeServer:
         new = ids[start:]
         values = [logprob_of(t, p) for p, t in enumerate(new, len(body["prompt"]) + start)]
         span = {"version": self.version, "weight_epoch": self.weight_epoch, "start": start, "end": len(ids)}
+        if (adapter := self.adapters.get(body.get("model", ""))) is not None:
+            of_adapter = {name: adapter[name] for name in ("version", "lora_name", "adapter_epoch")}
+            span |= of_adapter
         choice: dict[str, Any] = {
             "index": k,
             "text": text,
@@ -257,21 +264,43 @@ class FakeServer:
         self.version = body["version"]
         return self._label()
 
+    def _hold(self, body: dict[str, Any]) -> str:
+        """Return the key of a hold. Raises ModelNotFound for an adapter that is not known and has no hold."""
+        name = body.get("lora_name")
+        if name is None:
+            return body.get("hold_id", "")
+        if name not in self.adapters and not any(hold.startswith(f"{name}/") for hold in self.holds):
+            raise ModelNotFound(name)
+        return f"{name}/{body.get('hold_id', '')}"
+
     def _v1_pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.holds[body["hold_id"]] = body["mode"]
+        self.holds[self._hold(body)] = body["mode"]
         return {"status": "paused", "is_paused": True}
 
     def _v1_resume(self, body: dict[str, Any]) -> dict[str, Any]:
-        known = self.holds.pop(body["hold_id"], None)
+        known = self.holds.pop(self._hold(body), None)
         return {"status": "running", "released": [body["hold_id"]] if known else []}
 
     def _v1_renew(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body["hold_id"] not in self.holds:
+        if self._hold(body) not in self.holds:
             raise HoldNotFound(body["hold_id"])
         return {"hold": {"id": body["hold_id"]}}
 
     def _v1_is_paused(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"is_paused": bool(self.holds)}
+        scope = self._hold(body)
+        return {"is_paused": any(("/" in hold) == ("/" in scope) and hold.startswith(scope) for hold in self.holds)}
+
+    def _v1_adapters_load(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body["lora_name"]
+        adapter_epoch = self.adapters.get(name, {}).get("adapter_epoch", 0) + 1
+        self.adapters[name] = {"version": str(adapter_epoch)} | body | {"adapter_epoch": adapter_epoch}
+        of_adapter = {key: self.adapters[name][key] for key in ("lora_name", "adapter_epoch", "version")}
+        return self._label() | of_adapter | {"status": "loaded"}
+
+    def _v1_adapters_unload(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise ModelNotFound(body["lora_name"])
+        return {"lora_name": body["lora_name"]}
 
     def _v1_weights_begin(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.session is None

@@ -104,7 +104,7 @@ async def test_a_hold_that_ended_early_raises_at_the_end_and_stops_a_publication
                     await client.update_weights(str(tmp_path / "w1"))
         assert lost.value.reports[0].error.code == "hold_not_found"
         info = await client.replicas[0].call("GET", "/v1/weights")
-        assert info["weight_epoch"] == server.engine.scopes.whole.served.weight_epoch
+        assert info["weight_epoch"] == server.engine.scopes.base.served.weight_epoch
         assert info["session"] is None and server.runner.weights == 0
         await client.resume()  # HoldLost is raised only once
         async with client.paused():

@@ -22,6 +22,7 @@ STATUS = {"is_paused": False, "rejecting_new_requests": False, "admission": None
 class FakeEngine:
     """Answers Hello and status calls.
 
+    adapters: answer to AdaptersArgs. A request that names another adapter is refused.
     script: gives the outputs of a request. Each is sent once the client has received the one before and ``taken()`` is
     true, since a reader that finds several outputs shows them as one. seen: every message without an answer of its own.
     """
@@ -40,6 +41,7 @@ class FakeEngine:
         self.requests: dict[str, AddRequest] = {}
         self.clients: list[str] = []
         self.status: dict[str, Any] = dict(STATUS)
+        self.adapters: list[dict[str, Any]] = []
         self.replies: dict[type, Callable[[m.Call], m.Reply | None]] = {}
         self.beating = True
         self._owner: dict[str, str] = {}
@@ -110,10 +112,16 @@ class FakeEngine:
                     self._transport.send(client, reply)
             case m.Call(args=m.CheckUpdateArgs() | m.WeightInfoArgs()):
                 self._transport.send(client, m.Reply(message.call_id, {"session": None}))
+            case m.Call(args=m.AdaptersArgs()):
+                self._transport.send(client, m.Reply(message.call_id, {"adapters": self.adapters}))
             case m.Call(args=m.PauseStatusArgs()):
                 self._transport.send(client, m.Reply(message.call_id, self.status))
             case m.Call(args=m.MetricsArgs()):
                 self._transport.send(client, m.Reply(message.call_id, {"text": "fastdeploy:num_requests_running 0\n"}))
+            case AddRequest(adapter=name) if name and name not in [known["lora_name"] for known in self.adapters]:
+                self.seen.put(message)
+                failure = m.Failure("model_not_found", f"model: there is no adapter {name!r}", {"param": "model"})
+                self._transport.send(client, m.Rejected(message.request_id, failure))
             case AddRequest():
                 self.requests[message.request_id] = message
                 self._owner[message.request_id] = client

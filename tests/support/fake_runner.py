@@ -18,7 +18,6 @@ from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo
-from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import SharedMemorySource, Source
 
 EOS = 0
@@ -38,14 +37,11 @@ class Slot(NamedTuple):
 
 @dataclass
 class Known:
-    """The parts of one sequence that the runner has received. served: the weights that computed its last step. mixed:
-    its adapter was replaced since, and it kept its KV."""
+    """The parts of one sequence that the runner has received."""
 
     new: NewSequence
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    served: ServedWeights | None = None
-    mixed: bool = False
 
 
 class Packed(NamedTuple):
@@ -176,6 +172,7 @@ class FakeRunner:
         self.asleep: frozenset[str] = frozenset()
         self.adapters: dict[int, Packed] = {}
         self.adapter_reads = 0
+        self._adapters_of: dict[tuple[str, int], set[int]] = {}
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
         self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
@@ -229,7 +226,7 @@ class FakeRunner:
     def _run(self, chunk: ScheduledChunk, known: Known) -> Sampled | NonFinite | None:
         size, tokens, blocks, key = self.info.block_size, known.tokens, known.blocks, known.new.key
         number, end = chunk.served.adapter, chunk.start + chunk.count
-        self._use_adapter(chunk, known)
+        adapters = self._adapters_of_kv(chunk, key)
         assert chunk.count and end <= len(tokens)
         if chunk.start != self._end.get(key):
             self.mixed_ok.discard(key)
@@ -240,7 +237,7 @@ class FakeRunner:
             assert (slot.token, slot.position) == (tokens[position], position), f"{key}: foreign KV at {position}"
             assert slot.context == zlib.crc32(repr(tokens[:position]).encode()), f"{key}: foreign context"
             assert slot.weights == self.weights or key in self.mixed_ok, f"{key}: stale KV at {position}"
-            assert slot.adapter == number or known.mixed, f"{key}: KV of another adapter at {position}"
+            assert slot.adapter in adapters, f"{key}: KV of another adapter at {position}"
         for position in range(chunk.start, end):
             context = zlib.crc32(repr(tokens[:position]).encode())
             slot = Slot(tokens[position], position, self.weights, number, context)
@@ -256,14 +253,15 @@ class FakeRunner:
         token = next_token(tokens, self.weights, self.info.vocab_size, banned, content)
         return Sampled(token, Logprob(-float(token)) if known.new.sampling.logprobs is not None else None)
 
-    def _use_adapter(self, chunk: ScheduledChunk, known: Known) -> None:
-        """Check a change of the adapter of a sequence."""
-        served, before = chunk.served, known.served
-        known.served = served
-        if before is not None and before.adapter != served.adapter:
-            assert before.adapter_name == served.adapter_name, f"{known.new.key}: the adapter of another name"
-            assert self.adapters[served.adapter].keeps_kv, f"{known.new.key}: stale KV of the adapter before"
-            known.mixed = True
+    def _adapters_of_kv(self, chunk: ScheduledChunk, key: tuple[str, int]) -> set[int]:
+        """Return the numbers of the adapters that may have computed the KV of a sequence: those of its own steps, since
+        an adapter was committed after whose commit no sequence may use older KV."""
+        number = chunk.served.adapter
+        used = self._adapters_of.setdefault(key, set())
+        if number and number not in used and not self.adapters[number].keeps_kv:
+            used.clear()
+        used.add(number)
+        return used
 
     def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
         if "weight" in self.asleep or (partial and not self.has_weights):
@@ -283,6 +281,8 @@ class FakeRunner:
     def commit_adapter(self, adapter: int, staged: Packed) -> None:
         assert adapter > 0 and adapter not in self.adapters
         self.adapters[adapter] = staged
+
+    def discard_adapter(self, staged: Packed) -> None: ...
 
     def drop_adapters(self, adapters: Collection[int]) -> None:
         for adapter in adapters:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan
+from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource, Source
@@ -24,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0, max_tokens=64)
 class Sequence:
     """One choice. ids: prompt and output. computed: how many of them are in the KV cache. non_finite: set when the
     logits of a step were not finite; the sequence ends there. number: the runner's number of the sequence. told: how
-    many tokens and blocks the runner knows."""
+    many tokens and blocks the runner knows. served: the weights that compute it."""
 
     name: str
     ids: list[int]
@@ -38,6 +39,7 @@ class Sequence:
     non_finite: NonFinite | None = None
     number: int | None = None
     told: tuple[int, int] = (0, 0)
+    served: ServedWeights = ServedWeights()
 
     def __post_init__(self) -> None:
         self.prompt_len = self.prompt_len or len(self.ids)
@@ -62,6 +64,7 @@ class Driver:
         self._numbers = 0
 
     def step(self, sequences: list[Sequence], chunk: int | None = None, copies: list[BlockCopy] | None = None) -> None:
+        sequences = sorted(sequences, key=lambda s: s.served.adapter)  # as the scheduler does
         chunks = [self.chunk(s, chunk) for s in sequences]
         plan = StepPlan(self.steps, chunks, copies or [])
         result = self.runner.execute(plan)
@@ -101,9 +104,7 @@ class Driver:
         tokens, blocks = s.told
         s.told = len(s.ids), len(s.table)
         start, sample = s.computed, end == len(s.ids)
-        return ScheduledChunk(
-            s.number, start, end - start, sample, ServedWeights(), s.ids[tokens:], s.table[blocks:], new
-        )
+        return ScheduledChunk(s.number, start, end - start, sample, s.served, s.ids[tokens:], s.table[blocks:], new)
 
 
 def fresh(sequence: Sequence, **changes: object) -> Sequence:
@@ -117,6 +118,14 @@ def draws_of(rows: list[tuple[list[int], int, SamplingParams, tuple[int, ...]]])
     new = [NewSequence(("r", i), params, count, banned, 1000) for i, (_, count, params, banned) in enumerate(rows)]
     tokens = np.array([ids for ids, *_ in rows], np.int32)
     return Draws(new, np.full(len(rows), tokens.shape[1]), tokens, np.arange(len(rows)))
+
+
+def load(runner: Runner, number: int, folder: Path) -> ServedWeights:
+    """Read an adapter and commit it under ``number``. Returns the label of a sequence that it computes."""
+    staging = runner.begin_adapter()
+    staging.read(str(folder))
+    runner.commit_adapter(number, staging.finish())
+    return ServedWeights(adapter=number)
 
 
 def outputs(runner: ModelRunner) -> list:

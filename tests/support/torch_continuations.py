@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,12 +33,20 @@ def continuations(old: Path, new: Path, cases: list[Case]) -> list[dict[str, np.
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         for folder in (old, new)
     )
+    return continued(before, after, cases)
+
+
+def continued(before: Any, after: Any, cases: list[Case]) -> list[dict[str, np.ndarray]]:
+    """As ``continuations``, of two models of torch."""
+    import torch
+
     found = []
     for case in cases:
         tokens, cut = torch.tensor([case.tokens]), case.old_kv
         with torch.inference_mode():
-            cache = before(tokens[:, :cut], use_cache=True).past_key_values if cut else None
-            logits = after(tokens[:, cut:-1], past_key_values=cache, use_cache=True).logits[0, -case.new :]
+            cache = before(input_ids=tokens[:, :cut], use_cache=True).past_key_values if cut else None
+            out = after(input_ids=tokens[:, cut:-1], past_key_values=cache, use_cache=True)
+        logits = out.logits[0, -case.new :]
         chosen = logits.log_softmax(-1).gather(1, tokens[0, -case.new :, None])[:, 0]
         found.append({"best": logits.argmax(-1).to(torch.int16).numpy(), "logprobs": chosen.numpy()})
     return found

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.inter_communicator import messages as m
+from support.adapter_book import AdapterBook
 from support.fake_runner import EOS, next_token
 from support.harness import Harness
 
 
 @dataclass
 class Expected:
-    """One choice of an accepted request. sent_epoch: weight_epoch when the request was sent. closing: its client has
-    cancelled it, so that at most an abort handled before the cancel is still answered. closed: its client expects no
-    more outputs, or is dead."""
+    """One choice of an accepted request. began_with: (weight_epoch, adapter_epoch) when the request was sent. adapter:
+    lora_int_id; 0 = the base model. closing: its client has cancelled it, so that at most an abort handled before the
+    cancel is still answered. closed: its client expects no more outputs, or is dead."""
 
     add: AddRequest
     limit: int  # of output tokens
-    sent_epoch: int
+    adapter: int
+    began_with: tuple[int, int]
     tokens: list[int] = field(default_factory=list)
-    weight_epochs: list[int] = field(default_factory=list)
+    epochs: list[tuple[int, int]] = field(default_factory=list)  # (weight_epoch, adapter_epoch) of each token
     reason: str | None = None
     closing: bool = False
     closed: bool = False
@@ -34,10 +38,12 @@ class Expected:
 
 
 class Witness:
-    """Follows all clients of one harness. weights, versions: by weight_epoch; a test that updates weights sets both."""
+    """Follows all clients of one harness from now on. weights, versions: by weight_epoch; a test that updates weights
+    sets both. Every round is followed by one ``look``."""
 
     def __init__(self, harness: Harness):
         self.h = harness
+        self.book = AdapterBook(harness.engine.adapters)
         self.weights = {0: 0}
         self.versions = {0: "0"}
         self.streams: dict[tuple[str, str, int], Expected] = {}
@@ -45,7 +51,9 @@ class Witness:
         self.calls: dict[tuple[str, int], m.Args] = {}
         self.replies: list[tuple[m.Args, m.Reply]] = []
         self.dropped: set[str] = set()
-        self._read: dict[str, int] = {}
+        self.aborting: set[str] = set()  # scopes that a pause may have aborted, and names in abort calls
+        self.num_tokens = Counter[str]()  # by adapter name; "" = the base model
+        self._read = {client: len(sent) for client, sent in harness.transport.sent.items()}
 
     # ---------------------------------------------------------------- what the clients did
 
@@ -54,6 +62,13 @@ class Witness:
 
     def called(self, client: str, call_id: int, args: m.Args) -> None:
         self.calls[client, call_id] = args
+        match args:
+            case m.PauseArgs(scope=scope) if "abort" in (args.mode, args.on_timeout):
+                self.aborting.add(scope)
+            case m.SleepArgs(mode="abort"):
+                self.aborting.add(WHOLE_ENGINE)
+            case m.AbortArgs(lora_name=name):
+                self.aborting.add(f"by request: {name}")
 
     def cancelled(self, client: str, request_id: str, choice: int | None) -> None:
         for (owner, rid, index), stream in self.streams.items():
@@ -72,7 +87,9 @@ class Witness:
 
     def look(self) -> int:
         """Check every new message, and return the number of new tokens."""
-        self._accept()
+        known = self.book.known  # when the round began: its messages were handled before new adapters were taken
+        self._accept(known)
+        self.book.look()
         count = 0
         for client, sent in self.h.transport.sent.items():
             start, self._read[client] = self._read.get(client, 0), len(sent)
@@ -80,7 +97,7 @@ class Witness:
                 if isinstance(message, m.Outputs):
                     count += sum(self._output(client, output) for output in message.outputs)
                 elif isinstance(message, m.Rejected):
-                    self._rejected(client, message)
+                    self._rejected(message)
                 elif isinstance(message, m.Reply):
                     args = self.calls.pop((client, message.call_id))  # KeyError: answered twice, or never asked
                     self.replies.append((args, message))
@@ -90,8 +107,9 @@ class Witness:
             stream.closed |= stream.closing
         return count
 
-    def _accept(self) -> None:
-        """Expect streams for all requests that were sent and not rejected: the engine has handled them."""
+    def _accept(self, known: dict[str, int]) -> None:
+        """Expect streams for all requests that were sent and not rejected: the engine has handled them. known: the
+        adapters, by name."""
         rejected = {
             (client, message.request_id)
             for client, sent in self.h.transport.sent.items()
@@ -101,15 +119,17 @@ class Witness:
         for client, add, sent_epoch in self.undecided:
             if (client, add.request_id) in rejected:
                 continue
+            adapter = known[add.adapter] if add.adapter else 0  # KeyError: accepted, but unknown
             limit = min(add.sampling.max_tokens, self.h.runner.info.max_model_len - len(add.prompt_token_ids))
             for choice in range(add.n):
                 key = client, add.request_id, choice
                 assert key not in self.streams or not self.streams[key].open, f"{key} was accepted while alive"
-                self.streams[key] = Expected(add, limit, sent_epoch)
+                self.streams[key] = Expected(add, limit, adapter, (sent_epoch, self.book.epochs.get(adapter, 0)))
         self.undecided = []
 
-    def _rejected(self, client: str, message: m.Rejected) -> None:
-        assert message.failure.code in ("rejecting_new_requests", "duplicate_request_id", "queue_full"), message
+    def _rejected(self, message: m.Rejected) -> None:
+        codes = ("rejecting_new_requests", "duplicate_request_id", "queue_full", "model_not_found")
+        assert message.failure.code in codes, message
 
     def _output(self, client: str, output: m.Output) -> int:
         stream = self.streams[client, output.request_id, output.choice]
@@ -131,20 +151,25 @@ class Witness:
         sampling = stream.add.sampling
         at = len(stream.tokens)
         assert (span.start, span.end) == (at, at + 1), f"{where}: {span}"
-        assert span.weight_epoch == self.h.served.weight_epoch, f"{where}: {span}"
-        assert span.version == self.versions[span.weight_epoch], f"{where}: {span}"
-        assert not stream.weight_epochs or stream.weight_epochs[-1] <= span.weight_epoch, where
+        epochs = self.h.served.weight_epoch, self.book.epochs.get(stream.adapter, 0)
+        assert (span.weight_epoch, span.adapter_epoch) == epochs, f"{where}: {span}"
+        version, content = self.versions[span.weight_epoch], 0
+        if stream.adapter:
+            content, version = self.book.loaded[stream.adapter, span.adapter_epoch]
+        assert (span.version, span.adapter) == (version, stream.add.adapter), f"{where}: {span}"
         if span.recomputed:
-            # Perhaps only the KV of the prompt was of an earlier weight_epoch, and was lost after the first token.
-            assert stream.weight_epochs and stream.sent_epoch < span.weight_epoch, f"{where}: no old KV was lost"
+            # Perhaps only the KV of the prompt was of earlier weights, and was lost after the first token.
+            assert stream.epochs and stream.began_with != epochs, f"{where}: no old KV was lost"
         banned = (EOS, *sampling.stop_token_ids) if at < sampling.min_tokens else ()
         so_far = stream.add.prompt_token_ids + stream.tokens
-        expected = next_token(so_far, self.weights[span.weight_epoch], self.h.runner.info.vocab_size, banned)
+        weights, vocab = self.weights[span.weight_epoch], self.h.runner.info.vocab_size
+        expected = next_token(so_far, weights, vocab, banned, content)
         assert token == expected, f"{where}: {token} where an undisturbed run has {expected}"
         assert not (stream.tokens and ends(sampling, stream.tokens[-1])), f"{where}: a token after the last one"
         assert at < stream.limit, f"{where}: more than max_tokens"
         stream.tokens.append(token)
-        stream.weight_epochs.append(span.weight_epoch)
+        stream.epochs.append(epochs)
+        self.num_tokens[stream.add.adapter] += 1
 
     def _end(self, stream: Expected, output: m.Output, where: str) -> None:
         last = stream.tokens[-1] if output.token_ids else None
@@ -160,6 +185,11 @@ class Witness:
         if output.stop_reason == NonFiniteLogits.code:
             known = stream.add.prompt_token_ids + stream.tokens
             assert output.finish_reason == "error" and not self.h.runner.poison.isdisjoint(known), where
+        name = stream.add.adapter
+        if "paused by hold" in output.message or "drain timed out" in output.message:
+            assert {WHOLE_ENGINE, adapter_scope(name or None)} & self.aborting, f"{where}: {output.message}"
+        if "aborted by request" in output.message:
+            assert {"by request: None", f"by request: {name}"} & self.aborting, f"{where}: {output.message}"
         if output.finish_reason == "abort" and not stream.tokens:
             assert output.message.startswith("Abort before prefill"), where
         stream.reason = output.finish_reason

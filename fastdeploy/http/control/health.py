@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
@@ -10,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from fastdeploy import __version__
 from fastdeploy.core.errors import EngineError
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.adapters import known_adapters
 from fastdeploy.http.errors import json_response
 from fastdeploy.inter_communicator import messages as m
 
@@ -49,16 +51,15 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        await client.require_engine()
-        model = {
-            "id": config.served_model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "fastdeploy",
-            "root": config.model,
-            "parent": None,
-            "max_model_len": context.max_model_len,
-        }
-        return json_response({"object": "list", "data": [model]})
+        """List the base model, then the adapters. An adapter is named in requests like a model."""
+        adapters = await known_adapters(context)
+
+        def card(name: str, root: str | None, parent: str | None) -> dict[str, Any]:
+            about = {"id": name, "object": "model", "created": started, "owned_by": "fastdeploy"}
+            return about | {"root": root, "parent": parent, "max_model_len": context.max_model_len}
+
+        base = config.served_model_name
+        cards = [card(adapter["lora_name"], adapter["path"] or None, base) for adapter in adapters]
+        return json_response({"object": "list", "data": [card(base, config.model, None), *cards]})
 
     return router

@@ -1,6 +1,7 @@
 """Native control routes: /v1/pause, /v1/resume, /v1/renew, /v1/is_paused, /v1/abort_requests.
 
-Each route takes its fields from a JSON body, from the query, or from both. The answer comes when the work is done.
+Each route takes its fields from a JSON body, from the query, or from both. With ``lora_name`` the call concerns the
+requests of that adapter only. The answer comes when the work is done.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from starlette.responses import Response
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.scope import adapter_scope
 from fastdeploy.http.body import Body, BodyType, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.protocol import CONTROL_UNSUPPORTED, AbortBody, PauseBody, RenewBody, ResumeBody
+from fastdeploy.http.control.protocol import (
+    CONTROL_UNSUPPORTED,
+    AbortBody,
+    PauseBody,
+    RenewBody,
+    ResumeBody,
+    ScopedBody,
+)
 from fastdeploy.http.errors import json_response
-from fastdeploy.http.openapi import takes
+from fastdeploy.http.openapi import asks, takes
 from fastdeploy.http.upload import is_upload
 from fastdeploy.inter_communicator import messages as m
 
@@ -30,24 +39,34 @@ def control_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
     client = context.client
 
-    add_call(router, client, "/v1/pause", PauseBody, m.PauseArgs)
-    add_call(router, client, "/v1/resume", ResumeBody, m.ResumeArgs)
-    add_call(router, client, "/v1/renew", RenewBody, m.RenewArgs)
+    add_call(router, client, "/v1/pause", PauseBody, scoped(m.PauseArgs))
+    add_call(router, client, "/v1/resume", ResumeBody, scoped(m.ResumeArgs))
+    add_call(router, client, "/v1/renew", RenewBody, scoped(m.RenewArgs))
 
-    @router.get("/v1/is_paused")
+    @router.get("/v1/is_paused", openapi_extra=asks(ScopedBody))
     async def is_paused(request: Request) -> Response:
-        await read(request, Body)
-        return envelope(await client.call(m.PauseStatusArgs()))
+        """Answer the pause status of the whole engine and of each adapter with a hold, or that of one adapter."""
+        body = await read(request, ScopedBody)
+        return envelope(await client.call(m.PauseStatusArgs(adapter_scope(body.lora_name))))
 
     @router.post("/v1/abort_requests", openapi_extra=takes(AbortBody, query=True))
     async def abort_requests(request: Request) -> Response:
         body = await read(request, AbortBody)
-        if body.abort_all == (body.req_ids is not None):
-            raise InvalidField("req_ids", "expected either req_ids or abort_all: true")
-        args = m.AbortArgs(request_ids=body.req_ids, abort_all=body.abort_all)
+        if (body.req_ids is not None) + body.abort_all + (body.lora_name is not None) != 1:
+            raise InvalidField("req_ids", "expected exactly one of req_ids, abort_all: true and lora_name")
+        args = m.AbortArgs(body.req_ids, body.abort_all, body.lora_name)
         return envelope(await client.call(args))
 
     return router
+
+
+def scoped(args: Callable[..., m.Args]) -> Callable[..., m.Args]:
+    """Return a function that makes ``args`` with ``lora_name`` in place of ``scope``."""
+
+    def make(lora_name: str | None, **fields: Any) -> m.Args:
+        return args(scope=adapter_scope(lora_name), **fields)
+
+    return make
 
 
 def add_call(router: APIRouter, client: EngineClient, path: str, kind: type[Body], args: Callable[..., m.Args]) -> None:
@@ -60,7 +79,8 @@ def add_call(router: APIRouter, client: EngineClient, path: str, kind: type[Body
 
 
 async def read(request: Request, kind: type[BodyType]) -> BodyType:
-    """Return the fields of the query and of the JSON body; the body wins. A call that names an adapter is refused."""
+    """Return the fields of the query and of the JSON body; the body wins. A call that names an adapter is refused,
+    unless ``kind`` has the field lora_name."""
     body = {} if is_upload(request) else parse_json(await request.body())
     query: dict[str, Any] = dict(request.query_params)
     query |= {name: request.query_params.getlist(name) for name in LISTS & query.keys()}

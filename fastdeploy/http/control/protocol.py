@@ -7,19 +7,27 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import MAX_VERSION_CHARS, FolderSource, SharedMemorySource, Source, version_label
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
-# A call for one adapter is refused: otherwise it would act on the whole engine.
+# Refused by calls that have no such field: they would act on the whole engine, and not on the adapter.
 CONTROL_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"lora_name": (None,)}
 PauseMode = Literal["abort", "wait", "keep"]
+LoraName = Annotated[str, Field(min_length=1, max_length=MAX_LORA_NAME_CHARS)]
 HoldId = Annotated[str, Field(min_length=1)]
 SessionId = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-class PauseBody(Body):
+class ScopedBody(Body):
+    """Fields of a call that concerns the whole engine or, with ``lora_name``, one adapter."""
+
+    lora_name: LoraName | None = None
+
+
+class PauseBody(ScopedBody):
     mode: PauseMode = "abort"
     clear_cache: bool | None = None
     admission: Literal["reject", "hold"] | None = None
@@ -29,16 +37,16 @@ class PauseBody(Body):
     hold_id: HoldId | None = None
 
 
-class ResumeBody(Body):
+class ResumeBody(ScopedBody):
     hold_id: HoldId | None = None
 
 
-class RenewBody(Body):
+class RenewBody(ScopedBody):
     hold_id: HoldId
     ttl_s: float | None = Field(None, gt=0)
 
 
-class AbortBody(Body):
+class AbortBody(ScopedBody):
     abort_all: bool = False
     req_ids: list[str] | None = None
 

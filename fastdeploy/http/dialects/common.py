@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -104,13 +104,9 @@ async def resume(client: EngineClient) -> dict[str, Any]:
     return await client.call(m.ResumeArgs())
 
 
-def adapters_off() -> HTTPException:
-    """Return the 404 of the adapter routes. Clients read 404 as "this feature is off"."""
-    return HTTPException(404, "this server serves no adapters: publish merged weights instead")
-
-
-def sglang_errors(**extra: Any) -> Callable[[Route], Route]:
-    """Answer a FastDeployError in the shape that SGLang's clients read: success false, with ``extra`` beside it.
+def sglang_errors(message_field: str = "message", **extra: Any) -> Callable[[Route], Route]:
+    """Answer a FastDeployError in the shape that SGLang's clients read: success false, the message in
+    ``message_field``, and ``extra`` beside them.
 
     The status is 400, or the error's own status where the server is at fault (500 and above)."""
 
@@ -121,7 +117,7 @@ def sglang_errors(**extra: Any) -> Callable[[Route], Route]:
                 return await route(request)
             except FastDeployError as error:
                 status = STATUS.get(error.code, 500)
-                body = {"success": False, "message": error.message, **extra, **error_body(error)}
+                body = {"success": False, message_field: error.message, **extra, **error_body(error)}
                 return json_response(body, 400 if status < 500 else status)
 
         return run
@@ -176,6 +172,9 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
         **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "num_gpus", "nnodes", "gpu_id_step"), 1),
         **dict.fromkeys(("node_rank", "base_gpu_id"), 0),
         "disaggregation_mode": "null",
+        "enable_lora": True,
+        "max_loras_per_batch": client.model_info.get("max_num_seqs"),
+        "max_loaded_loras": None,  # not limited
         # slime compares these with its own settings before it takes an engine that it has not started.
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,

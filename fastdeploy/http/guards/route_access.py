@@ -38,7 +38,7 @@ _OPEN = ("/docs", "/health", "/health_generate", "/metrics", "/openapi.json", "/
 _DATA = (
     "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
-    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/chat/completions",
+    "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
     "/v1/chat/completions/render", "/v1/completions", "/v1/is_paused", "/v1/loads", "/v1/models",
     "/weight_info",
 )  # fmt: skip
@@ -55,7 +55,8 @@ _CONTROL = (
     "/skyrl/v1/load_lora_adapter", "/sleep", "/start_profile", "/start_weight_update", "/stop_profile",
     "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
     "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
-    "/v1/abort_requests", "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/reset", "/v1/resume",
+    "/v1/abort_requests", "/v1/adapters/load", "/v1/adapters/unload",
+    "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/reset", "/v1/resume",
     "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
     "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/wake_up",
     "/weight_checker", "/weights_checker",

@@ -35,7 +35,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
     """Check ``body``, apply the chat template and tokenise. Raises InvalidField or ModelNotFound."""
     arrived = time.time()
-    context.check_model(body.model)
+    adapter = context.adapter(body.model)
     await context.client.require_engine()
     tokenizer = context.require_tokenizer("messages")
     context.check_choices(1, body.request_fields().n)
@@ -59,7 +59,7 @@ async def prepare(context: ServingContext, body: ChatBody) -> GenerationRequest:
         limit = ("max_tokens", body.max_tokens)
     sampling = context.sampling(body, len(ids), _logprobs_asked(body), limit)
     context.check_reply([sampling], [ids], body.request_fields().n)
-    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived)
+    return generation_request(body, "chatcmpl", [ids], [sampling], context.text_options(body), arrived, adapter)
 
 
 def _check_template(context: ServingContext, body: ChatBody) -> None:

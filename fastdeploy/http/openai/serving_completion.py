@@ -40,13 +40,13 @@ async def prepare(context: ServingContext, body: CompletionBody, default_max_tok
     """Check ``body`` and tokenise its prompts. default_max_tokens: None = the rest of the context. Raises InvalidField
     or ModelNotFound."""
     arrived = time.time()
-    context.check_model(body.model)
+    adapter = context.adapter(body.model)
     await context.client.require_engine()
     prompts = await tokenise(context, body)
     max_tokens = ("max_tokens", default_max_tokens if body.max_tokens is None else body.max_tokens)
     sampling = [context.sampling(body, len(ids), body.logprobs, max_tokens) for ids in prompts]
     context.check_reply(sampling, prompts, body.request_fields().n)
-    return generation_request(body, "cmpl", prompts, sampling, context.text_options(body), arrived)
+    return generation_request(body, "cmpl", prompts, sampling, context.text_options(body), arrived, adapter)
 
 
 async def tokenise(context: ServingContext, body: CompletionBody) -> list[list[int]]:

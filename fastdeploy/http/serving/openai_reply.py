@@ -19,21 +19,32 @@ from fastdeploy.http.serving.responses import EventStream, GenerationResponse, J
 
 
 def weight_versions(spans: list[Span]) -> list[dict[str, Any]]:
-    """Return ``spans`` as clients see them. ``recomputed`` is left out if it is false."""
-    return [
-        {"version": s.version, "weight_epoch": s.weight_epoch, "start": s.start, "end": s.end}
-        | ({"recomputed": True} if s.recomputed else {})
-        for s in spans
-    ]
+    """Return ``spans`` as clients see them. ``recomputed`` is left out if it is false, and so is the adapter if there
+    is none."""
+    return [_shown(span) for span in spans]
+
+
+def _shown(span: Span) -> dict[str, Any]:
+    fields = {"version": span.version, "weight_epoch": span.weight_epoch, "start": span.start, "end": span.end}
+    if span.adapter:
+        fields |= {"lora_name": span.adapter, "adapter_epoch": span.adapter_epoch}
+    if span.recomputed:
+        fields["recomputed"] = True
+    return fields
 
 
 def version_bounds(spans: list[Span]) -> dict[str, Any]:
-    """Return the labels of the oldest and of the newest weights, or nulls without spans. If the label changed within
-    one weight_epoch, the first label counts as the oldest and the last label as the newest."""
+    """Return the labels of the oldest and of the newest weights, or nulls without spans. If only the label changed,
+    the first label counts as the oldest and the last label as the newest."""
     if not spans:
         return {"min_weight_version": None, "max_weight_version": None}
-    oldest, newest = min(spans, key=lambda s: s.weight_epoch), max(reversed(spans), key=lambda s: s.weight_epoch)
+    oldest, newest = min(spans, key=_age), max(reversed(spans), key=_age)
     return {"min_weight_version": oldest.version, "max_weight_version": newest.version}
+
+
+def _age(span: Span) -> tuple[int, int]:
+    """Return a key that never falls from one span of a choice to the next."""
+    return span.weight_epoch, span.adapter_epoch
 
 
 def choice_error(choice: Choice) -> dict[str, Any]:
@@ -116,7 +127,7 @@ class OpenAIReply:
             "id": self.generation.request_id,
             "object": kind,
             "created": self.generation.created,
-            "model": self._context.config.served_model_name,
+            "model": self._context.model_name(self.generation.adapters[0]),
             "system_fingerprint": welcome.boot_id if welcome is not None else None,
         }
 

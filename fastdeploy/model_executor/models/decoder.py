@@ -16,6 +16,7 @@ import paddle
 from fastdeploy.model_executor.model_config import ModelConfig
 from fastdeploy.model_executor.models.interface import ModelWeights
 from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
     AttentionBatch,
     AttentionBlock,
     AttentionSpec,
@@ -24,6 +25,8 @@ from fastdeploy.model_executor.ops.interface import (
     KVCache,
     MlpBlock,
     Ops,
+    PackedAdapter,
+    PackedLora,
 )
 from fastdeploy.model_executor.parameters import Parameter, Value, as_linear, as_vector, linear, vector
 
@@ -57,6 +60,9 @@ class BlockBuilder(Protocol):
 
     def build(self, values: Mapping[str, Value], layer: int) -> Block:
         """Make the block of this layer. values: the packed value of each parameter, by key."""
+
+    def linears(self, layer: int) -> tuple[str, str]:
+        """Return the keys of the two linears of the block, in the order in which they are computed."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,10 @@ class Attention:
         norm, qkv, o = as_vector(values[key + "input_norm"]), as_linear(values[key + "qkv"]), values[key + "o"]
         return AttentionBlock(norm, c.rms_norm_eps, qkv, spec, as_linear(o))
 
+    def linears(self, layer: int) -> tuple[str, str]:
+        """See ``BlockBuilder.linears``."""
+        return f"layers.{layer}.qkv", f"layers.{layer}.o"
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -125,6 +135,10 @@ class Mlp:
         norm, gate_up, down = values[key + "post_norm"], values[key + "gate_up"], values[key + "down"]
         return MlpBlock(as_vector(norm), self.config.rms_norm_eps, as_linear(gate_up), as_linear(down))
 
+    def linears(self, layer: int) -> tuple[str, str]:
+        """See ``BlockBuilder.linears``."""
+        return f"layers.{layer}.gate_up", f"layers.{layer}.down"
+
 
 class Decoder:
     """A decoder-only model: an embedding, layers of blocks, an RMSNorm and an output head. Implements ``Model``."""
@@ -133,17 +147,15 @@ class Decoder:
         self.config, self.ops = config, ops
         self._builders = tuple(builders)
         self.aliases: Mapping[str, str] = {LM_HEAD: EMBEDDING} if config.tie_word_embeddings else {}
-        self.parameters = self._parameters()
-
-    def _parameters(self) -> tuple[Parameter, ...]:
-        c = self.config
-        found = [linear("embedding", {EMBEDDING.removesuffix(".weight"): c.vocab_size}, c.hidden_size)]
-        for layer in range(c.num_hidden_layers):
-            found += [parameter for builder in self._builders for parameter in builder.parameters(layer)]
-        found.append(vector("norm", NORM, c.hidden_size))
-        if not c.tie_word_embeddings:
-            found.append(linear("lm_head", {LM_HEAD.removesuffix(".weight"): c.vocab_size}, c.hidden_size))
-        return tuple(found)
+        embedding, head = (
+            linear(key, {name.removesuffix(".weight"): config.vocab_size}, config.hidden_size)
+            for key, name in (("embedding", EMBEDDING), ("lm_head", LM_HEAD))
+        )
+        layers = range(config.num_hidden_layers)
+        of_layers = [one for layer in layers for builder in self._builders for one in builder.parameters(layer)]
+        ends = [vector("norm", NORM, config.hidden_size)] + ([] if config.tie_word_embeddings else [head])
+        self.parameters: tuple[Parameter, ...] = (embedding, *of_layers, *ends)
+        self.adaptable: tuple[Parameter, ...] = (*(one for one in of_layers if not one.is_vector), head)
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:
         """See ``Model.assemble``."""
@@ -155,6 +167,14 @@ class Decoder:
         lm_head = embedding if self.config.tie_word_embeddings else as_linear(values["lm_head"])
         return ModelWeights(embedding, layers, as_vector(values["norm"]), lm_head, values)
 
+    def assemble_adapter(self, loras: Mapping[str, PackedLora]) -> PackedAdapter:
+        """See ``Model.assemble_adapter``."""
+        layers = tuple(
+            tuple((loras.get(first), loras.get(second)) for first, second in (b.linears(layer) for b in self._builders))
+            for layer in range(self.config.num_hidden_layers)
+        )
+        return PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
+
     def forward(
         self,
         weights: ModelWeights,
@@ -163,11 +183,14 @@ class Decoder:
         batch: AttentionBatch,
         rows: np.ndarray,
         between_layers: Callable[[], None] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> paddle.Tensor:
         """See ``Model.forward``."""
         hidden = self.ops.embedding(token_ids, weights.embedding)
-        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers)
+        return self.ops.decoder_layers(hidden, weights.layers, cache, batch, rows, between_layers, adapters)
 
-    def logits(self, weights: ModelWeights, hidden: paddle.Tensor) -> paddle.Tensor:
+    def logits(
+        self, weights: ModelWeights, hidden: paddle.Tensor, adapters: AdapterRows | None = None
+    ) -> paddle.Tensor:
         """See ``Model.logits``."""
-        return self.ops.logits(hidden, weights.norm, self.config.rms_norm_eps, weights.lm_head)
+        return self.ops.logits(hidden, weights.norm, self.config.rms_norm_eps, weights.lm_head, adapters)

@@ -40,14 +40,16 @@ class ModelWeights:
 class Model(Protocol):
     """The computation of a model, without weights.
 
-    parameters: all parameters of the model. aliases: further tensors that a checkpoint may have, each with the name of
-    the tensor that it must equal (lm_head.weight if embeddings are tied: transformers ignores it, but a trainer that
-    sends other values for it would expect them to serve).
+    parameters: all parameters of the model. adaptable: the linears that an adapter may change. The last one is the
+    output layer; if that is tied to the embedding, it is no parameter. aliases: further tensors that a checkpoint may
+    have, each with the name of the tensor that it must equal (lm_head.weight if embeddings are tied: transformers
+    ignores it, but a trainer that sends other values for it would expect them to serve).
     """
 
     config: ModelConfig
     ops: Ops
     parameters: tuple[Parameter, ...]
+    adaptable: tuple[Parameter, ...]
     aliases: Mapping[str, str]
 
     def assemble(self, values: Mapping[str, Value]) -> ModelWeights:

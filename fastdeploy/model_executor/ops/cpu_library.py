@@ -33,8 +33,13 @@ SIGNATURES = {
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_get_bias": (None, [c_void_p, c_void_p]),
+    "fd_new_lora": (c_void_p, [c_int, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
+    "fd_free_lora": (None, [c_void_p]),
+    "fd_lora_bytes": (c_int64, [c_void_p]),
+    "fd_pack_lora": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]),
+    "fd_gather_loras": (c_int, [c_void_p, c_int64]),
     "fd_run_layers": (c_int, [c_void_p]),
-    "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p]),
+    "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
     "fd_mlp": (c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_embedding": (c_int, [c_void_p, c_int64, c_void_p, c_void_p]),
     "fd_new_cache": (c_void_p, [c_int, c_int64, c_int64, c_int64, c_int64, c_int64]),
@@ -104,7 +109,8 @@ class StepArgs(ctypes.Structure):
     """StepArgs of kernels.h."""
 
     _fields_ = [("batch", Batch), ("bf16", c_int64), *_pointers("residual rows"), ("num_rows", c_int64)]
-    _fields_ += [("blocks", c_void_p), ("count", c_int64), ("between_layers", BetweenLayers)]
+    _fields_ += [("blocks", c_void_p), ("count", c_int64), *_pointers("adapters adapter_rows")]
+    _fields_ += [("between_layers", BetweenLayers)]
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {

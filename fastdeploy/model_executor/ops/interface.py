@@ -104,8 +104,8 @@ class DecoderLayer:
 
 
 class LoraPart(NamedTuple):
-    """The adapter of one projection: x @ a.T @ b.T * scaling is added to x @ W.T. a [r, in_features] and b [out_features,
-    r]: float32, or bfloat16 as uint16 bits."""
+    """The adapter of one projection: x @ a.T @ b.T * scaling is added to x @ W.T. a [r, in_features], b [out_features,
+    r]: both float32, or both bfloat16 as uint16 bits, and contiguous."""
 
     a: np.ndarray
     b: np.ndarray
@@ -177,6 +177,11 @@ class Ops(Protocol):
         """Pack the adapter of a linear that stacks projections of ``rows`` outputs each over ``columns`` inputs. parts:
         one entry for each projection; None where it has no adapter. At least one is given. A type other than
         ``self.dtype`` is converted as in ``pack_linear``. May run at the same time as all other ops."""
+
+    def gather_adapter(self, adapter: PackedAdapter) -> None:
+        """Move an adapter to one piece of memory, so that steps read it fast. Call it once, before the first use of the
+        adapter and of its parts; it may run at the same time as all other ops. Raises MemoryError; then the adapter is
+        as it was."""
 
     def decoder_layers(
         self,

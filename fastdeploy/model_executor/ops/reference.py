@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
 
 from fastdeploy.model_executor.ops.interface import (
+    AdapterRows,
     AttentionBatch,
     AttentionBlock,
     AttentionSpec,
     DecoderLayer,
     KVCache,
+    LoraPart,
     MlpBlock,
+    PackedAdapter,
     PackedLinear,
+    PackedLora,
     SampleBatch,
 )
 
@@ -52,6 +57,30 @@ class ReferenceLinear:
     out_features: int
     in_features: int
     nbytes: int
+
+
+class _Part(NamedTuple):
+    """The adapter of the projection that begins at output ``first``: a [r, in_features], b [n, r]."""
+
+    first: int
+    a: paddle.Tensor
+    b: paddle.Tensor
+    scaling: float
+
+
+@dataclass
+class ReferenceLora:
+    """``parts``: those projections of a linear that have an adapter."""
+
+    parts: list[_Part]
+    out_features: int
+    in_features: int
+    rank: int
+    nbytes: int
+
+
+# The adapters of one linear in a batch: the rows (int64) that use an adapter, and the adapter.
+_Loras: TypeAlias = "list[tuple[np.ndarray, PackedLora]]"
 
 
 @dataclass
@@ -94,12 +123,35 @@ class ReferenceOps:
         assert isinstance(weight, ReferenceLinear)
         return None if weight.bias is None else np.array(weight.bias.numpy())
 
+    def pack_lora(self, parts: Sequence[LoraPart | None], rows: Sequence[int], columns: int) -> ReferenceLora:
+        firsts = np.cumsum([0, *rows])
+        packed = [
+            _Part(int(firsts[i]), self._packed(part.a), self._packed(part.b), part.scaling)
+            for i, part in enumerate(parts)
+            if part is not None
+        ]
+        assert packed and len(parts) == len(rows)
+        for part, n in zip(parts, rows, strict=True):
+            assert part is None or (part.a.shape[1] == columns and part.b.shape == (n, len(part.a)))
+        rank = sum(part.a.shape[0] for part in packed)
+        nbytes = sum(4 * (part.a.size + part.b.size) for part in packed)
+        return ReferenceLora(packed, sum(rows), columns, rank, nbytes)
+
+    def gather_adapter(self, adapter: PackedAdapter) -> None:
+        """Do nothing: these ops read an adapter from where it is."""
+
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-        return _linear_in_tiles(x, weight)[: x.shape[0]]
+        return _linear_in_tiles(x, weight, [])[: x.shape[0]]
 
     def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
-        gate, up = paddle.split(_linear_in_tiles(x, gate_up), 2, axis=1)
-        return self.linear((paddle.nn.functional.silu(gate) * up)[: x.shape[0]], down)
+        return self._mlp(x, gate_up, down, [], [])
+
+    def _mlp(
+        self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear, inner_loras: _Loras, down_loras: _Loras
+    ) -> paddle.Tensor:
+        gate, up = paddle.split(_linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
+        inner = (paddle.nn.functional.silu(gate) * up)[: x.shape[0]]
+        return _linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
 
     def decoder_layers(
         self,
@@ -109,15 +161,23 @@ class ReferenceOps:
         batch: AttentionBatch,
         rows: np.ndarray | None = None,
         between_layers: Callable[[], None] | None = None,
+        adapters: AdapterRows | None = None,
     ) -> paddle.Tensor:
         picking = [block for layer in layers for block in layer.blocks if isinstance(block, AttentionBlock)][-1]
-        for layer in layers:
-            for block in layer.blocks:
+        assert adapters is None or adapters.rows.shape == (residual.shape[0],)
+        known = [] if adapters is None else adapters.adapters
+        for i, layer in enumerate(layers):
+            for j, block in enumerate(layer.blocks):
+                loras = [adapter.layers[i][j] for adapter in known]
+                first = _loras(adapters, [pair[0] for pair in loras])
+                picked = rows if block is picking else None
+                if picked is not None and adapters is not None:
+                    adapters = adapters._replace(rows=adapters.rows[picked])
+                second = _loras(adapters, [pair[1] for pair in loras])
                 if isinstance(block, MlpBlock):
-                    residual = self._mlp_block(residual, block)
+                    residual = self._mlp_block(residual, block, first, second)
                 else:
-                    picked = rows if block is picking else None
-                    residual = self._attention_block(residual, block, cache, batch, picked)
+                    residual = self._attention_block(residual, block, cache, batch, picked, first, second)
             if between_layers is not None:
                 between_layers()
         return residual
@@ -129,21 +189,39 @@ class ReferenceOps:
         cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None,
+        qkv_loras: _Loras,
+        o_loras: _Loras,
     ) -> paddle.Tensor:
-        qkv = self.linear(self.rms_norm(residual, block.norm, block.norm_eps), block.qkv)
+        tokens = residual.shape[0]
+        normed = self.rms_norm(residual, block.norm, block.norm_eps)
+        qkv = _linear_in_tiles(normed, block.qkv, qkv_loras)[:tokens]
         attended = self.attention(qkv, cache, batch, block.attention)
         if rows is not None:
             picked = paddle.to_tensor(rows)
             residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
-        return residual if len(residual) == 0 else residual + self.linear(attended, block.o)
-
-    def _mlp_block(self, residual: paddle.Tensor, block: MlpBlock) -> paddle.Tensor:
         if len(residual) == 0:
             return residual
-        return residual + self.mlp(self.rms_norm(residual, block.norm, block.norm_eps), block.gate_up, block.down)
+        return residual + _linear_in_tiles(attended, block.o, o_loras)[: len(residual)]
 
-    def logits(self, x: paddle.Tensor, norm: paddle.Tensor, eps: float, head: PackedLinear) -> paddle.Tensor:
-        return self.linear(self.rms_norm(x, norm, eps), head)
+    def _mlp_block(
+        self, residual: paddle.Tensor, block: MlpBlock, inner_loras: _Loras, down_loras: _Loras
+    ) -> paddle.Tensor:
+        if len(residual) == 0:
+            return residual
+        normed = self.rms_norm(residual, block.norm, block.norm_eps)
+        return residual + self._mlp(normed, block.gate_up, block.down, inner_loras, down_loras)
+
+    def logits(
+        self,
+        x: paddle.Tensor,
+        norm: paddle.Tensor,
+        eps: float,
+        head: PackedLinear,
+        adapters: AdapterRows | None = None,
+    ) -> paddle.Tensor:
+        known = [] if adapters is None else adapters.adapters
+        loras = _loras(adapters, [adapter.lm_head for adapter in known])
+        return _linear_in_tiles(self.rms_norm(x, norm, eps), head, loras)[: x.shape[0]]
 
     def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
         assert isinstance(weight, ReferenceLinear)
@@ -223,21 +301,47 @@ class ReferenceOps:
     def _rounded(self, values: np.ndarray) -> np.ndarray:
         return round_to_bfloat16(values) if self.dtype == "bfloat16" else values
 
+    def _packed(self, array: np.ndarray) -> paddle.Tensor:
+        return paddle.to_tensor(self._rounded(to_float32(array)))
+
     def _rounded_tensor(self, x: paddle.Tensor) -> paddle.Tensor:
         return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
 
 
-def _linear_in_tiles(x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-    """Return x @ W.T + bias with padding: x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off last: an
-    approximation such as exp gives other bits in the vectorised part of an array than at its end, and an array of whole
-    tiles is vectorised to the end."""
-    assert isinstance(weight, ReferenceLinear)
+def _loras(adapters: AdapterRows | None, loras: Sequence[PackedLora | None]) -> _Loras:
+    """Return the adapters of one linear, each with its rows. loras: one entry for each of ``adapters``."""
+    if adapters is None:
+        return []
+    found = [(np.flatnonzero(adapters.rows == i), lora) for i, lora in enumerate(loras)]
+    return [(rows, lora) for rows, lora in found if lora is not None and len(rows)]
+
+
+def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
+    """Return x @ W.T with padding: x [M, K] -> [M rounded up to ROWS, N]."""
     rows = x.shape[0]
     if rows % ROWS:
         x = paddle.concat([x, paddle.zeros([-rows % ROWS, x.shape[1]])])
-    tiles = [paddle.matmul(x[row : row + ROWS], weight.weight, transpose_y=True) for row in range(0, x.shape[0], ROWS)]
-    y = tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
-    return y if weight.bias is None else y + weight.bias
+    tiles = [paddle.matmul(x[row : row + ROWS], weight, transpose_y=True) for row in range(0, x.shape[0], ROWS)]
+    return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
+
+
+def _linear_in_tiles(x: paddle.Tensor, weight: PackedLinear, loras: _Loras) -> paddle.Tensor:
+    """Return x @ W.T + bias + adapters with padding: x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off
+    last: an approximation such as exp gives other bits in the vectorised part of an array than at its end, and an array
+    of whole tiles is vectorised to the end."""
+    assert isinstance(weight, ReferenceLinear)
+    y = _product_in_tiles(x, weight.weight)
+    if weight.bias is not None:
+        y = y + weight.bias
+    for rows, lora in loras:
+        assert isinstance(lora, ReferenceLora)
+        assert (lora.in_features, lora.out_features) == (weight.in_features, weight.out_features)
+        mine, total = paddle.index_select(x, paddle.to_tensor(rows)), np.array(y.numpy())
+        for part in lora.parts:
+            delta = _product_in_tiles(_product_in_tiles(mine, part.a), part.b)[: len(rows)] * part.scaling
+            total[rows, part.first : part.first + part.b.shape[0]] += delta.numpy()
+        y = paddle.to_tensor(total)
+    return y
 
 
 def _rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:

@@ -18,6 +18,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutFailed, is_busy, is_retryable
 from fastdeploy.rl.fan_out import fan_out
+from fastdeploy.rl.hold_renewal import Hold
 from fastdeploy.rl.holds import Holds
 from fastdeploy.rl.replica import BACKOFF_S, Replica, http_client
 from fastdeploy.rl.rollout import Rollout
@@ -67,8 +68,8 @@ class VerlServer:
         self._server = Replica(url, http_client(), **access)
         self._holds = Holds([self._server])
         prefix = f"verl-{uuid.uuid4().hex}"
-        self._hold_ids = {admission: f"{prefix}-{admission}" for admission in ("hold", "reject")}
-        self._drain_hold = f"{prefix}-drain"
+        self._admission_holds = {admission: Hold(f"{prefix}-{admission}") for admission in ("hold", "reject")}
+        self._drain_hold = Hold(f"{prefix}-drain")
         self._rejecting = False
 
     async def close(self) -> None:
@@ -184,17 +185,17 @@ class VerlServer:
         wait, or are answered as aborted if ``reject_request``."""
         admission, other = ("reject", "hold") if reject_request else ("hold", "reject")
         options = {"mode": "abort", "clear_cache": reset_prefix_cache, "admission": admission}
-        (report,) = await self._holds.pause(options, self._hold_ids[admission], CONTROL_S)
+        (report,) = await self._holds.pause(self._admission_holds[admission], options, CONTROL_S)
         self._rejecting = reject_request
         # Only one of the two holds may stand: with both, the server would reject requests.
-        await self._holds.resume(self._hold_ids[other], CONTROL_S)
+        await self._holds.resume(self._admission_holds[other], CONTROL_S)
         ids = report.unwrap()["aborted_ids"]
         return {"aborted_count": len(ids), "request_ids": ids}
 
     async def resume_generation(self) -> None:
         """Admit requests again. Raises HoldLost if the hold had ended before, as after a restart of the engine."""
         self._rejecting = False
-        await self._holds.resume(None, CONTROL_S)
+        await self._holds.resume_all(CONTROL_S)
 
     async def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
         result = await self._call("POST", "/v1/abort_requests", json={"req_ids": [request_id]})
@@ -215,7 +216,7 @@ class VerlServer:
     async def wait_for_requests_to_drain(self) -> None:
         """Wait until all running requests are finished, then admit requests again. Raises FleetError after DRAIN_S."""
         drain = {"mode": "wait", "clear_cache": False, "timeout_s": DRAIN_S, "on_timeout": "cancel"}
-        await self._holds.pause(drain, self._drain_hold, DRAIN_S + CONTROL_S)
+        await self._holds.pause(self._drain_hold, drain, DRAIN_S + CONTROL_S)
         await self._holds.resume(self._drain_hold, CONTROL_S)
 
     # ------------------------------------------------------------------ memory

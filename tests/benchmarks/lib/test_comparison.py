@@ -59,6 +59,11 @@ def test_without_a_probe_only_the_roofline_is_missing():
     assert "no roofline" in machine_line(())
 
 
+def test_the_machine_is_described_with_what_was_probed():
+    assert "TFLOP/s" not in machine_line([Machine(2e10, None)]) and "20.0 GB/s" in machine_line([Machine(2e10, None)])
+    assert "3.00 TFLOP/s" in machine_line([Machine(2e10, 3e12)])
+
+
 def test_a_figure_that_a_load_does_not_have_is_a_dash():
     runs = (Figures(2.0, 10, 5.0),)
     found = LoadComparison(Groups("groups", 4, 8, 8, 8), (EngineRuns("ours", runs), EngineRuns("peer", runs)), ())

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.lib.perturb import perturbed_copy
+from benchmarks.lib.random_tensors import RandomTensor, write_random_tensors
 
 
 def test_every_weight_moves_a_little_and_the_source_stays(tmp_path: Path):
@@ -25,12 +26,9 @@ def test_every_weight_moves_a_little_and_the_source_stays(tmp_path: Path):
 
 
 def test_bfloat16_stays_bfloat16(tmp_path: Path):
-    from benchmarks import make_q05
-
-    config = make_q05.CONFIG | {"vocab_size": 50, "hidden_size": 28, "intermediate_size": 12, "num_hidden_layers": 1}
     source = tmp_path / "source"
     source.mkdir()
-    make_q05.write_weights(source / "model.safetensors", config, 0)
+    write_random_tensors(source / "model.safetensors", [RandomTensor("w", (50, 28), 0.0, 0.05)], 0)
     perturbed_copy(source, tmp_path / "target", 0.05)
     old, new = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("source", "target"))
     head = 8 + int.from_bytes(old[:8], "little")

@@ -57,3 +57,10 @@ def test_the_shape_is_that_of_config_json(tmp_path: Path, config: dict, head_dim
 def test_the_machine_is_the_median_of_its_probes():
     assert middle([Machine(1, 30), Machine(3, 20), Machine(2, 10)]) == Machine(2, 20)
     assert middle([]) is None
+
+
+def test_without_amx_only_the_read_bandwidth_is_known():
+    machine = Machine(1000.0, None)
+    assert decode_share(SMALL, machine, 0.656) == pytest.approx(1.0)
+    assert prefill_share(SMALL, machine, 1, 5, 1.0) is group_share(SMALL, machine, 5, 2, 5, 7, 1.0) is None
+    assert middle([machine, Machine(500.0, None), Machine(500.0, None)]) == Machine(500.0, None)

@@ -206,16 +206,43 @@ def test_pause_takes_a_body_a_query_or_nothing(module_stack):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("mode", "stop"), ("admission", "x"), ("timeout_s", -1), ("on_timeout", "x"), ("ttl_s", 0), ("hold_id", ""),
-     ("clear_cache", "maybe"), ("lora_name", "a"), ("tiemout", 1)],
+     ("clear_cache", "maybe"), ("lora_name", ""), ("lora_name", 1), ("tiemout", 1)],
 )  # fmt: skip
 def test_a_bad_pause_is_a_400_that_names_the_field(module_stack, field, value):
     assert_error(module_stack.post("/v1/pause", **{field: value}), 400, "invalid_field", field)
 
 
-@pytest.mark.parametrize("path", ["/v1/resume", "/v1/abort_requests", "/v1/update_weights"])
-def test_a_control_call_for_an_adapter_is_refused(module_stack, path):
-    body = {"lora_name": "a", "model_path": "/x", "abort_all": True}
-    assert_error(module_stack.post(path, **body), 400, "invalid_field", "lora_name")
+@pytest.mark.parametrize(
+    "path", ["sleep", "wakeup", "reset", "update_weights", "weights/begin", "weights/commit", "weights/abort"]
+)
+def test_a_call_that_concerns_the_whole_engine_is_refused_for_an_adapter(module_stack, path):
+    reply = module_stack.post(f"/v1/{path}", lora_name="a", model_path="/x")
+    assert_error(reply, 400, "invalid_field", "lora_name")
+    assert_error(module_stack.http.post(f"/v1/{path}?lora_name=a"), 400, "invalid_field", "lora_name")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "args"),
+    [("pause", {"mode": "keep"}, m.PauseArgs("keep", scope="adapter:a")),
+     ("resume", {}, m.ResumeArgs(scope="adapter:a")),
+     ("resume", {"hold_id": "h"}, m.ResumeArgs("h", scope="adapter:a")),
+     ("renew", {"hold_id": "h", "ttl_s": 2.0}, m.RenewArgs("h", 2.0, scope="adapter:a")),
+     ("is_paused", {}, m.PauseStatusArgs("adapter:a")),
+     ("abort_requests", {}, m.AbortArgs(lora_name="a"))],
+)  # fmt: skip
+def test_a_call_names_its_adapter_in_the_body_or_in_the_query(module_stack, path, fields, args):
+    answer(module_stack, type(args), {"lora_name": "a"})
+    method = "GET" if path == "is_paused" else "POST"
+    for sent in ({"json": {"lora_name": "a", **fields}}, {"params": {"lora_name": "a", **fields}}):
+        reply = module_stack.http.request(method, f"/v1/{path}", **sent)
+        assert reply.json()["result"] == {"lora_name": "a"}
+        assert module_stack.engine.expect(type(args)).args == args
+
+
+def test_a_call_for_an_unknown_adapter_is_a_404(module_stack):
+    unknown = m.Failure("model_not_found", "lora_name: there is no adapter 'b'", {"param": "lora_name"})
+    answer(module_stack, m.PauseArgs, failure=unknown)
+    assert_error(module_stack.post("/v1/pause", lora_name="b"), 404, "model_not_found", "lora_name")
 
 
 def test_resume_and_is_paused(module_stack):
@@ -223,12 +250,14 @@ def test_resume_and_is_paused(module_stack):
     assert module_stack.post("/v1/resume", hold_id="h").json()["result"] == {"state": "running"}
     assert module_stack.engine.expect(m.ResumeArgs).args.hold_id == "h"
     assert module_stack.http.post("/v1/resume/").status_code == 200
+    answer(module_stack, m.PauseStatusArgs, {"is_paused": False})
     for path in ("/v1/is_paused", "/v1/is_paused/"):
-        reply = module_stack.http.request("GET", path, json={})
+        reply = module_stack.http.request("GET", path, json={"lora_name": None})
         assert reply.json()["result"]["is_paused"] is False
+        assert module_stack.engine.expect(m.PauseStatusArgs).args == m.PauseStatusArgs()
 
 
-def test_abort_requests_needs_ids_or_all(module_stack):
+def test_abort_requests_needs_ids_or_all_or_an_adapter(module_stack):
     answer(module_stack, m.AbortArgs, {"aborted": [], "not_found": ["x"]})
     assert_error(module_stack.http.post("/v1/abort_requests"), 400, "invalid_field", "req_ids")
     assert module_stack.post("/v1/abort_requests", req_ids=["x"]).json()["result"]["not_found"] == ["x"]
@@ -238,9 +267,11 @@ def test_abort_requests_needs_ids_or_all(module_stack):
     for params in ({"req_ids": ["x", "y"]}, {"req_ids": "x"}):
         module_stack.http.post("/v1/abort_requests", params=params, json={"abort_all": None})
         assert module_stack.engine.expect(m.AbortArgs).args == m.AbortArgs(request_ids=list(params["req_ids"]))
-    both = module_stack.post("/v1/abort_requests", abort_all=True, req_ids=["x"])
-    assert_error(both, 400, "invalid_field", "req_ids")
-    assert "abort_all" in both.json()["error"]["message"]
+    one_of = {"abort_all": True, "req_ids": ["x"], "lora_name": "a"}
+    for left_out in (*one_of, None):
+        both = module_stack.post("/v1/abort_requests", **one_of | ({left_out: None} if left_out else {}))
+        assert_error(both, 400, "invalid_field", "req_ids")
+        assert all(field in both.json()["error"]["message"] for field in one_of)
 
 
 def test_a_failed_pause_is_answered_with_its_status_and_the_report(stack):

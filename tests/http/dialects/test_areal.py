@@ -63,7 +63,7 @@ def test_a_refused_update_has_the_shape_that_areal_reads(stack):
 
 
 @pytest.mark.parametrize(
-    "path", ["init_weights_update_group", "set_update_weight_meta", "update_weights_xccl", "update_weights_lora",
+    "path", ["init_weights_update_group", "set_update_weight_meta", "update_weights_xccl",
              "set_update_weight_meta_lora", "update_weights_lora_xccl"],
 )  # fmt: skip
 def test_a_route_of_a_missing_feature_is_refused_with_the_alternative(module_stack, path):

@@ -101,7 +101,7 @@ def test_sampling_parameters_reach_the_engine(stack):
 
 
 @pytest.mark.parametrize(
-    "field", ["image_data", "input_embeds", "lora_path", "return_routed_experts", "return_hidden_states",
+    "field", ["image_data", "input_embeds", "return_routed_experts", "return_hidden_states",
               "session_params", "custom_logit_processor", "token_ids_logprob", "sampling_params.json_schema",
               "sampling_params.regex", "sampling_params.ebnf", "sampling_params.structural_tag",
               "sampling_params.logit_bias", "sampling_params.custom_params"],
@@ -129,6 +129,10 @@ def test_a_field_that_would_change_the_data_is_refused_by_name(module_stack, fie
         ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid"),
         ({"input_ids": [1], "rid": 5}, "rid"),
+        ({"input_ids": [1], "lora_path": 5}, "lora_path"),
+        ({"input_ids": [1], "lora_path": "x" * 257}, "lora_path"),
+        ({"input_ids": [1], "lora_path": [["a"]]}, "lora_path"),
+        ({"input_ids": [[1], [2]], "lora_path": ["a"]}, "lora_path"),
         ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
         ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
         ({"input_ids": [1], "stream": "perhaps"}, "stream"),

@@ -236,7 +236,7 @@ def test_tensors_never_go_into_the_session_of_another_trainer(stack):
 
 @pytest.mark.parametrize(
     "path", ["/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group",
-             "/update_weights_from_ipc", "/load_lora_adapter", "/unload_lora_adapter", "/start_profile"],
+             "/update_weights_from_ipc", "/start_profile"],
 )  # fmt: skip
 def test_a_route_of_a_missing_feature_is_a_400_with_the_reason(module_stack, path):
     body = refused(module_stack.post(path, group_name="g"), path.removeprefix("/"))

@@ -290,7 +290,7 @@ def test_server_info_has_what_trl_and_sglangs_clients_read(stack):
     config = info["vllm_config"]
     assert config["model_config"]["dtype"] == "torch.float32"
     assert config["model_config"]["max_model_len"] == 128
-    assert config["lora_config"] is None and config["weight_transfer_config"] is None
+    assert config["weight_transfer_config"] is None
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert (info["tp_size"], info["weight_version"], info["world_size"]) == (1, "step-7", 1)
     assert isinstance(stack.http.get("/server_info").json()["vllm_config"], str)
@@ -328,13 +328,6 @@ def test_the_weight_checker_tells_checksums_and_compares_them(stack):
     refused(stack.post("/weight_checker", action="compare"), "baseline")
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/skyrl/v1/load_lora_adapter"])
-def test_adapter_routes_are_a_404(module_stack, path):
-    reply = module_stack.post(path, lora_name="a", lora_path="/x", load_inplace=False)
-    assert reply.status_code == 404
-    assert "adapters" in reply.json()["error"]["message"]
-
-
 # ---------------------------------------------------------------------- text
 
 
@@ -349,7 +342,14 @@ def test_tokenize_and_detokenize(module_stack):
     refused(module_stack.post("/detokenize", tokens=[97] * 129), "tokens")
     assert module_stack.post("/detokenize", tokens=[97] * 128).status_code == 200
     refused(module_stack.post("/detokenize", tokens=[97] * 70000), "tokens", "expected at most 128")
-    assert module_stack.post("/tokenize", model="other", prompt="x").status_code == 404
+
+
+def test_an_adapter_has_the_tokenizer_of_the_base_model(module_stack):
+    for model in ("tiny", "an-adapter"):
+        assert module_stack.post("/tokenize", model=model, prompt="hello").json()["tokens"] == [259]
+        assert module_stack.post("/detokenize", model=model, tokens=HELLO).json() == {"prompt": "hey you"}
+        chat = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+        assert module_stack.post("/v1/chat/completions/render", **chat).json()["model"] == model
 
 
 def test_render_and_tokenize_return_the_prompt_of_a_chat(stack):

@@ -184,8 +184,9 @@ def test_a_request_without_a_key_is_refused_before_its_body_is_read(guarded):
 
 @pytest.mark.parametrize(
     ("path", "headers"),
-    [("/v1/update_weights", OCTETS), ("/v1/weights/chunk?session_id=s", OCTETS), ("/update_weights_from_tensor", {})],
-)
+    [("/v1/update_weights", OCTETS), ("/v1/weights/chunk?session_id=s", OCTETS), ("/update_weights_from_tensor", {}),
+     ("/v1/adapters/load?lora_name=a&config={}", OCTETS), ("/load_lora_adapter_from_tensors", {})],
+)  # fmt: skip
 def test_an_upload_to_an_exposed_server_needs_the_control_key(make_stack, path, headers):
     stack = make_stack(host="0.0.0.0", insecure_control=True, model_roots=("/",))
     for kind in (m.UpdateWeightsArgs, m.ResumeArgs):

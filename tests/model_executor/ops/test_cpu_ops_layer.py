@@ -2,75 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import paddle
 import pytest
 
 from fastdeploy.model_executor.ops import cpu
-from fastdeploy.model_executor.ops.interface import (
-    AttentionBatch,
-    AttentionBlock,
-    AttentionSpec,
-    DecoderLayer,
-    MlpBlock,
-)
-
-BLOCK = 16
-
-
-class Layer:
-    """Random weights of one layer; ``on(ops)`` packs them."""
-
-    def __init__(self, rng, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, biased: bool):
-        def weight(n: int, k: int) -> np.ndarray:
-            return (rng.standard_normal((n, k)) / k**0.5).astype(np.float32)
-
-        self.hidden, self.heads, self.kv_heads, self.dim = hidden, heads, kv_heads, dim
-        sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
-        linears = {
-            "qkv": [weight(n, hidden) for n in sizes],
-            "o": [weight(hidden, heads * dim)],
-            "gate_up": [weight(inner, hidden), weight(inner, hidden)],
-            "down": [weight(hidden, inner)],
-        }
-        biases = {name: [rng.standard_normal(len(w)).astype(np.float32) for w in ws] for name, ws in linears.items()}
-        self.linears = {name: (weights, biases[name] if biased else None) for name, weights in linears.items()}
-        self.norms = [paddle.to_tensor(rng.uniform(0.5, 1.5, hidden).astype(np.float32)) for _ in range(2)]
-        angles = np.arange(256)[:, None] * rng.random(dim // 2)
-        self.rope = [paddle.to_tensor(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
-
-    def on(self, ops) -> DecoderLayer:
-        spec = AttentionSpec(0, self.heads, self.kv_heads, self.dim, self.dim**-0.5, *self.rope, None, None, 1e-6)
-        linears = {name: ops.pack_linear(*parts) for name, parts in self.linears.items()}
-        attention = AttentionBlock(self.norms[0], 1e-6, linears["qkv"], spec, linears["o"])
-        return DecoderLayer((attention, MlpBlock(self.norms[1], 1e-6, linears["gate_up"], linears["down"])))
-
-    def cache(self, ops, sequences: int):
-        return ops.new_kv_cache(1, sequences * 16, BLOCK, self.kv_heads, self.dim)
-
-
-def with_attention(packed: DecoderLayer, **changes) -> DecoderLayer:
-    """Return the layer with changes to the spec of its attention."""
-    attention, mlp = packed.blocks
-    return DecoderLayer((replace(attention, attention=attention.attention._replace(**changes)), mlp))
-
-
-def make_batch(sequences: list[int], starts: list[int], lengths: list[int]) -> AttentionBatch:
-    """Return a batch of ``lengths`` tokens from positions ``starts`` on. Each sequence has its own blocks."""
-    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tables = np.array([range(s * 16, s * 16 + 16) for s in sequences], np.int32)
-    positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]).astype(np.int32)
-    return AttentionBatch(cu, np.array(starts, np.int32), tables, positions)
-
-
-SHAPES = {
-    "small": (64, 4, 2, 16, 96, True),
-    "odd": (70, 3, 1, 10, 37, True),  # no width is a whole tile, gate and up share one
-    "half a tile of depth": (96, 2, 2, 32, 48, False),
-    "wide": (256, 4, 2, 64, 5000, True),  # K of the last linear is cut into blocks
-}
+from fastdeploy.model_executor.ops.interface import DecoderLayer
+from tests.support.decoder_layers import BLOCK, SHAPES, Layer, make_batch, with_attention
 
 
 @pytest.fixture(params=SHAPES)

@@ -10,20 +10,20 @@ from pydantic import Field
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.control.protocol import Version
+from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.protocol import LoraName, Version
 from fastdeploy.http.dialects.common import Routes, add_absent_routes, place_pause, resume, success
 from fastdeploy.inter_communicator import messages as m
 
 NO_GROUP = "this device has no process group for weights: use /areal_update_weights with a model_path"
-NO_ADAPTERS = "this server serves no adapters: use /areal_update_weights with merged weights"
+NO_ADAPTER_GROUP = "this device has no process group for weights: use /areal_update_weights_lora with a lora_model_path"
 # AReaL's routes for which this device, or this server, has nothing.
 ABSENT = {
     "/areal_init_weights_update_group": NO_GROUP,
     "/areal_set_update_weight_meta": NO_GROUP,
     "/areal_update_weights_xccl": NO_GROUP,
-    "/areal_set_update_weight_meta_lora": NO_ADAPTERS,
-    "/areal_update_weights_lora": NO_ADAPTERS,
-    "/areal_update_weights_lora_xccl": NO_ADAPTERS,
+    "/areal_set_update_weight_meta_lora": NO_ADAPTER_GROUP,
+    "/areal_update_weights_lora_xccl": NO_ADAPTER_GROUP,
 }
 
 
@@ -34,6 +34,11 @@ class UpdateBody(LaxBody):
     load_format: Literal["auto", "safetensors"] = "auto"
     abort_all_requests: Literal[False] = False
     version: Version | None = None
+
+
+class UpdateAdapterBody(LaxBody):
+    lora_model_path: str = Field(min_length=1)
+    lora_name: LoraName
 
 
 def areal_router(context: ServingContext) -> APIRouter:
@@ -56,6 +61,13 @@ def areal_router(context: ServingContext) -> APIRouter:
         computed again under the new weights, as in AReaL. A paused engine stays paused."""
         args = m.UpdateWeightsArgs(FolderSource(body.model_path), version=body.version, kv="recompute")
         return success("TP rank: 0 success\n", report=await client.call(args))
+
+    @routes.post("/areal_update_weights_lora", UpdateAdapterBody)
+    async def update_adapter(body: UpdateAdapterBody) -> dict[str, Any]:
+        """Load an adapter, or replace the adapter of this name, as /areal_update_weights does for the base model."""
+        source, path = FolderSource(body.lora_model_path), body.lora_model_path
+        args = m.LoadAdapterArgs(body.lora_name, source, path=path, kv="recompute")
+        return success("TP rank: 0 success\n", report=await load_adapter(context, args))
 
     add_absent_routes(router, ABSENT)
     return router

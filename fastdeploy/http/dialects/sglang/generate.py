@@ -19,6 +19,7 @@ from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields
+from fastdeploy.core.scope import adapter_scope
 from fastdeploy.http.body import read_json
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
@@ -40,7 +41,6 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:
         body = parse_generate(await read_json(request))
-        context.check_model(body.model)
         await context.client.require_engine()
         prompts = await read_prompts(context, body)
         checked = to_request(prompts, body)
@@ -54,18 +54,20 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
     salt = body.cache_salt or body.extra_key or ""
     fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
-    rids, ids, sampling, texts = zip(*((p.rid, p.ids, p.sampling, p.text) for p in prompts.prompts), strict=True)
-    return GenerationRequest(engine_requests(rids, ids, sampling, fields, prompts.group), list(texts))
+    parts = ((p.rid, p.ids, p.sampling, p.adapter, p.text) for p in prompts.prompts)
+    rids, ids, sampling, adapters, texts = zip(*parts, strict=True)
+    return GenerationRequest(engine_requests(rids, ids, sampling, adapters, fields, prompts.group), list(texts))
 
 
 class LabelledGeneration(Generation):
     """A generation that raises InvalidField for more than MAX_KEPT_BYTES of kept ids.
 
-    label: the label of the weights for choices without tokens. The engine is asked for it when such a choice ends."""
+    labels: by adapter, the label of the weights for choices without tokens. The engine is asked for a label when such a
+    choice ends."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
-        self.label: str | None = None
+        self.labels: dict[str, str] = {}
         self._kept_bytes = 0
 
     async def step(self) -> list[tuple[int, Delta]]:
@@ -73,12 +75,18 @@ class LabelledGeneration(Generation):
         self._kept_bytes += sum(len(entry.kept) for _, delta in deltas for entry in delta.logprobs)
         if self._kept_bytes > MAX_KEPT_BYTES:
             raise InvalidField(KEPT, f"more than {MAX_KEPT_BYTES >> 20} MiB of ids: lower top_p or max_new_tokens")
-        if self.label is None and any(d.finish_reason and not self.choices[i].token_ids for i, d in deltas):
-            try:
-                self.label = (await self._client.call(m.PauseStatusArgs())).get("version")
-            except FastDeployError:  # the engine has died since, but the request has ended
-                self.label = ""
+        for i, delta in deltas:
+            if delta.finish_reason and not self.choices[i].token_ids:
+                await self._ask_label(self.adapters[i // self.n])
         return deltas
+
+    async def _ask_label(self, adapter: str) -> None:
+        if adapter not in self.labels:
+            try:
+                status = await self._client.call(m.PauseStatusArgs(adapter_scope(adapter or None)))
+                self.labels[adapter] = status.get("version", "")
+            except FastDeployError:  # the adapter or the engine is gone, but the request has ended
+                self.labels[adapter] = ""
 
 
 class ChoiceReply:
@@ -137,7 +145,7 @@ class GenerateView:
             "completion_tokens": num_tokens,
             "cached_tokens": self.generation.cached_tokens[reply.number],
             # The label of the last token. Without tokens: of the weights that served when the choice ended.
-            "weight_version": choice.spans[-1].version if choice.spans else self.generation.label,
+            "weight_version": choice.spans[-1].version if choice.spans else self.generation.labels.get(prompt.adapter),
             "weight_versions": weight_versions(choice.spans if num_tokens else []),
         }
         if prompt.logprobs.wanted:

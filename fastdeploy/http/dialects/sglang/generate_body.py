@@ -11,6 +11,7 @@ from fastdeploy.client.choice import TextOptions
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.request_fields import MAX_N, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, MAX_LOGPROBS, SEED_BITS, SamplingParams
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.http.body import Body, Int64, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import stop_strings
@@ -18,7 +19,7 @@ from fastdeploy.http.openapi import described
 
 # These fields change what is computed or returned. They are refused unless they are empty.
 UNSUPPORTED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_path", "lora_id",
+    "input_embeds", "image_data", "video_data", "audio_data", "session_params", "lora_id",
     "custom_logit_processor", "positional_embed_overrides", "token_ids_logprob", "token_indices_to_pool",
     "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
     "return_entropy", "return_sampling_mask", "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
@@ -61,9 +62,11 @@ class SamplingBody(Body):
 
 class GenerateBody(LaxBody):
     """The fields of the body that are read. Other fields are dropped, as in SGLang. Fields of type Any may be lists
-    with one entry per prompt. SGLang has no field ``model``, but routers add it."""
+    with one entry per prompt. SGLang has no field ``model``, but routers add it. lora_path: the name of an adapter;
+    null or "" = the base model. An adapter that ``model`` names wins, as on SGLang's other routes."""
 
     model: str | None = None
+    lora_path: Annotated[Any, described(str | list[str | None])] = None
     rid: Annotated[Any, described(str | list[str])] = None
     text: Annotated[Any, described(str | list[str])] = None
     input_ids: Annotated[Any, described(list[int] | list[list[int]])] = None
@@ -91,10 +94,11 @@ class LogprobOptions(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One prompt with its parameters. scoring: max_new_tokens is 0. The engine samples at least one token, which the
-    reply drops."""
+    """One prompt with its parameters. adapter: "" = the base model. scoring: max_new_tokens is 0. The engine samples at
+    least one token, which the reply drops."""
 
     rid: str
+    adapter: str
     ids: list[int]
     sampling: SamplingParams
     text: TextOptions
@@ -139,13 +143,15 @@ async def read_prompts(context: ServingContext, body: GenerateBody) -> Prompts:
     context.check_choices(len(inputs), n)
     rids, group = _rids(body.rid, len(inputs) if batch else None)
     options = _logprob_options(body, inputs, params)
+    adapters = _adapters(context, body, inputs)
     prompts = []
     for i, value in enumerate(inputs):
         name = f"{field}[{i}]" if batch else field
         ids = await _tokenise(context, value, name)
         sampling = _sampling(context, params[i], body, len(ids), options[i])
         text = _text_options(context, params[i])
-        prompts.append(Prompt(rids[i], ids, sampling, text, options[i], params[i].max_new_tokens == 0))
+        scoring = params[i].max_new_tokens == 0
+        prompts.append(Prompt(rids[i], adapters[i], ids, sampling, text, options[i], scoring))
     context.check_reply([p.sampling for p in prompts], [p.ids for p in prompts], n, "top_logprobs_num")
     return Prompts(prompts, n, batch, group)
 
@@ -201,6 +207,17 @@ def _rid(value: Any) -> str:
     if not isinstance(value, str) or not 1 <= len(value) <= 512:
         raise InvalidField("rid", "expected a string of 1 to 512 characters")
     return value
+
+
+def _adapters(context: ServingContext, body: GenerateBody, inputs: list[Any]) -> list[str]:
+    """Return the name of each prompt's adapter; "" = the base model."""
+    if adapter := context.adapter(body.model):
+        return [adapter] * len(inputs)
+    names = [name or "" for name in per_prompt("lora_path", body.lora_path, inputs)]
+    if not all(isinstance(name, str) and len(name) <= MAX_LORA_NAME_CHARS for name in names):
+        expected = f"the name of an adapter (at most {MAX_LORA_NAME_CHARS} characters), or a list of one per prompt"
+        raise InvalidField("lora_path", f"expected {expected}")
+    return names
 
 
 def _sampling_body(params: Any) -> SamplingBody:

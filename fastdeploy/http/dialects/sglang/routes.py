@@ -6,11 +6,10 @@ from fastapi import APIRouter
 
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import add_absent_routes
-from fastdeploy.http.dialects.sglang import control, generate, info, weights
+from fastdeploy.http.dialects.sglang import adapters, control, generate, info, weights
 
 NO_GROUP = "this device has no process group for weights: use /update_weights_from_disk or /update_weights_from_tensor"
 NO_IPC = "this device has no CUDA IPC handles: use /update_weights_from_disk or /update_weights_from_tensor"
-NO_ADAPTERS = "this server serves no adapters"
 NO_PROFILER = "this server has no profiler"
 # SGLang's routes for which this device, or this server, has nothing.
 ABSENT = {
@@ -18,9 +17,6 @@ ABSENT = {
     "/update_weights_from_distributed": NO_GROUP,
     "/destroy_weights_update_group": NO_GROUP,
     "/update_weights_from_ipc": NO_IPC,
-    "/load_lora_adapter": NO_ADAPTERS,
-    "/load_lora_adapter_from_tensors": NO_ADAPTERS,
-    "/unload_lora_adapter": NO_ADAPTERS,
     "/start_profile": NO_PROFILER,
     "/stop_profile": NO_PROFILER,
 }
@@ -28,7 +24,7 @@ ABSENT = {
 
 def sglang_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    for module in (generate, control, info, weights):
+    for module in (generate, control, info, weights, adapters):
         module.add_routes(router, context)
     add_absent_routes(router, ABSENT, reason_field="error_message")
     return router

@@ -10,10 +10,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import Body, LaxBody, parse_body, parse_json
 from fastdeploy.http.context import ServingContext
-from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes, adapters_off
+from fastdeploy.http.control.adapters import load_adapter
+from fastdeploy.http.control.protocol import LoraName
+from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes
 from fastdeploy.http.dialects.vllm.control import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
     DELTA_REFUSED,
@@ -47,7 +50,11 @@ class WakeBody(Body):
 
 
 class AdapterBody(LaxBody):
-    lora_name: str = Field(min_length=1)
+    lora_name: LoraName
+
+
+class LoadBody(AdapterBody):
+    lora_path: str = Field(min_length=1)
 
 
 class SessionBody(LaxBody):
@@ -64,15 +71,19 @@ def skyrl_router(context: ServingContext) -> APIRouter:
             raise InvalidField("method", f"{body.method!r} is none of {', '.join(sorted(methods))}")
         return {"results": [await methods[body.method](body.kwargs)]}
 
-    @router.post("/skyrl/v1/load_lora_adapter")
-    async def load_lora_adapter() -> Response:
-        raise adapters_off()
+    @routes.post("/skyrl/v1/load_lora_adapter", LoadBody)
+    async def load_lora_adapter(body: LoadBody) -> dict[str, Any]:
+        """Load an adapter, or replace the adapter of this name. No pause is needed. lora_int_id stays the same."""
+        source, path = FolderSource(body.lora_path), body.lora_path
+        report = await load_adapter(context, m.LoadAdapterArgs(body.lora_name, source, path=path))
+        return report | {"status": "ok"}
 
     @routes.post("/skyrl/v1/abort_lora_requests", AdapterBody)
     async def abort_lora_requests(body: AdapterBody) -> dict[str, Any]:
-        """Answer 404. With any other answer, a caller would think that the requests of its adapter were aborted."""
-        why = f"lora_name: no adapter {body.lora_name!r} is loaded; this server serves none"
-        raise ModelNotFound(why, param="lora_name")
+        """Abort all requests of one adapter. Their clients get the tokens so far."""
+        report = await context.client.call(m.AbortArgs(lora_name=body.lora_name))
+        aborted = [request["request_id"] for request in report["aborted"]]
+        return {"status": "ok", "aborted": aborted, "count": len(aborted), "requests": report["aborted"]}
 
     @router.post("/skyrl/v1/generate")
     async def generate(request: Request) -> Response:

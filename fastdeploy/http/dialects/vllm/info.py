@@ -12,7 +12,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import LaxBody
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Version
-from fastdeploy.http.dialects.common import Routes, adapters_off, read_control, server_arguments, success
+from fastdeploy.http.dialects.common import Routes, read_control, server_arguments, success
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import asks
 from fastdeploy.inter_communicator import messages as m
@@ -54,13 +54,6 @@ def _add_server(router: APIRouter, context: ServingContext) -> None:
             config = msgspec.json.encode(config).decode()
         return json_response({**arguments, "world_size": 1, "vllm_config": config})
 
-    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        router.post(path)(_no_adapters)
-
-
-async def _no_adapters() -> Response:
-    raise adapters_off()
-
 
 def vllm_config(context: ServingContext) -> dict[str, Any]:
     """Return the part of vLLM's resolved configuration that has a meaning here. weight_transfer_config is null: this
@@ -83,7 +76,14 @@ def vllm_config(context: ServingContext) -> dict[str, Any]:
             "pipeline_parallel_size": 1,
             "data_parallel_size": 1,
         },
-        "lora_config": None,
+        "lora_config": {
+            "max_lora_rank": info.get("max_lora_rank"),
+            # Any number of adapters stays usable. So this is the number of requests, each of which may name another.
+            "max_loras": info.get("max_waiting"),
+            "max_cpu_loras": None,
+            "fully_sharded_loras": False,
+            "lora_dtype": "auto",
+        },
         "weight_transfer_config": None,
     }
 

@@ -1,4 +1,6 @@
-"""vLLM's routes between text and token ids: /tokenize, /detokenize, /v1/chat/completions/render."""
+"""vLLM's routes between text and token ids: /tokenize, /detokenize, /v1/chat/completions/render.
+
+``model`` is not looked up in the engine: every adapter has the tokenizer of the base model."""
 
 from __future__ import annotations
 
@@ -54,7 +56,6 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = await read_control(request, TokenizeBody)
-        context.check_model(body.model)
         if body.messages is not None:
             data = parse_json(await request.body())
             ids = await rendered(context, {k: v for k, v in data.items() if k in RENDERED})
@@ -74,7 +75,6 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
         """Decode at most a full context of tokens, since decoding blocks the event loop. No tokens give an empty text:
         a request that was aborted at once has none."""
         body = await read_control(request, DetokenizeBody)
-        context.check_model(body.model)
         tokenizer = context.require_tokenizer("tokens")
         if len(body.tokens) > context.max_model_len:
             raise InvalidField("tokens", f"{len(body.tokens)} tokens; expected at most {context.max_model_len}")
@@ -92,7 +92,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
         return json_response(
             {
                 "request_id": data.get("request_id"),
-                "model": context.config.served_model_name,
+                "model": context.model_name(context.adapter(data.get("model"))),
                 "token_ids": ids,
                 "features": None,
                 "sampling_params": {k: data[k] for k in SAMPLING & data.keys()},

@@ -1,0 +1,123 @@
+"""Native adapter routes: /v1/adapters, /v1/adapters/load and /v1/adapters/unload, and the calls that the routes of all
+dialects share.
+
+An adapter comes from a PEFT folder (lora_path). Or its tensors come from shared memory or as the body of the call, and
+``config`` is the content of its adapter_config.json. Such a body is one safetensors file, its type is
+application/octet-stream, and all other fields are in the query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import BeforeValidator, Field
+from starlette.responses import Response
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.weight_source import FolderSource, SharedMemorySource, Source
+from fastdeploy.http.body import Body, parse_json
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.pause import envelope, read
+from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
+from fastdeploy.http.openapi import takes
+from fastdeploy.http.upload import is_upload, spooled_upload
+from fastdeploy.inter_communicator import messages as m
+
+
+def adapter_config(value: Any) -> Any:
+    """Return the content of an adapter_config.json, which is JSON if it came in the query. Raises ValueError."""
+    try:
+        config = parse_json(value.encode()) if isinstance(value, str) else value
+        msgspec.msgpack.encode(config)
+    except (InvalidField, OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise ValueError("expected the content of an adapter_config.json, with integers of at most 64 bits") from error
+    return config
+
+
+AdapterConfig = Annotated[dict[str, Any], BeforeValidator(adapter_config)]
+
+
+class LoadBody(Body):
+    """replace: false refuses a name that is loaded."""
+
+    lora_name: LoraName
+    lora_path: str | None = Field(None, min_length=1)
+    shared_memory: str | None = Field(None, min_length=1)
+    nbytes: int = Field(0, ge=0, le=2**63 - 1)
+    config: AdapterConfig | None = None
+    version: Version | None = None
+    kv: Kv = "keep"
+    replace: bool = True
+    timeout_s: Seconds | None = None
+
+    def options(self) -> dict[str, Any]:
+        """All fields but those of the source."""
+        return self.model_dump(exclude={"lora_path", "shared_memory", "nbytes"})
+
+
+class UnloadBody(Body):
+    lora_name: LoraName
+
+
+def adapters_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/adapters")
+    async def adapters() -> Response:
+        return envelope({"adapters": await known_adapters(context)})
+
+    @router.post("/v1/adapters/load", openapi_extra=takes(LoadBody, upload=LoadBody))
+    async def load(request: Request) -> Response:
+        """Load an adapter, or replace the adapter of this name between two steps. A refused adapter changes nothing."""
+        body = await read(request, LoadBody)
+        check_name(context, body.lora_name)
+        async with _source(request, context, body) as source:
+            args = m.LoadAdapterArgs(source=source, path=body.lora_path or "", **body.options())
+            return envelope(await context.client.call(args))
+
+    @router.post("/v1/adapters/unload", openapi_extra=takes(UnloadBody, query=True))
+    async def unload(request: Request) -> Response:
+        """Remove the name at once. Running requests of the adapter finish on the weights that they have."""
+        body = await read(request, UnloadBody)
+        return envelope(await context.client.call(m.UnloadAdapterArgs(body.lora_name)))
+
+    return router
+
+
+def check_name(context: ServingContext, lora_name: str) -> None:
+    """Raise InvalidField if ``lora_name`` means the base model, or another adapter, in requests."""
+    if context.adapter(lora_name) != lora_name:
+        served = context.config.served_model_name
+        raise InvalidField("lora_name", f"expected no name of the base model, nor one that begins with '{served}:'")
+
+
+async def load_adapter(context: ServingContext, args: m.LoadAdapterArgs) -> dict[str, Any]:
+    """Load an adapter, and return the engine's report. Raises InvalidField for a name that requests cannot use."""
+    check_name(context, args.lora_name)
+    return await context.client.call(args)
+
+
+async def known_adapters(context: ServingContext) -> list[dict[str, Any]]:
+    """Return a description of each adapter that requests can name. See messages.AdaptersArgs."""
+    return (await context.client.call(m.AdaptersArgs()))["adapters"]
+
+
+@contextlib.asynccontextmanager
+async def _source(request: Request, context: ServingContext, body: LoadBody) -> AsyncIterator[Source]:
+    """Yield the source that the call names. An uploaded body is kept in a file while the block runs."""
+    upload = is_upload(request)
+    if [upload, body.shared_memory is not None, body.lora_path is not None].count(True) != 1:
+        raise InvalidField("lora_path", "expected one of lora_path, shared_memory, or an octet-stream body")
+    if (body.config is None) != (body.lora_path is not None):
+        raise InvalidField("config", "expected with shared_memory or an octet-stream body, and not with lora_path")
+    if upload:
+        async with spooled_upload(request, context, None) as source:
+            yield source
+    elif body.shared_memory is not None:
+        yield SharedMemorySource(body.shared_memory, body.nbytes)
+    else:
+        yield FolderSource(str(body.lora_path))

@@ -1,0 +1,37 @@
+"""Matches the regular expressions of an adapter's config, in a process of its own; lora_config.py starts it.
+
+An expression can take hours to match, and ``re`` never lets another thread run meanwhile. An adapter comes from a
+tenant, so its expressions must not run in the process that computes steps. This file is run as a script, and imports
+the standard library only.
+
+Input (JSON): {"names": [name], "patterns": [[method, expression]], "cpu_s": limit}, method = "match" or "fullmatch".
+Output (JSON): {"hits": for each expression {name: its group "idx", or ""}}, or {"bad": number of the first expression
+that is not valid, "why": text}.
+"""
+
+import json
+import re
+import resource
+import sys
+
+MAX_MEMORY = 1 << 30
+
+
+def main() -> None:
+    task = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (task["cpu_s"], task["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    hits = []
+    for number, (method, expression) in enumerate(task["patterns"]):
+        try:
+            match = getattr(re.compile(expression), method)
+        except (re.error, RecursionError, OverflowError) as error:
+            json.dump({"bad": number, "why": str(error)}, sys.stdout)
+            return
+        found = {name: match(name) for name in task["names"]}
+        hits.append({name: one.groupdict().get("idx") or "" for name, one in found.items() if one})
+    json.dump({"hits": hits}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Loading adapters on many replicas, and counting the loads for the staleness of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastdeploy.core.errors import ModelNotFound
+from fastdeploy.rl.errors import Report
+from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
+from fastdeploy.rl.holds import Holds
+from fastdeploy.rl.publish import CONFIRM_S, Publication
+from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.routing import Router
+from fastdeploy.rl.staleness import PublicationLedger
+from fastdeploy.rl.state_transfer import Upload
+
+
+class _Loads:
+    """The loads of one adapter name. lock: one load at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.ledger = PublicationLedger()
+
+
+class Adapters:
+    """The adapters that this client has loaded. Different names load at the same time.
+
+    Each replica replaces its adapter by itself, between two of its steps. There is no common commit as for base
+    weights: a replica whose load failed gets no requests of the adapter until a load succeeds there."""
+
+    def __init__(self, replicas: list[Replica], router: Router, holds: Holds):
+        self._replicas = replicas
+        self._router = router
+        self._holds = holds
+        self._loads: dict[str, _Loads] = {}
+
+    def ledger(self, lora_name: str) -> PublicationLedger:
+        """Return the loads of an adapter by this client, as publications. Empty for an unknown name."""
+        loads = self._loads.get(lora_name)
+        return PublicationLedger() if loads is None else loads.ledger
+
+    async def load(self, lora_name: str, upload: Upload, deadline_s: float) -> Publication:
+        """Load an adapter on all replicas. upload: the call of /v1/adapters/load. Raises FleetError with a report per
+        replica if a load failed, and HoldLost, before any load, if a hold of this client on the engine or on this
+        adapter had ended."""
+        loads = self._loads.setdefault(lora_name, _Loads())
+        async with loads.lock:
+            await self._holds.require_standing(CONFIRM_S, lora_name)
+            number = loads.ledger.begin_publication()
+
+            async def load(replica: Replica) -> dict[str, Any]:
+                done = await replica.call("POST", "/v1/adapters/load", deadline_s, **upload.arguments)
+                loads.ledger.record_commit(number, replica.url, done["boot_id"], done["adapter_epoch"])
+                self._router.note_adapter(replica, lora_name, done["boot_id"])
+                return done
+
+            reports = await run_shielded(fan_out(self._replicas, load, deadline_s))
+            loads.ledger.end_publication()
+        if any(report.ok for report in reports):
+            for replica, report in zip(self._replicas, reports, strict=True):
+                if not report.ok:
+                    self._router.exclude_adapter(replica, lora_name)
+        require_all("the adapter was not loaded everywhere", reports)
+        return Publication(number, str(reports[0].unwrap()["version"]), reports, upload.tensors, upload.nbytes)
+
+    async def unload(self, lora_name: str, deadline_s: float) -> list[Report]:
+        """Remove a name from all replicas. A replica that does not know the name counts as done. Raises ModelNotFound
+        if no replica knows the name, and FleetError if a replica does not answer."""
+        self._router.forget_adapter(lora_name)
+        self._loads.pop(lora_name, None)
+        unknown: list[ModelNotFound] = []
+
+        async def unload(replica: Replica) -> dict[str, Any]:
+            try:
+                return await replica.call("POST", "/v1/adapters/unload", deadline_s, json={"lora_name": lora_name})
+            except ModelNotFound as error:
+                unknown.append(error)
+                return {"lora_name": lora_name}
+
+        reports = await fan_out(self._replicas, unload, deadline_s)
+        if len(unknown) == len(self._replicas):
+            raise unknown[0]
+        return require_all("the adapter was not unloaded everywhere", reports)

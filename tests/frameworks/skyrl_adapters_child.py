@@ -1,0 +1,286 @@
+"""Many tenants with SkyRL's own client: syncs of one adapter while others generate. Run by test_skyrl_adapters.py in
+the environment of the frameworks; prints one line of JSON.
+
+The four cases are those that SkyRL tested on vLLM (its pull request 1657). The fifth has two controllers. All are run
+in each way in which a trainer can hold back the requests of the adapter that it syncs:
+
+plain    SkyRL 0.4's pause_generation: the whole engine freezes
+native   this server's pause of one adapter
+abort    that of pull request 1657: the requests of the adapter are aborted, and the client sends them again later
+
+usage: skyrl_adapters_child.py URL A1 A2 B1 B2 C      (folders of adapters: two policies of tenants A and B, and C's)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import typing
+from typing import Any
+
+import typing_extensions
+
+if sys.version_info < (3, 12):
+    # SkyRL 0.4 requires Python 3.12, only since pydantic accepts typing's TypedDict there.
+    typing.TypedDict = typing_extensions.TypedDict
+
+import httpx
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+
+TOKENS = 400
+SAMPLING = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+PROMPTS = [[40 + i for i in range(20)] + [100 + k] for k in range(4)]
+WAYS = ("plain", "native", "abort")
+
+
+class Tenant:
+    """A tenant: its adapter ``name``, and a client of its own. way: how its requests are held back in a sync."""
+
+    def __init__(self, url: str, name: str, way: str):
+        self.name = name
+        self._url = url
+        self._way = way
+        self._client = RemoteInferenceClient(
+            proxy_url=url, server_urls=[url], data_parallel_size=1, uses_lora_weight_sync=True
+        )
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self.aborts = 0
+
+    async def load(self, folder: str) -> int:
+        """Load the adapter, and return its lora_int_id."""
+        (reply,) = (await self._client.load_lora_adapter(self.name, folder)).values()
+        return json.loads(reply["body"])["lora_int_id"]
+
+    async def generate(self, prompt: list[int], tokens: int = TOKENS) -> dict[str, Any]:
+        """Generate ``tokens`` tokens. After an abort, wait for the resume and request the rest, as SkyRL's
+        sample_with_retry did."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        stop = "abort"
+        while stop == "abort":
+            await self._gate.wait()
+            batch = {
+                "prompt_token_ids": [prompt + ids],
+                "sampling_params": SAMPLING | {"max_tokens": tokens - len(ids)},
+            }
+            out = await self._client.generate(batch, model=self.name)
+            ids += out["response_ids"][0]
+            logprobs += out["response_logprobs"][0] or []  # None for an abort before the first token
+            stop = out["stop_reasons"][0]
+            self.aborts += stop == "abort"
+        return {"ids": ids, "logprobs": len(logprobs), "stop": stop}
+
+    async def pause(self) -> None:
+        if self._way == "plain":
+            await self._client.pause_generation()
+        elif self._way == "native":
+            await post(self._url, "/v1/pause", lora_name=self.name, mode="keep")
+        else:
+            self._gate.clear()
+            await self._client._call_all_servers("/skyrl/v1/abort_lora_requests", json={"lora_name": self.name})
+
+    async def resume(self) -> None:
+        if self._way == "plain":
+            await self._client.resume_generation()
+        elif self._way == "native":
+            await post(self._url, "/v1/resume", lora_name=self.name)
+        else:
+            self._gate.set()
+
+    async def close(self, unload: bool = True) -> None:
+        if unload:
+            await self._client.unload_lora_adapter(self.name)
+        await self._client.aclose()
+
+
+class Cases:
+    def __init__(self, url: str, way: str, folders: dict[str, str]):
+        self._url = url
+        self._way = way
+        self._folders = folders
+
+    async def run(self) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for case in (self.paused, self.in_flight, self.swap, self.whole_engine, self.two_controllers):
+            a, b, c = (Tenant(self._url, name, self._way) for name in "ABC")
+            await a.load(self._folders["A1"])
+            await b.load(self._folders["B1"])
+            await c.load(self._folders["C"])
+            results[case.__name__] = await asyncio.wait_for(case(a, b, c), 300)
+            await asyncio.gather(a.close(), b.close(), c.close())
+        return results
+
+    def start(self, tenant: Tenant) -> list[asyncio.Task]:
+        return [asyncio.create_task(tenant.generate(prompt)) for prompt in PROMPTS]
+
+    async def paused(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
+        """While A is paused, B's new requests complete, and A's do not begin."""
+        await a.pause()
+        waiting = self.start(a)
+        state = await paused(self._url)
+        served = [await b.generate(PROMPTS[0], 100)] if self._way != "plain" else []
+        early = sum(task.done() for task in waiting)
+        await a.resume()
+        return {"state": state, "served": served, "early": early, "after": await asyncio.gather(*waiting)}
+
+    async def in_flight(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
+        """With 4 + 4 in flight, B's complete while A is paused; then A's complete."""
+        ours, theirs = self.start(a), self.start(b)
+        await under_way(self._url, A=4, B=4)
+        before = sum(task.done() for task in ours + theirs)
+        await a.pause()
+        finished = [await task for task in theirs] if self._way != "plain" else []
+        early = sum(task.done() for task in ours)
+        await a.resume()
+        return {
+            "before": before,
+            "early": early,
+            "a": await asyncio.gather(*ours),
+            "b": finished or await asyncio.gather(*theirs),
+            "aborts": a.aborts,
+        }
+
+    async def swap(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
+        """One answer spans a swap of A's weights. A raw request beside it shows the spans."""
+        ids = [await a.load(self._folders["A1"])]
+        ours = asyncio.create_task(a.generate(PROMPTS[0]))
+        await under_way(self._url, A=1)
+        begun = asyncio.Event()
+        beside = asyncio.create_task(spans_of(self._url, "A", PROMPTS[1], begun))
+        await begun.wait()
+        await a.pause()
+        early = ours.done()
+        ids.append(await a.load(self._folders["A2"]))
+        await a.resume()
+        result = await ours
+        again = await a.generate(PROMPTS[0])
+        return {"early": early, "answer": result, "spans": await beside, "aborts": a.aborts, "again": again,
+                "lora_int_ids": ids, "rest": await self._rest(a, result["ids"])}  # fmt: skip
+
+    async def _rest(self, a: Tenant, ids: list[int]) -> dict[str, Any]:
+        """Return the position at which ``ids`` leave the answer of the first policy, and the answer of the second
+        policy to the prompt and the tokens before."""
+        await a.load(self._folders["A1"])
+        first = (await a.generate(PROMPTS[0]))["ids"]
+        at = next((i for i, pair in enumerate(zip(ids, first, strict=True)) if pair[0] != pair[1]), len(ids))
+        await a.load(self._folders["A2"])
+        rest = await a.generate(PROMPTS[0] + ids[:at], len(ids) - at) if at < len(ids) else {"ids": []}
+        return {"at": at, "ids": rest["ids"]}
+
+    async def whole_engine(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
+        """A pause of the whole engine freezes all tenants, also with a pause of A beneath it."""
+        ours, theirs = self.start(a), self.start(b)
+        await under_way(self._url, A=4, B=4)
+        client = a._client
+        await client.pause_generation()
+        state = await paused(self._url)
+        if self._way != "plain":
+            await a.pause()
+            await a.resume()
+        still = await paused(self._url)
+        early = sum(task.done() for task in ours + theirs) if self._way != "abort" else 0
+        await client.resume_generation()
+        return {"state": state, "still": still, "early": early, "a": await asyncio.gather(*ours),
+                "b": await asyncio.gather(*theirs)}  # fmt: skip
+
+    async def two_controllers(self, a: Tenant, b: Tenant, c: Tenant) -> dict[str, Any]:
+        """Two controllers sync A and B at the same time, three times each, while C only serves."""
+        both, served = asyncio.Barrier(2), asyncio.Barrier(3)
+        rounds = 3
+
+        async def control(tenant: Tenant, policies: list[str]) -> list[dict[str, Any]]:
+            answers: list[dict[str, Any]] = []
+            for k in range(rounds):
+                running = self.start(tenant)
+                await under_way(self._url, **{tenant.name: 4})
+                await both.wait()
+                await tenant.pause()
+                await served.wait()  # both are paused: C is served now
+                await served.wait()
+                await tenant.load(policies[(k + 1) % 2])
+                await tenant.resume()
+                answers += await asyncio.gather(*running)
+            return answers
+
+        async def serve() -> list[dict[str, Any]]:
+            answers = []
+            for _ in range(rounds):
+                await served.wait()
+                if self._way != "plain":
+                    answers += await asyncio.gather(*(c.generate(prompt, 100) for prompt in PROMPTS))
+                await served.wait()
+            return answers
+
+        policies = self._folders
+        of_a, of_b, of_c = await asyncio.gather(
+            control(a, [policies["A1"], policies["A2"]]), control(b, [policies["B1"], policies["B2"]]), serve()
+        )
+        last = {t.name: (await t.generate(PROMPTS[0], 100))["ids"] for t in (a, b)}
+        return {"a": of_a, "b": of_b, "c": of_c, "last": last, "state": await paused(self._url)}
+
+
+async def alone(url: str, folders: dict[str, str]) -> dict[str, Any]:
+    """Return the answers of each policy in a server that is idle otherwise."""
+    answers: dict[str, Any] = {}
+    for policy, folder in folders.items():
+        tenant = Tenant(url, f"alone-{policy}", "native")
+        await tenant.load(folder)
+        answers[policy] = [answer["ids"] for answer in await asyncio.gather(*map(tenant.generate, PROMPTS))]
+        await tenant.close()
+    return answers
+
+
+async def spans_of(url: str, lora_name: str, prompt: list[int], begun: asyncio.Event) -> list[dict[str, Any]]:
+    """Return the spans of a streamed answer. Sets ``begun`` when the answer has some tokens."""
+    body = {"model": lora_name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    spans: list[dict[str, Any]] = []
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", url + "/v1/completions", json=body | {"stream": True}) as reply,
+    ):
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                spans += json.loads(line[6:])["choices"][0]["weight_versions"]
+                if len(spans) >= 20:
+                    begun.set()
+    return [spans[0], spans[-1]]
+
+
+async def post(url: str, path: str, **body: Any) -> Any:
+    async with httpx.AsyncClient(timeout=120) as client:
+        return (await client.post(url + path, json=body)).raise_for_status().json()
+
+
+async def get(url: str, path: str) -> Any:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(url + path)).raise_for_status().json()["result"]
+
+
+async def paused(url: str) -> list[bool]:
+    state = await get(url, "/v1/is_paused")
+    return [state["rejecting_new_requests"], state["is_paused"]]
+
+
+async def under_way(url: str, **requests: int) -> None:
+    """Wait until each adapter has so many requests in the engine."""
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60):
+        while True:
+            known = (await client.get("/v1/adapters")).json()["result"]["adapters"]
+            counts = {adapter["lora_name"]: adapter["requests"] for adapter in known}
+            if all(counts.get(name, 0) >= count for name, count in requests.items()):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def main(url: str, *folders: str) -> dict[str, Any]:
+    policies = dict(zip(("A1", "A2", "B1", "B2", "C"), folders, strict=True))
+    results: dict[str, Any] = {"tokens": TOKENS, "alone": await alone(url, policies)}
+    for way in WAYS:
+        results[way] = await Cases(url, way, policies).run()
+    return results
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(asyncio.run(main(*sys.argv[1:]))), flush=True)
