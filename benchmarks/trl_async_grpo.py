@@ -4,8 +4,11 @@
     fastdeploy serve --dtype float32 --port 8180
     python benchmarks/trl_async_grpo.py --url http://127.0.0.1:8180 --steps 20
 
+With --lora-rank, TRL trains an adapter with PEFT, and ships it by itself: no class of this project takes part.
+
 Needs ``pip install -e ".[trl]"``. The trainer runs on the CPU (see trl_cpu/). Prints the reward of each step and the
-time of each sync; --json writes both, with the checksums of the trained weights.
+time of each sync; --json writes both, with the checksums of the trained weights. For an adapter, --json also writes the
+logprobs of one text.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ RESPONSE_TEMPLATE = {
     "fields": {"content": {"close_pattern": r"<\|end\|>\s*", "content": "text"}},
 }
 
+TEXT = b"<12+34=46> 7*8 is 56, and 9-4 is 5."  # one token per byte
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -44,6 +49,8 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, default=32, help="samples per step")
     add("--max-tokens", type=int, default=128)
     add("--learning-rate", type=float, default=1e-4)
+    add("--lora-rank", type=int, default=0, metavar="R", help="train an adapter of this rank; 0 = the full weights")
+    add("--max-staleness", type=int, default=4, help="policies that a sample may be behind")
     add("--seed", type=int, default=0)
     add("--json", metavar="FILE", help="write everything seen")
     return parser.parse_args()
@@ -96,7 +103,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     ]
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     tokenizer.response_template = RESPONSE_TEMPLATE
-    transfer = TimedTransfer(args.url)
+    transfer = None if args.lora_rank else TimedTransfer(args.url)
     with tempfile.TemporaryDirectory() as folder:
         config = AsyncGRPOConfig(
             output_dir=folder,
@@ -109,6 +116,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             max_completion_length=args.max_tokens,
             token_budget=0,
             max_inflight_tasks=32,
+            max_staleness=args.max_staleness,
             queue_maxsize=64,
             vllm_server_base_url=args.url,
             dtype="float32",
@@ -127,18 +135,50 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             reward_funcs=solved,
             processing_class=tokenizer,
             weight_transfer=transfer,
+            peft_config=adapter_config(args.lora_rank),
         )
         trainer.train()
-    model = trainer.accelerator.unwrap_model(trainer.model)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        seen = adapter_seen(model, f"{folder}/trained") if args.lora_rank else {}
+    publications = [] if transfer is None else transfer.publications
     return {
         "log": trainer.state.log_history,
-        "publications": [vars(p) | {"reports": [r.result for r in p.reports]} for p in transfer.publications],
-        "sync_seconds": transfer.seconds,
+        "publications": [vars(p) | {"reports": [r.result for r in p.reports]} for p in publications],
+        "sync_seconds": [] if transfer is None else transfer.seconds,
         "sha256": {
             name: hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest()
             for name, p in model.named_parameters()
         },
-    }
+    } | seen
+
+
+def adapter_config(rank: int) -> Any:
+    """Return the settings of the adapter to train, or None for rank 0."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def adapter_seen(model: Any, folder: str) -> dict[str, Any]:
+    """Return the token ids of TEXT, and the logprob of each but the first, by the trained adapter and by the base model
+    alone. Both are computed by Transformers and PEFT from the adapter as saved in ``folder``."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype="float32")
+    ids = torch.tensor([list(TEXT)])
+
+    def logprobs(model: Any) -> list[float]:
+        with torch.no_grad():
+            rows = model(ids).logits[0, :-1].log_softmax(-1)
+        return rows.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+    of_base = logprobs(base)
+    return {"text": list(TEXT), "base_logprobs": of_base, "logprobs": logprobs(PeftModel.from_pretrained(base, folder))}
 
 
 def main() -> int:

@@ -35,8 +35,8 @@ install() {
     echo "installed: $VENV"
 }
 
-find_tcmalloc() {
-    ldconfig -p | awk '/libtcmalloc_minimal\.so\.4/ { print $NF; exit }'
+find_tcmalloc() { # reads to the end: ldconfig must not die of a closed pipe
+    ldconfig -p | awk '/libtcmalloc_minimal\.so\.4/ && !found { print $NF; found = 1 }'
 }
 
 serve() {

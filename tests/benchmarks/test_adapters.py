@@ -64,7 +64,7 @@ def test_decoding_and_tenants_are_measured_and_the_servers_are_stopped(
 def test_our_own_flags_are_those_of_serve():
     args = parsed("--counts", "32", "--rank", "128")
     server = adapters.servers_of(["ours"], args)[0]
-    _, engine, *_ = configs(make_parser().parse_args(server.engine.command[3:]))
+    engine, *_ = configs(make_parser().parse_args(server.engine.command[3:]))
     size = adapters.adapter_bytes(adapters.Shape.of(MODEL_DIR), 128)
     assert engine.max_lora_rank == 128 and engine.adapter_memory_mb << 20 > 32 * size
 

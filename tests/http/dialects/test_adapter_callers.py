@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -195,7 +196,7 @@ def test_verl_unloads_a_listed_adapter_and_loads_the_next_one(server, adapter, m
 
 def test_a_native_caller_loads_in_place_from_a_folder_an_upload_and_shared_memory(server, adapter):
     config = {"r": 8}
-    segment = Path("/dev/shm") / f"adapter-{id(config)}"
+    segment = Path("/dev/shm") / f"adapter-{uuid.uuid4().hex}"
     segment.write_bytes(b"a3 and the rest of a larger segment")
     query = {"lora_name": "n", "config": json.dumps(config), "version": "two"}
     calls = [
