@@ -27,7 +27,7 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import ServedModel
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapter_reads import AdapterReads, Packed
@@ -42,7 +42,6 @@ from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
 
-MAX_NAME_CHARS = 256
 COPIES_AT_ONCE = 8  # so one hung source delays nobody else
 
 
@@ -229,8 +228,8 @@ class AdapterRegistry:
         return timeout_s
 
     def _check_name(self, name: str) -> None:
-        if not 1 <= len(name) <= MAX_NAME_CHARS:
-            raise InvalidField("lora_name", f"expected 1 to {MAX_NAME_CHARS} characters, got {len(name)}")
+        if not 1 <= len(name) <= MAX_LORA_NAME_CHARS:
+            raise InvalidField("lora_name", f"expected 1 to {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
         if name != name.encode("utf-8", "replace").decode():
             raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
         if name in ("default", self._config.served_model_name, self._config.model):
