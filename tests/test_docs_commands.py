@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.make_adapters import main as make_adapters
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, make_parser
@@ -103,6 +104,14 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """Make an adapter of the embedded model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    make_adapters([str(MODEL_DIR), str(folder), "--count", "1"])
+    return folder / "adapter-0"
+
+
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     server = Server()
     try:
@@ -121,15 +130,16 @@ def untouched(server) -> Iterator[None]:
     assert not holds and weights["session"] is None and not weights["asleep"]
 
 
-def local(text: str, server: Server, model: Path) -> str:
-    """Put the address of ``server`` and the folder ``model`` into ``text``."""
+def local(text: str, server: Server, model: Path, adapter: Path | str = "") -> str:
+    """Put the address of ``server`` and the folders ``model`` and ``adapter`` into ``text``."""
+    text = re.sub(r"/adapters/alice[\w-]*", str(adapter), text)
     return re.sub(r"/checkpoints/[\w-]+|\bPATH\b", str(model), text.replace("localhost:8180", server.url[7:]))
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
-def test_a_script_runs(block, server, model, untouched):
+def test_a_script_runs(block, server, model, adapter, untouched):
     script = 'set -eo pipefail; curl() { command curl -sS --fail-with-body "$@"; echo; }\n'
-    done = run(["bash", "-c", script + local(block.text, server, model)])
+    done = run(["bash", "-c", script + local(block.text, server, model, adapter)])
     for line in done.stdout.splitlines():
         assert not line.startswith("{") or json.loads(line).get("status", "success") in ("success", "ok", "ready"), line
 

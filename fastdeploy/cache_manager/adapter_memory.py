@@ -14,7 +14,7 @@ class Place:
     """The memory of one adapter.
 
     number: of the adapter at the runner; 0 while the adapter is read. num_users: requests in the batch that use it.
-    wanted_by: the request that it is read for, until a request uses it."""
+    wanted_by: the request that it is read for, until a request uses it. A load may not evict it before."""
 
     model: ServedModel
     nbytes: int
@@ -130,6 +130,10 @@ class AdapterMemory:
     def _touch(self, place: Place) -> None:
         """Make the adapter the most recently used one."""
         self._places[place.model] = self._places.pop(place.model)
+
+    def models(self) -> set[ServedModel]:
+        """Return the adapters that have memory."""
+        return set(self._places)
 
     def numbers(self) -> set[int]:
         """Return the numbers of the adapters at the runner, with those that it must free."""

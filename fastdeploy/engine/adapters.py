@@ -25,11 +25,12 @@ from fastdeploy.core.errors import (
     WeightUpdateRefused,
     WrongOrder,
 )
-from fastdeploy.core.runner import AdapterInfo, AdapterStaging, Runner
+from fastdeploy.core.runner import Runner
 from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import ServedModel
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_reads import AdapterReads, Packed
 from fastdeploy.engine.adapter_store import AdapterStore
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
@@ -41,7 +42,6 @@ from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
 
-MAX_NAME_CHARS = 256
 COPIES_AT_ONCE = 8  # so one hung source delays nobody else
 
 
@@ -93,7 +93,6 @@ class AdapterRegistry:
         clock: Callable[[], float],
     ):
         self._config = config
-        self._runner = runner
         self._scopes = scopes
         self._lifecycle = lifecycle
         self._memory = lifecycle.scheduler.adapters
@@ -102,8 +101,8 @@ class AdapterRegistry:
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
         self._lookups = StagingThread(wake, clock, COPIES_AT_ONCE)
-        self._reads = StagingThread(wake, clock)
-        self._threads = (self._copies, self._lookups, self._reads)
+        self.reads = AdapterReads(runner, lifecycle.scheduler, self.store, wake, clock, config.stage_timeout_s)
+        self._threads = (self._copies, self._lookups, self.reads.thread)
         self._known: dict[str, Adapter] = {}
         self._looked_up: dict[str, ServedModel] = {}
         self._loads: dict[str, Load] = {}
@@ -198,24 +197,6 @@ class AdapterRegistry:
         due = (thread.next_deadline() for thread in self._threads)
         return min((at for at in due if at is not None), default=None)
 
-    def serve_memory(self) -> None:
-        """Free what the last plan has evicted, and begin the reads that the plan has asked for."""
-        memory = self._memory
-        if memory.to_drop:
-            self._runner.drop_adapters(memory.to_drop)
-            memory.to_drop = []
-        if memory.to_read:
-            models, memory.to_read = memory.to_read, []
-            for model in models:
-                if memory.reads(model):  # else it was replaced or freed meanwhile
-                    self._read_again(model)
-
-    def free_memory(self) -> int:
-        """Free the adapters that no running request uses, when the weights go to sleep. Return their bytes."""
-        nbytes = self._memory.forget_unused()
-        self.serve_memory()
-        return nbytes
-
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting call with ``error``, and remove the store, when the engine ends."""
         loads, self._loads = self._loads, {}
@@ -247,8 +228,8 @@ class AdapterRegistry:
         return timeout_s
 
     def _check_name(self, name: str) -> None:
-        if not 1 <= len(name) <= MAX_NAME_CHARS:
-            raise InvalidField("lora_name", f"expected 1 to {MAX_NAME_CHARS} characters, got {len(name)}")
+        if not 1 <= len(name) <= MAX_LORA_NAME_CHARS:
+            raise InvalidField("lora_name", f"expected 1 to {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
         if name != name.encode("utf-8", "replace").decode():
             raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
         if name in ("default", self._config.served_model_name, self._config.model):
@@ -290,33 +271,28 @@ class AdapterRegistry:
         if error is not None:
             self._refuse(load, error)
             return
-        work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(load.number))
-        done = functools.partial(self._packed, load)
-        self._reads.submit(Job(load, work, done, load.timeout_s, reads=False, discard=self._discard))
+        self.reads.read(load.number, load, load.timeout_s, functools.partial(self._packed, load))
 
-    def _packed(
-        self, load: Load, result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float
-    ) -> None:
+    def _packed(self, load: Load, packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
         load.read_s = seconds
         if load.given_up:
             return
-        if error is not None or result is None:
-            self._remove_copy(load.number)
+        if error is not None or packed is None:
+            self.reads.remove_copy(load.number)
             self._refuse(load, error or WrongOrder("no result"))
             return
-        info, staged = result
-        budget = self._memory.budget
-        if info.nbytes > budget:
-            self._runner.discard_adapter(staged)
-            self._remove_copy(load.number)
-            why = f"lora_name: {info.nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
+        nbytes, budget = packed[0].nbytes, self._memory.budget
+        if nbytes > budget:
+            self.reads.discard(packed)
+            self.reads.remove_copy(load.number)
+            why = f"lora_name: {nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
             self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
             return
-        self._commit(load, info, staged)
+        self._commit(load, packed)
 
-    def _commit(self, load: Load, info: AdapterInfo, staged: Any) -> None:
+    def _commit(self, load: Load, packed: Packed) -> None:
         """Make the name mean the new adapter."""
-        args, began = load.args, self._clock()
+        args, info, began = load.args, packed[0], self._clock()
         del self._loads[args.lora_name]
         adapter = self._known.get(args.lora_name)
         replaced = adapter is not None
@@ -332,11 +308,10 @@ class AdapterRegistry:
         version = args.version if args.version is not None else str(epoch)
         model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
-        self._runner.commit_adapter(load.number, staged)
         if replaced:
             self._lifecycle.scheduler.weights_changed(model, before, recompute)
-            self._remove_copy(before.adapter)
-        self._committed(model)
+            self.reads.remove_copy(before.adapter)
+        self.reads.commit(model, packed)
         report = {
             "status": "loaded",
             **model.scope.weights_label(),
@@ -351,35 +326,6 @@ class AdapterRegistry:
         }
         if load.answer is not None:
             load.answer(report, None)
-
-    def _committed(self, model: ServedModel) -> None:
-        self._lifecycle.scheduler.adapter_committed(model, keep="weight" not in self._runner.asleep)
-
-    def _read_again(self, model: ServedModel) -> None:
-        """Read an adapter that was evicted from the store."""
-        number = model.served.adapter
-
-        def done(result: tuple[AdapterInfo, Any] | None, error: FastDeployError | None, seconds: float) -> None:
-            wanted = self._memory.reads(model) and model.served.adapter == number
-            if result is not None:
-                if not wanted:
-                    self._runner.discard_adapter(result[1])
-                    return
-                self._runner.commit_adapter(number, result[1])
-                self._committed(model)
-            elif wanted:
-                why = error.message if error is not None else "no result"
-                log.error("adapter %r cannot be read again: %s", model.served.adapter_name, why)
-                message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
-                self._lifecycle.scheduler.adapter_failed(model, message)
-
-        work = functools.partial(_read, self._runner.begin_adapter(), self.store.path(number))
-        timeout_s = self._config.stage_timeout_s
-        self._reads.submit(Job(model, work, done, timeout_s, reads=False, discard=self._discard))
-
-    def _discard(self, late: tuple[AdapterInfo, Any]) -> None:
-        """Free an adapter that was read too late."""
-        self._runner.discard_adapter(late[1])
 
     def _timings(self, load: Load, began: float) -> dict[str, float]:
         now = self._clock()
@@ -415,19 +361,15 @@ class AdapterRegistry:
         error = WrongOrder("the load was given up")
         for thread in self._threads:
             thread.give_up(load, error)
-        self._remove_copy(load.number)
+        self.reads.remove_copy(load.number)
 
     def _free_unused(self) -> None:
         """Free the unloaded adapters that no request needs any more."""
         for model in [model for model in self._unloaded if not model.requests]:
             del self._unloaded[model]
             self._memory.forget(model)
-            self._remove_copy(model.served.adapter)
+            self.reads.remove_copy(model.served.adapter)
             self._scopes.remove(model)
-
-    def _remove_copy(self, number: int) -> None:
-        work = functools.partial(self.store.remove, number)
-        self._reads.submit(Job(None, work, _removed, self._config.stage_timeout_s, reads=False))
 
     def _describe(self, adapter: Adapter) -> dict[str, Any]:
         model = adapter.model
@@ -448,15 +390,7 @@ class AdapterRegistry:
         models = [adapter.model for adapter in self._known.values()]
         models += [*self._unloaded, *self._looked_up.values()]
         assert set(models) == set(self._scopes.adapters) and len(models) == len(set(models))
+        assert self._memory.models() <= set(models), "memory of an adapter that nobody can name"
         numbers = [model.served.adapter for model in models if model.nbytes is not None]
         assert all(name in self._loads for name in self._looked_up), "a name that nobody looks up any more"
         assert len(numbers) == len(set(numbers)), "two adapters have one number"
-
-
-def _read(staging: AdapterStaging, path: str) -> tuple[AdapterInfo, Any]:
-    return staging.read(path), staging.finish()
-
-
-def _removed(_: None, error: FastDeployError | None, seconds: float) -> None:
-    if error is not None:
-        log.error("the copy of an adapter could not be removed: %s", error)

@@ -88,7 +88,7 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, self.send_heartbeats, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
@@ -163,7 +163,7 @@ class CommonEngine:
         self.lifecycle.hand_over([])
         self._settle()
         plan = self.scheduler.plan()
-        self.adapters.serve_memory()
+        self.adapters.reads.serve_memory()
         if plan is not None:
             self.lifecycle.hand_over(self._step(plan))
             self._settle()

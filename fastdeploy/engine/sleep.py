@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, PauseTimeout, WrongOrder
 from fastdeploy.core.runner import Runner
-from fastdeploy.engine.adapters import AdapterRegistry
+from fastdeploy.engine.adapter_reads import AdapterReads
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import SYSTEM
 from fastdeploy.engine.pause import PauseState
@@ -38,7 +38,7 @@ class Sleeper:
         runner: Runner,
         pause: PauseState,
         weights: WeightSessions,
-        adapters: AdapterRegistry,
+        adapters: AdapterReads,
         send_heartbeats: Callable[[], None],
         clock: Callable[[], float],
     ):

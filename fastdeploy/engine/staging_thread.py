@@ -108,6 +108,8 @@ class StagingThread:
             if late.discard is not None and late.result is not None:
                 late.discard(late.result)
             del late
+        if not self._running:
+            return
         while (job := self._first_due()) is not None:
             if job.finished:
                 self._running.remove(job)

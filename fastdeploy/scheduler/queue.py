@@ -139,10 +139,6 @@ class WaitingQueue:
             self.push(request)
         return requests
 
-    def may_come(self, request: Request, started_only: bool) -> bool:
-        """Whether the gates let ``head`` return the request, now or after its adapter is read."""
-        return request in self and request not in self._parked and (request.group.started or not started_only)
-
     def promote(self, request: Request) -> None:
         """Move a request, whose group has just produced its first token, to the started requests."""
         self.remove(request)

@@ -217,7 +217,7 @@ class Scheduler:
         assert nbytes is not None
 
         def idle(place: Place) -> bool:
-            return not place.num_users and not self._is_ahead(place.wanted_by, request)
+            return not place.num_users
 
         def idle_or_frozen(place: Place) -> bool:
             frozen = place.num_users and self.waiting.gate_of(place.model.scope) is Gate.CLOSED
@@ -225,12 +225,6 @@ class Scheduler:
 
         victims = self.adapters.victims(nbytes, idle)
         return self.adapters.victims(nbytes, idle_or_frozen) if victims is None and self.frozen else victims
-
-    def _is_ahead(self, other: Request | None, request: Request | None) -> bool:
-        """Whether ``other`` waits for admission, and is older than ``request``. None for ``request``: than any."""
-        if other is None or not self.waiting.may_come(other, self._started_only):
-            return False
-        return request is None or other.order < request.order
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
         """Whether another request computes the same prompt now. ``request`` then waits, and gets a prefix hit."""
@@ -367,7 +361,8 @@ class Scheduler:
         set and there is room for it. Otherwise it is evicted at once."""
 
         def idle(place: Place) -> bool:
-            return place.model is not model and not place.num_users and not self._is_ahead(place.wanted_by, None)
+            wanted = place.wanted_by is not None and place.wanted_by in self.waiting
+            return place.model is not model and not place.num_users and not wanted
 
         self.adapters.put(model)
         victims = self.adapters.victims(0, idle)

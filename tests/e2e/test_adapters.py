@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from e2e.server import PROMPT
+from e2e.server import PROMPT, LiveStream, in_background
 from fastdeploy.embedded import MODEL_DIR
 
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "gate_proj", "down_proj"]}
@@ -89,3 +89,35 @@ def test_an_adapter_that_cannot_be_served_is_a_400_that_names_the_field(adapters
     assert reply.status == 400, reply.body
     assert adapters.get("/v1/adapters").result["adapters"] == []
     assert adapters.post("/v1/completions", {"model": "upload", "prompt": PROMPT}).status == 404
+
+
+def test_a_kept_adapter_is_frozen_while_another_and_the_base_model_go_on(adapters, folder):
+    server = adapters
+    for name in ("a", "b"):
+        server.post("/v1/adapters/load", {"lora_name": name, "lora_path": str(folder)}).ok()
+    alone = {name: server.complete(PROMPT, model=name, max_tokens=400, ignore_eos=True) for name in ("a", "b", None)}
+    streams = {name: LiveStream(server, PROMPT, model=name) for name in alone}
+    for stream in streams.values():
+        stream.wait_for_tokens(5)
+    report = server.post("/v1/pause", {"lora_name": "a", "mode": "keep"}).result
+    assert (report["lora_name"], report["is_paused"], report["counts"]["kept"]) == ("a", True, 1)
+    frozen = len(streams["a"].tokens)
+    held = in_background(ids, server, "a")
+    for name in ("b", None):
+        streams[name].wait_for_tokens(len(streams[name].tokens) + 100)
+    assert ids(server, "b") == alone["b"]["token_ids"][:COUNT] and ids(server, None) == alone[None]["token_ids"][:COUNT]
+    assert len(streams["a"].tokens) == frozen and not held.done()
+    status = server.get("/v1/is_paused").result
+    assert not status["is_paused"] and not status["rejecting_new_requests"] and server.get("/ready").status == 200
+    assert [scope["lora_name"] for scope in status["scopes"]] == ["a"]
+    assert server.get("/v1/is_paused?lora_name=a").result["counts"] == {"running": 0, "frozen": 1, "queued": 1}
+    assert server.post("/v1/pause", {"lora_name": "nobody"}).status == 404
+    assert server.post("/v1/resume", {"lora_name": "a"}).result["status"] == "running"
+    assert held.result(60) == alone["a"]["token_ids"][:COUNT]
+    for name, stream in streams.items():
+        stream.wait_for_tokens(400)
+        assert stream.tokens[:400] == alone[name]["token_ids"], name
+    aborted = server.post("/v1/abort_requests", {"lora_name": "a"}).result["aborted"]
+    assert len(aborted) == 1 and aborted[0]["output_token_count"] > 400
+    streams["a"].wait_end(20)
+    assert streams["a"].finals == ["abort"] and "abort" not in streams["b"].finals

@@ -121,18 +121,53 @@ def test_an_adapter_read_for_a_request_that_a_pause_holds_now_may_be_evicted():
     assert_exact(h, "held", 1)
 
 
-def test_a_drain_reads_the_adapters_of_started_requests_only():
+def test_a_drain_waits_for_a_started_request_whose_adapter_is_read_again():
     h = with_adapters(2, adapter_memory_mb=1, max_num_seqs=1)
-    h.add("started", PROMPT, max_tokens=20, adapter="a1", priority=1)
+    h.add("started", PROMPT, max_tokens=20, adapter="a1")
     h.run_rounds(6)
-    h.add("urgent", PROMPT, max_tokens=3, adapter="a2")
+    h.runner.may_stage.clear()
     h.engine.scheduler.retract(h.engine.scheduler.running[0])
-    report = h.pause(mode="wait", rounds=60).result
-    assert report["counts"]["queued"] == 1 or h.stream("urgent").reason == "length"
+    h.engine.adapter_memory.evict(next(iter(h.engine.adapter_memory.models())))
+    h.add("not-started", PROMPT, adapter="a2")
+    h.run_rounds(2)
+    call = h.call(m.PauseArgs(mode="wait"))
+    h.run_rounds(5)
+    assert h.reply(call) is None and not h.engine.scheduler.has_work
+    h.runner.may_stage.set()
+    h.run_rounds(30)
+    assert h.reply(call).result["counts"]["queued"] == 1, "the drain starts no other request"
     assert_exact(h, "started", 1, 20)
     h.resume()
     h.run_out()
-    assert_exact(h, "urgent", 2, 3)
+    assert_exact(h, "not-started", 2)
+
+
+def test_an_adapter_that_nobody_can_name_any_more_is_not_kept_when_its_read_ends():
+    h = with_adapters(3)
+    h.runner.may_stage.clear()
+    h.add("r", PROMPT, adapter="a1")
+    h.run_rounds(2)
+    h.unload_adapter("a1")
+    h.ask(m.AbortArgs(["r"]))
+    h.run_rounds(2)
+    h.runner.may_stage.set()
+    h.run_rounds(3)
+    assert contents(h) == [3] and len(h.engine.scopes.adapters) == 2
+
+
+def test_loads_do_not_evict_the_adapter_that_was_read_for_a_waiting_request():
+    h = with_adapters(3, adapter_memory_mb=1, max_num_seqs=1)
+    h.runner.may_stage.clear()
+    h.add("r", PROMPT, adapter="a1")
+    h.add("base", PROMPT, max_tokens=LONG)
+    h.run_rounds(2)
+    h.runner.may_stage.set()
+    h.run_rounds(2)
+    assert contents(h) == [1] and h.stream("base").tokens and not h.stream("r").tokens, "the batch is full"
+    assert h.load_adapter("new", 7).failure is None and contents(h) == [1]
+    h.run_out()
+    assert_exact(h, "r", 1)
+    assert h.engine.adapter_memory.num_reads == 1
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy.core.errors import EngineError
 from fastdeploy.engine import scopes
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator import messages as m
@@ -64,6 +65,16 @@ def test_a_reset_releases_the_anonymous_holds_of_all_adapters_and_names_those_th
     h.add("after", [5], max_tokens=2, adapter="a")
     h.run_out()
     assert exact(h, "after", [5], 2, adapter="a")
+
+
+def test_the_drain_of_an_adapter_is_answered_when_the_engine_fails():
+    h = tenants()
+    call = h.call(m.PauseArgs(mode="wait", scope=A))
+    h.run_rounds()
+    h.runner.fail_next = True
+    with pytest.raises(EngineError):
+        h.engine.run()
+    assert h.reply(call).failure.code == "engine_error" and h.reply(call).result["lora_name"] == "a"
 
 
 # --------------------------------------------------------------------------- status

@@ -211,6 +211,21 @@ def test_frozen_requests_of_a_paused_adapter_are_preempted_for_others():
     assert [h.stream(name).finals[0].num_preempted for name in ("a0", "b0", "b1", "b2")] == [1, 0, 0, 0]
 
 
+def test_frozen_requests_of_a_paused_adapter_leave_room_for_the_prompts_of_others():
+    h = tenants(requests=0, num_blocks=32, max_num_batched_tokens=128)
+    for i in range(2):
+        h.add(f"a{i}", [i + 1] * 58, max_tokens=4, adapter="a")
+    h.run_rounds(2)
+    assert h.stream("a0").tokens and h.stream("a1").tokens and h.engine.kv.num_free < 10
+    h.pause(mode="keep", scope=A)
+    h.add("b0", [9] * 40, max_tokens=4, adapter="b")
+    h.run_rounds(10)
+    assert exact(h, "b0", [9] * 40, 4)
+    resume(h, A)
+    h.run_out()
+    assert all(exact(h, f"a{i}", [i + 1] * 58, 4) for i in range(2))
+
+
 def test_a_half_computed_prompt_of_a_frozen_request_delays_no_request_with_the_same_prompt():
     h = tenants(requests=0, max_num_batched_tokens=8)
     for name in ("first", "second"):

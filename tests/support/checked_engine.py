@@ -15,8 +15,10 @@ from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.holds import Hold
 from fastdeploy.engine.pause import Mode, PausePhase, PauseState
 from fastdeploy.inter_communicator import messages as m
+from fastdeploy.scheduler.queue import Gate
 from support.fake_runner import FakeRunner, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
@@ -60,6 +62,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
         self.known = self.book.known  # when the last round began
+        self.calls_of_two_rounds: list[m.Args] = []  # a call that a step has read is handled in the next round
+        self.num_older_calls = 0
+        self.cancelling: set[str] = set()  # scopes with a pause whose time-out releases its hold
         self.read_in_step = 0  # calls that the engine has read, and handles in its next round
 
     # ---------------------------------------------------------------- the clients
@@ -88,6 +93,9 @@ class CheckedEngine(RuleBasedStateMachine):
     def call(self, args: m.Args, client: str) -> int:
         call_id = self.h.call(args, client)
         self.witness.called(client, call_id, args)
+        self.calls_of_two_rounds.append(args)
+        if isinstance(args, m.PauseArgs) and args.on_timeout == "cancel":
+            self.cancelling.add(args.scope)
         if isinstance(args, m.PauseArgs) and args.mode == "abort":
             self.doomed[call_id] = self.open_streams(args.scope)
         if isinstance(args, m.AbortArgs) and args.lora_name is not None:
@@ -140,7 +148,9 @@ class CheckedEngine(RuleBasedStateMachine):
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
         self.known = self.book.known
+        holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
         self.h.run_rounds()
+        self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
         tokens = self.witness.look()
@@ -259,6 +269,19 @@ class CheckedEngine(RuleBasedStateMachine):
             assert code is None or "AssertionError" not in reply.failure.message, reply
             event(f"{type(args).__name__}: {code}")
 
+    def check_released_holds(self, before: dict[tuple[str, str], Hold]) -> None:
+        """Assert that no hold of an adapter has gone without a reason. before: the holds when the round began."""
+        recent, self.calls_of_two_rounds = self.calls_of_two_rounds, self.calls_of_two_rounds[self.num_older_calls :]
+        self.num_older_calls = len(self.calls_of_two_rounds)
+        after = {(pause.scope.id, hold_id) for pause in self.pauses() for hold_id in pause.holds}
+        for (scope, hold_id), hold in before.items():
+            ended = hold.expires_at is not None and hold.expires_at <= self.h.now
+            if scope == WHOLE_ENGINE or (scope, hold_id) in after or ended or scope in self.cancelling:
+                continue
+            reset = not hold.named and any(isinstance(args, m.ResetArgs) for args in recent)
+            resumed = any(isinstance(args, m.ResumeArgs) and args.scope == scope for args in recent)
+            assert reset or resumed, f"nobody has released hold {hold_id} of {scope}"
+
     def assert_everything_is_delivered(self) -> None:
         """Assert that every live client has acknowledged all outputs, as it must have when a pause is answered."""
         for client in self.live_clients():
@@ -318,6 +341,9 @@ class CheckedEngine(RuleBasedStateMachine):
         for _ in range(3):  # deadlines and fences
             self.h.now += 6.0
             self.step()
+        for pause in self.pauses():
+            rests = pause.gate is Gate.CLOSED or self.engine.scheduler.drained(pause.scope)
+            assert not rests or pause.phase is not PausePhase.DRAINING, f"{pause.scope} never comes to rest"
         for _ in range(2):  # a sleep that drained is answered when the requests have ended
             self.let_go(self.live_clients()[0])
         self.h.now += 2.0  # a heartbeat finds dead clients

@@ -173,7 +173,9 @@ class Decoder:
             tuple((loras.get(first), loras.get(second)) for first, second in (b.linears(layer) for b in self._builders))
             for layer in range(self.config.num_hidden_layers)
         )
-        return PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
+        adapter = PackedAdapter(layers, loras.get("lm_head"), sum(lora.nbytes for lora in loras.values()))
+        self.ops.gather_adapter(adapter)
+        return adapter
 
     def forward(
         self,
