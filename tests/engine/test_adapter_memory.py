@@ -104,6 +104,20 @@ def test_frozen_requests_give_up_the_room_of_their_adapters():
     assert h.stream("a1").finals[0].num_preempted == 1
 
 
+def test_an_adapter_that_exceeds_the_budget_is_evicted_once_when_its_frozen_request_gives_way():
+    h = with_adapters(3)
+    for name in ("a2", "a3"):
+        h.add(name, PROMPT, max_tokens=20, adapter=name)
+    h.run_rounds(6)
+    h.load_adapter("a2", "a5:2000000")
+    h.pause(mode="keep", scope="adapter:a2")
+    evictions = h.metric("adapter_evictions")
+    h.add("a1", PROMPT, adapter="a1")
+    h.run_rounds(15)
+    assert_exact(h, "a1", 1)
+    assert h.metric("adapter_evictions") == evictions + 1 and contents(h) == [1, 3]
+
+
 def test_an_adapter_read_for_a_request_that_a_pause_holds_now_may_be_evicted():
     h = with_adapters(3, adapter_memory_mb=1, max_num_seqs=1)
     h.add("base", PROMPT, max_tokens=10)
