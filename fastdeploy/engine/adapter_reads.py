@@ -80,8 +80,11 @@ class AdapterReads:
         return nbytes
 
     def _read_again(self, model: ServedModel) -> None:
+        number = model.served.adapter
+
         def done(packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
-            wanted = self._memory.reads(model)  # not if it was unloaded, and its last request has ended
+            # Not if the adapter was replaced meanwhile, or was unloaded and its last request has ended.
+            wanted = self._memory.reads(model) and model.served.adapter == number
             if packed is not None and wanted:
                 self.commit(model, packed)
             elif packed is not None:
@@ -92,7 +95,7 @@ class AdapterReads:
                 message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
                 self._scheduler.adapter_failed(model, message)
 
-        self.read(model.served.adapter, model, self._timeout_s, done)
+        self.read(number, model, self._timeout_s, done)
 
 
 def _read(staging: AdapterStaging, path: str) -> Packed:

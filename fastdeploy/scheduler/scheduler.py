@@ -333,10 +333,12 @@ class Scheduler:
     def drop_kv(self, scope: Scope) -> None:
         """Release all KV of ``scope``. Running requests are recomputed when they are scheduled again. No later request
         gets a prefix hit in the released KV."""
-        namespaces = {scope.model.served.kv_namespace}
+        models = {scope.model}
         for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
-            namespaces.add(request.model.served.kv_namespace)
+            models.add(request.model)
             self.retract(request)
+        # A model that is being looked up has no adapter yet: its namespace would be that of the base model.
+        namespaces = {model.served.kv_namespace for model in models if model.served.adapter}
         self.kv.forget_prefixes(None if scope.above is None else namespaces)
 
     def weights_changed(self, model: ServedModel, before: ServedWeights, recompute: bool) -> None:

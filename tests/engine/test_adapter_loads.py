@@ -171,6 +171,24 @@ def test_a_source_that_hangs_delays_no_other_load_no_read_and_no_base_update(h):
     assert h.rejected("r").code == "model_not_found"
 
 
+def test_a_copy_that_is_complete_just_after_its_time_out_is_removed(h):
+    h.load_adapter("a", 1)
+    registry = h.engine.adapters
+    copy = registry._copy
+
+    def copy_and_hang(load):
+        copy(load)
+        h.runner.hang()
+
+    registry._copy = copy_and_hang
+    call = h.call(m.LoadAdapterArgs("b", h.adapter_folder("a2")))
+    h.run_rounds()
+    h.now += 61
+    h.run_rounds()
+    assert h.reply(call).failure.code == "staging_timeout"
+    assert copies(h) == ["1"]
+
+
 def test_one_load_of_a_name_at_a_time(h):
     h.load_adapter("a", 1)
     call = h.hang("a")

@@ -218,6 +218,29 @@ def test_a_load_while_the_old_adapter_is_read_again_serves_the_new_one():
     assert h.stream("r").reason == "length"
 
 
+def test_a_late_read_of_a_replaced_adapter_is_not_served_in_place_of_the_new_one():
+    """The read of the old adapter is under way while the new one is committed, evicted, and asked for again."""
+    h = with_adapters(3)
+    h.call(m.LoadAdapterArgs("a1", h.adapter_folder("a9")))
+    h.run_rounds()
+    h.add("gone", PROMPT, adapter="a1")
+    h.run_rounds()
+    h.runner.may_stage.clear()
+    h.ask(m.AbortArgs(["gone"]))
+    assert contents(h) == [3, 9]
+    h.add("r3", PROMPT, adapter="a3")
+    h.run_rounds(12)
+    for k in (2, 1):
+        h.add(f"r{k}", PROMPT, adapter=f"a{k}")
+    h.run_rounds(2)
+    assert contents(h) == [], "both have left for the two that are read"
+    h.runner.may_stage.set()
+    h.run_out()
+    assert h.stream("r1").spans[0].adapter_epoch == 2
+    assert_exact(h, "r1", 9)
+    assert_exact(h, "r2", 2)
+
+
 def test_an_adapter_larger_than_the_budget_is_refused_and_the_flag_is_named():
     h = with_adapters(1)
     failure = h.load_adapter("a1", f"a2:{(2 << 20) + 1}").failure
