@@ -21,8 +21,8 @@ ReadDone = Callable[[Packed | None, FastDeployError | None, float], None]
 
 
 class AdapterReads:
-    """Packs adapters of the store at the runner: new ones one at a time, and beside them, one at a time, those that were
-    evicted. So a request waits for its adapter only, and not for a thousand loads.
+    """Packs adapters of the store at the runner: one new adapter at a time, and one that was evicted beside it. So a
+    request for an evicted adapter does not wait for all loads.
 
     timeout_s: seconds that the read of an evicted adapter may take."""
 
