@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.test_staging_thread import HangingHarness, HangingRunner
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import PROMPT, Harness
@@ -218,23 +219,50 @@ def test_a_load_while_the_old_adapter_is_read_again_serves_the_new_one():
     assert h.stream("r").reason == "length"
 
 
+def test_a_request_for_an_evicted_adapter_does_not_wait_for_the_loads_of_others():
+    h = with_adapters(3)
+    loads = [h.call(m.LoadAdapterArgs(f"new{i}", h.adapter_folder("a5"))) for i in range(30)]
+    h.run_rounds(5)  # all are copied, and wait to be read
+    h.add("r", PROMPT, adapter="a1")
+    h.run_rounds(12)
+    assert_exact(h, "r", 1)
+    assert h.reply(loads[-1]) is None
+    h.run_rounds(40)
+    assert all(h.reply(call).failure is None for call in loads)
+
+
+class HangingReadRunner(HangingRunner):
+    """The read of the copy of the first load hangs, from the second time on, until the runner is mended."""
+
+    def begin_adapter(self):
+        runner, staging = self, super().begin_adapter()
+        read = staging.read
+
+        def read_or_hang(path):
+            if path.endswith("/1") and runner.adapter_reads:
+                runner.hang()
+            return read(path)
+
+        staging.read = read_or_hang
+        return staging
+
+
 def test_a_late_read_of_a_replaced_adapter_is_not_served_in_place_of_the_new_one():
     """The read of the old adapter is under way while the new one is committed, evicted, and asked for again."""
-    h = with_adapters(3)
-    h.call(m.LoadAdapterArgs("a1", h.adapter_folder("a9")))
-    h.run_rounds()
+    h = HangingHarness(HangingReadRunner(), adapter_memory_mb=2)
+    for k in (1, 2, 3):
+        h.load_adapter(f"a{k}", k)
     h.add("gone", PROMPT, adapter="a1")
     h.run_rounds()
-    h.runner.may_stage.clear()
     h.ask(m.AbortArgs(["gone"]))
-    assert contents(h) == [3, 9]
+    assert h.load_adapter("a1", 9).result["adapter_epoch"] == 2 and contents(h) == [3, 9]
     h.add("r3", PROMPT, adapter="a3")
     h.run_rounds(12)
     for k in (2, 1):
         h.add(f"r{k}", PROMPT, adapter=f"a{k}")
     h.run_rounds(2)
-    assert contents(h) == [], "both have left for the two that are read"
-    h.runner.may_stage.set()
+    assert contents(h) == [], "both have left for the two that are to be read"
+    h.mend()
     h.run_out()
     assert h.stream("r1").spans[0].adapter_epoch == 2
     assert_exact(h, "r1", 9)
