@@ -21,7 +21,8 @@ ReadDone = Callable[[Packed | None, FastDeployError | None, float], None]
 
 
 class AdapterReads:
-    """Packs adapters of the store at the runner, one at a time: new ones, and those that were evicted.
+    """Packs adapters of the store at the runner: new ones on one thread, and those that were evicted on another. So a
+    new adapter whose check takes long delays no request for an adapter that is known.
 
     timeout_s: seconds that the read of an evicted adapter may take."""
 
@@ -39,12 +40,16 @@ class AdapterReads:
         self._memory = scheduler.adapters
         self._store = store
         self._timeout_s = timeout_s
-        self.thread = StagingThread(wake, clock)
+        self._new, self._evicted = StagingThread(wake, clock), StagingThread(wake, clock)
+        self.threads = (self._new, self._evicted)
 
     def read(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> None:
         """Read and pack the copy of a load. ``done`` gets the result, and must commit or discard it."""
+        self._new.submit(self._job(number, owner, timeout_s, done))
+
+    def _job(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> Job:
         work = functools.partial(_read, self._runner.begin_adapter(), self._store.path(number))
-        self.thread.submit(Job(owner, work, done, timeout_s, reads=False, discard=self.discard))
+        return Job(owner, work, done, timeout_s, reads=False, discard=self.discard)
 
     def discard(self, packed: Packed) -> None:
         """Free an adapter that was packed, but is not wanted."""
@@ -59,7 +64,7 @@ class AdapterReads:
     def remove_copy(self, number: int) -> None:
         """Remove the copy of a load, beside the steps."""
         work = functools.partial(self._store.remove, number)
-        self.thread.submit(Job(None, work, _removed, self._timeout_s, reads=False))
+        self._evicted.submit(Job(None, work, _removed, self._timeout_s, reads=False))
 
     def serve_memory(self) -> None:
         """Free what the last plan has evicted, and begin the reads that the plan has asked for."""
@@ -80,8 +85,11 @@ class AdapterReads:
         return nbytes
 
     def _read_again(self, model: ServedModel) -> None:
+        number = model.served.adapter
+
         def done(packed: Packed | None, error: FastDeployError | None, seconds: float) -> None:
-            wanted = self._memory.reads(model)  # not if it was unloaded, and its last request has ended
+            # Not if it was replaced meanwhile, or was unloaded and its last request has ended.
+            wanted = self._memory.reads(model) and model.served.adapter == number
             if packed is not None and wanted:
                 self.commit(model, packed)
             elif packed is not None:
@@ -92,7 +100,7 @@ class AdapterReads:
                 message = f"adapter {model.served.adapter_name!r} was evicted, and cannot be read again: {why}"
                 self._scheduler.adapter_failed(model, message)
 
-        self.read(model.served.adapter, model, self._timeout_s, done)
+        self._evicted.submit(self._job(number, model, self._timeout_s, done))
 
 
 def _read(staging: AdapterStaging, path: str) -> Packed:

@@ -102,7 +102,7 @@ class AdapterRegistry:
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
         self._lookups = StagingThread(wake, clock, COPIES_AT_ONCE)
         self.reads = AdapterReads(runner, lifecycle.scheduler, self.store, wake, clock, config.stage_timeout_s)
-        self._threads = (self._copies, self._lookups, self.reads.thread)
+        self._threads = (self._copies, self._lookups, *self.reads.threads)
         self._known: dict[str, Adapter] = {}
         self._looked_up: dict[str, ServedModel] = {}
         self._loads: dict[str, Load] = {}
