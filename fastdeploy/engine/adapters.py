@@ -136,9 +136,12 @@ class AdapterRegistry:
             path = self._path_in_root(name)
             self._looked_up[name] = self._new_model(name)
             if name not in self._loads:
-                args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
-                self._begin(args, self._config.stage_timeout_s, None)
+                self._look_up(name, path)
         return self._looked_up[name]
+
+    def _look_up(self, name: str, path: str) -> None:
+        args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
+        self._begin(args, self._config.stage_timeout_s, None)
 
     # ------------------------------------------------------------------ calls
 
@@ -337,17 +340,23 @@ class AdapterRegistry:
         return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
 
     def _refuse(self, load: Load, error: FastDeployError) -> None:
-        """End a load without an adapter. Requests that wait for the name are refused."""
+        """End a load without an adapter. Requests that wait for the name are refused if it was a lookup. After any
+        other load, which had taken over from the lookup, the name is looked up."""
         name = load.args.lora_name
         del self._loads[name]
         load.given_up = True
         if load.answer is not None:
             self.num_failed += 1
             load.answer({}, error)
-        if (model := self._looked_up.pop(name, None)) is not None:
-            is_there = load.answer is None and error.detail.get("param") != "lora_path"
-            self._lifecycle.refuse(model, error if is_there else self._not_found(name))
-            self._scopes.remove(model)
+        if (model := self._looked_up.get(name)) is None:
+            return
+        if load.answer is not None and model.requests:
+            self._look_up(name, self._path_in_root(name))
+            return
+        del self._looked_up[name]
+        is_there = error.detail.get("param") != "lora_path"
+        self._lifecycle.refuse(model, error if is_there else self._not_found(name))
+        self._scopes.remove(model)
 
     def _give_up(self, name: str, error: FastDeployError) -> None:
         """End the load of a name, if there is one."""
