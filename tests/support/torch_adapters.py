@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from support.checkpoints import prompt
 from support.torch_continuations import Case, continued
+from support.torch_generation import greedy_of
 
 
 def adapted(folder: Path, adapter: Path) -> Any:
@@ -36,26 +36,8 @@ def adapted_greedy(
     found = {}
     for name, at in adapters.items():
         model = adapted(folder, at)
-        found[name] = {n: _greedy(model, n, steps) for n in lengths}
+        found[name] = {n: greedy_of(model, n, steps) for n in lengths}
     return found
-
-
-def _greedy(model: Any, length: int, steps: int) -> dict[str, np.ndarray]:
-    """``ids`` [steps], ``logprobs`` [steps] of these ids, ``margin`` [steps] between the best two logits."""
-    import torch
-
-    ids, logprobs, margins, cache = [], [], [], None
-    new = torch.tensor([prompt(length, model.config.vocab_size)])
-    for _ in range(steps):
-        with torch.inference_mode():
-            out = model(input_ids=new, past_key_values=cache, use_cache=True)
-        row, cache = out.logits[0, -1], out.past_key_values
-        best = row.topk(2).values
-        ids.append(int(row.argmax()))
-        logprobs.append(float(row.log_softmax(-1)[ids[-1]]))
-        margins.append(float(best[0] - best[1]))
-        new = torch.tensor([[ids[-1]]])
-    return {"ids": np.array(ids), "logprobs": np.array(logprobs), "margin": np.array(margins)}
 
 
 def adapted_continuations(folder: Path, old: Path, new: Path, cases: list[Case]) -> list[dict[str, np.ndarray]]:

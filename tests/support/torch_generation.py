@@ -76,18 +76,23 @@ def greedy(folder: Path, lengths: list[int], steps: int) -> dict[int, dict[str, 
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = {}
-    for length in lengths:
-        ids, logprobs, margins, cache = [], [], [], None
-        new = torch.tensor([prompt(length, model.config.vocab_size)])
-        for _ in range(steps):
-            with torch.inference_mode():
-                out = model(new, past_key_values=cache, use_cache=True)
-            row, cache = out.logits[0, -1], out.past_key_values
-            best = row.topk(2).values
-            ids.append(int(row.argmax()))
-            logprobs.append(float(row.log_softmax(-1)[ids[-1]]))
-            margins.append(float(best[0] - best[1]))
-            new = torch.tensor([[ids[-1]]])
-        found[length] = {"ids": np.array(ids), "logprobs": np.array(logprobs), "margin": np.array(margins)}
-    return found
+    return {length: greedy_of(model, length, steps) for length in lengths}
+
+
+def greedy_of(model: Any, length: int, steps: int) -> dict[str, np.ndarray]:
+    """Return the greedy tokens of a torch model after ``prompt(length, vocab)``: ``ids`` [steps], ``logprobs`` [steps]
+    of these ids, ``margin`` [steps] between the best two logits."""
+    import torch
+
+    ids, logprobs, margins, cache = [], [], [], None
+    new = torch.tensor([prompt(length, model.config.vocab_size)])
+    for _ in range(steps):
+        with torch.inference_mode():
+            out = model(input_ids=new, past_key_values=cache, use_cache=True)
+        row, cache = out.logits[0, -1], out.past_key_values
+        best = row.topk(2).values
+        ids.append(int(row.argmax()))
+        logprobs.append(float(row.log_softmax(-1)[ids[-1]]))
+        margins.append(float(best[0] - best[1]))
+        new = torch.tensor([[ids[-1]]])
+    return {"ids": np.array(ids), "logprobs": np.array(logprobs), "margin": np.array(margins)}
