@@ -10,18 +10,18 @@ also have tests with real processes in tests/e2e.
 3. A failed pause left the paused flag set. The next pause answered success though nothing was drained.
     test_after_a_failed_pause_the_next_one_really_drains
 4. A second pause overwrote the place for the first caller's reply. The first caller waited for ever.
-    tests/engine/test_pause.py::test_two_pauses_at_once_are_both_answered
+    tests/engine/test_concurrent_pauses.py::test_two_pauses_at_once_are_both_answered
 5. A resume came during the drain of a wait. The old pause call succeeded later, and cleared the caches in use.
     tests/engine/test_pause.py::test_a_resume_during_a_drain_clears_no_cache
 6. A wait after a keep by another controller set frozen requests running again, in the middle of an update.
-    tests/engine/test_pause.py::test_a_wait_by_another_controller_does_not_end_the_freeze_of_a_keep
+    tests/engine/test_pause_holds.py::test_a_wait_by_another_controller_does_not_end_the_freeze_of_a_keep
 7. An abort after a keep could not end requests, because the loop that ends them was frozen.
-    tests/engine/test_pause.py::test_abort_after_keep_ends_the_frozen_requests_without_a_step
+    tests/engine/test_concurrent_pauses.py::test_abort_after_keep_ends_the_frozen_requests_without_a_step
 8. Waiting or half-prefilled requests had to be prefilled to the end before they could be aborted.
     tests/engine/test_pause.py::test_abort_does_not_prefill_the_rest_of_a_half_prefilled_prompt
     tests/engine/test_pause.py::test_no_request_starts_while_an_abort_waits_for_its_fence
 9. An abort dropped the tokens of the step in flight, and tokens that were not delivered yet.
-    tests/engine/test_pause.py::test_the_reply_waits_until_every_client_has_acknowledged_every_output
+    tests/engine/test_pause_fence.py::test_the_reply_waits_until_every_client_has_acknowledged_every_output
     test_an_aborted_request_returns_every_token_that_was_computed
 10. An EOS token that no model drew was appended to partial results, and got into training data.
     tests/engine/test_pause.py::test_abort_ends_all_requests_with_exactly_the_tokens_they_had
@@ -32,7 +32,7 @@ also have tests with real processes in tests/e2e.
     tests/engine/test_common_engine.py::test_an_abort_call_without_ids_is_refused
 13. Requests that were being tokenised escaped the pause and ran under new weights.
     test_a_request_that_reaches_the_engine_after_the_pause_does_not_run
-    tests/engine/test_pause.py::test_requests_are_rejected_from_the_start_of_a_drain_until_the_last_hold_ends
+    tests/engine/test_pause_admission.py::test_requests_are_rejected_from_the_start_of_a_drain_until_the_last_hold_ends
 14. A pause was polled once a second, and the state could not be asked for during a drain.
     tests/engine/test_pause.py::test_a_status_query_is_answered_during_a_drain
     test_an_idle_loop_sleeps_until_the_next_deadline
@@ -44,8 +44,8 @@ also have tests with real processes in tests/e2e.
     tests/engine/test_pause.py::test_a_paused_engine_sends_heartbeats
     tests/http/control/test_control_routes.py::test_health_and_ready_while_paused_rejecting_dead_and_restarted
 18. A pause whose controller died froze the engine for ever. A wake-up from sleep released another caller's pause.
-    tests/engine/test_pause.py::test_a_hold_ends_after_its_ttl
-    tests/engine/test_pause.py::test_an_anonymous_resume_leaves_named_and_system_holds
+    tests/engine/test_pause_holds.py::test_a_hold_ends_after_its_ttl
+    tests/engine/test_pause_holds.py::test_an_anonymous_resume_leaves_named_and_system_holds
     tests/engine/test_sleep.py::test_no_resume_and_no_reset_ends_a_sleep
     tests/engine/test_sleep.py::test_wake_releases_only_the_hold_of_sleep
     tests/engine/test_scope_holds.py::test_a_hold_of_an_adapter_ends_with_its_ttl_and_by_its_name_alone
@@ -120,7 +120,7 @@ also have tests with real processes in tests/e2e.
     tests/model_executor/test_sources.py::test_a_hostile_header_is_refused_in_few_words
 43. A large reply blocked an API server's event loop. The fence was late, and the server lost all its requests.
     tests/http/serving/test_pace.py::test_a_whole_reply_is_made_in_slices
-    tests/engine/test_pause.py::test_a_slow_client_keeps_its_requests_and_the_report_names_it
+    tests/engine/test_pause_fence.py::test_a_slow_client_keeps_its_requests_and_the_report_names_it
 44. An engine that was busy with a long call was killed as stuck. A stuck engine was not noticed while nobody called it.
     tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
     tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes

@@ -174,7 +174,7 @@ int fd_logprobs(const float* logits, int64_t rows, int64_t vocab, const int32_t*
   return FD_VECTOR(logprobs, logits, rows, vocab, ids, top, chosen, top_values, top_ids);
 }
 
-// Only where fd_isa() is amx.
+// The read probe needs avx512 or amx, the others amx.
 double fd_probe_read(const Weight* w) { return amx::probe_read(w->data, w->bytes); }
 int64_t fd_probe_peak(int64_t rounds) { return amx::probe_peak(rounds); }
 void fd_probe_exp2(const float* x, int64_t n, float* out) { amx::probe_exp2(x, n, out); }

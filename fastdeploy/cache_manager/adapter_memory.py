@@ -73,9 +73,9 @@ class AdapterMemory:
         return victims if missing <= 0 else None
 
     def evict(self, model: ServedModel) -> None:
-        """Free an adapter that no request in the batch uses. It can be read again."""
+        """Free an adapter, if it is in memory, that no request in the batch uses. The adapter can be read again."""
+        self.num_evictions += model in self._places
         self.forget(model)
-        self.num_evictions += 1
 
     def reserve(self, model: ServedModel, request: Request) -> None:
         """Reserve the memory of an adapter that ``request`` needs, and ask for the read. The caller has made room."""

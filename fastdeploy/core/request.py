@@ -74,10 +74,9 @@ class Request:
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_kv_namespace", "first_token_at",
         "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "model",
-        "num_computed",
-        "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published", "num_told_blocks",
-        "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampling", "scope",
-        "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
+        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampling",
+        "scope", "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):

@@ -121,9 +121,9 @@ class Runner(Protocol):
 
     def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
         """Give the memory of ``tags`` ("weight", "kv_cache") back to the system, and return its bytes. Weights are
-        written to a file unless ``discard``. Adapters keep their memory until they are dropped: the engine drops those
-        that no request holds before it lets "weight" sleep. ``beat`` is called between the pieces of long work. Raises
-        OutOfSpace if the file has no room, and WrongOrder for a tag that sleeps; then nothing has changed."""
+        written to a file unless ``discard``. Adapters keep their memory until they are dropped. ``beat`` is called
+        between the pieces of long work. Raises OutOfSpace if the file has no room, and WrongOrder for a tag that
+        sleeps; then nothing has changed."""
 
     def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
         """Take the memory again, with the same weights bit for bit (after a discard: none, until a commit) and an empty

@@ -129,34 +129,32 @@ class AdapterRegistry:
         return dict(numbers.most_common(limit))
 
     def find(self, name: str) -> ServedModel:
-        """Return the adapter of this name, perhaps one that is being looked up. Raises ModelNotFound."""
+        """Return the adapter of this name, perhaps one that is being looked up. Raises ModelNotFound, or
+        UpdateInProgress if no further lookup may start."""
         if name in self._known or not self._config.adapter_root:
             return self._find(name, "model").model
         if name not in self._looked_up:
             path = self._path_in_root(name)
+            self._lookups.check_room()
             self._looked_up[name] = self._new_model(name)
             if name not in self._loads:
                 self._look_up(name, path)
         return self._looked_up[name]
-
-    def _look_up(self, name: str, path: str) -> None:
-        args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
-        self._begin(args, self._config.stage_timeout_s, None)
 
     # ------------------------------------------------------------------ calls
 
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
         timeout_s = self._check(args)
-        lookup = self._loads.get(args.lora_name)
-        if lookup is not None and lookup.answer is not None:
+        other = self._loads.get(args.lora_name)
+        if other is not None and other.answer is not None:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
         if not args.replace and args.lora_name in self._known:
             raise AdapterLoaded(f"lora_name: adapter {args.lora_name!r} is loaded already", param="lora_name")
         if isinstance(args.source, FolderSource):
             self._copies.check_room()
-        if lookup is not None:
-            self._stop(lookup)  # the requests that wait for it get this adapter
+        if other is not None:
+            self._stop(other)  # a lookup; the requests that wait for it get this adapter
         self._begin(args, timeout_s, answer)
 
     def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
@@ -260,6 +258,10 @@ class AdapterRegistry:
         thread = self._lookups if answer is None else self._copies
         thread.submit(Job(load, work, done, timeout_s, reads=isinstance(args.source, FolderSource)))
 
+    def _look_up(self, name: str, path: str) -> None:
+        args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
+        self._begin(args, self._config.stage_timeout_s, None)
+
     def _copy(self, load: Load) -> None:
         """Copy the source, on a staging thread. A copy that came back too late is removed."""
         roots = self._config.model_roots if load.answer is not None else (self._config.adapter_root,)
@@ -281,13 +283,11 @@ class AdapterRegistry:
         if load.given_up:
             return
         if error is not None or packed is None:
-            self.reads.remove_copy(load.number)
             self._refuse(load, error or WrongOrder("no result"))
             return
         nbytes, budget = packed[0].nbytes, self._memory.budget
         if nbytes > budget:
             self.reads.discard(packed)
-            self.reads.remove_copy(load.number)
             why = f"lora_name: {nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
             self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
             return
@@ -340,11 +340,11 @@ class AdapterRegistry:
         return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
 
     def _refuse(self, load: Load, error: FastDeployError) -> None:
-        """End a load without an adapter. Requests that wait for the name are refused if it was a lookup. After any
-        other load, which had taken over from the lookup, the name is looked up."""
+        """End a load without an adapter. Requests that wait for the name are refused, unless the adapter root may have
+        the adapter."""
         name = load.args.lora_name
         del self._loads[name]
-        load.given_up = True
+        self._stop(load)
         if load.answer is not None:
             self.num_failed += 1
             load.answer({}, error)
@@ -362,10 +362,9 @@ class AdapterRegistry:
         """End the load of a name, if there is one."""
         if (load := self._loads.get(name)) is not None:
             self._refuse(load, error)
-            self._stop(load)
 
     def _stop(self, load: Load) -> None:
-        """Abandon the jobs of a load."""
+        """Abandon the jobs of a load, and remove its copy. A copy that is not complete is removed when it is."""
         load.given_up = True
         error = WrongOrder("the load was given up")
         for thread in self._threads:

@@ -234,6 +234,7 @@ class CommonEngine:
             log.exception("a %s of client %s could not be handled", type(message).__name__, client)
             self.metrics.internal_errors.inc()
             self.lifecycle.check_integrity()
+            self.adapters.check_integrity()
 
     def _malformed(self, client: str, message: m.Malformed) -> None:
         """Answer the call or the request that could not be decoded."""

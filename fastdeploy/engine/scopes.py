@@ -16,7 +16,7 @@ from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator.messages import AbortArgs, PauseArgs, RenewArgs, ResumeArgs
 
-MAX_HOLDS = 1024  # of callers, in all scopes
+MAX_HOLDS = 1024  # of callers, on the whole engine, and as many on all adapters together
 
 
 class Scopes:
@@ -53,9 +53,12 @@ class Scopes:
     def remove(self, model: ServedModel) -> None:
         """Remove the model of an adapter, which has no requests any more."""
         assert not model.requests
+        scope = model.scope
         del self.adapters[model]
-        model.scope.num_models -= 1
-        self._remove_if_unused(self._pauses[model.scope.id])
+        scope.num_models -= 1
+        if scope.model is model and scope.num_models:  # the scope shows an older one, which still has requests
+            scope.model = next(other for other in reversed(self.adapters) if other.scope is scope)
+        self._remove_if_unused(self._pauses[scope.id])
 
     def _remove_if_unused(self, pause: PauseState) -> None:
         unused = not pause.scope.num_models and not pause.holds
@@ -86,7 +89,8 @@ class Scopes:
     def pause(self, args: PauseArgs, answer: Answer) -> None:
         """Pause one scope. See ``PauseState.pause``. Raises also InvalidField if too many holds stand."""
         pause = self.pause_of(args.scope)
-        if args.hold_id not in pause.holds and len(self.holds()) >= MAX_HOLDS:
+        counted = [pause] if pause is self.whole_pause else self._held
+        if args.hold_id not in pause.holds and sum(len(other.holds) for other in counted) >= MAX_HOLDS:
             raise InvalidField("hold_id", f"{MAX_HOLDS} holds stand already; release one, or name one that stands")
         pause.pause(args, answer)
         if pause is not self.whole_pause and pause not in self._held:

@@ -175,7 +175,8 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     content of adapter_config.json, for a source that is not a folder. path: the origin to show in /v1/models.
     version: label of the adapter (None = made from its epoch). kv: keep or recompute the KV of requests in flight,
     when an adapter is replaced. replace: False = AdapterLoaded if the name is known.
-    timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that."""
+    timeout_s: seconds that the copy of the source may take, and again for reading and checking the copy (None =
+    --stage-timeout-s); StagingTimeout after that."""
 
     lora_name: str
     source: Source

@@ -12,9 +12,11 @@ import functools
 import json
 import math
 import re
+import reprlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -58,8 +60,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "velora_config": (None,),
-    # The others (pissa, corda, olora, loftq) change the base weights too, unless PEFT converts the adapter on saving.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"),
+    # The others (pissa, corda, olora, loftq, lora_ga) change the base weights too, unless PEFT converts the adapter on
+    # saving. A converted adapter has the value true.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 
 
@@ -82,8 +85,8 @@ class Modules(NamedTuple):
 class _Fields(msgspec.Struct, frozen=True):
     """The fields that are followed, with PEFT's defaults."""
 
-    target_modules: list[str] | str
-    exclude_modules: list[str] | str | None = None
+    target_modules: frozenset[str] | str
+    exclude_modules: frozenset[str] | str | None = None
     r: Rank = 8
     lora_alpha: Alpha = 8.0
     use_rslora: bool = False
@@ -93,16 +96,24 @@ class _Fields(msgspec.Struct, frozen=True):
     layers_pattern: list[str] | str | None = None
 
 
-class _Pattern(NamedTuple):
-    """A regular expression, and the method of ``re`` that matches it with names."""
+class _Patterns(NamedTuple):
+    """Regular expressions of one field, and the method of ``re`` that matches them with names."""
 
     field: str
     method: str
-    expression: str
+    expressions: tuple[str, ...]
 
 
-# For each expression: the names that match, each with the number of its layer, or "".
-_Hits = Mapping[_Pattern, Mapping[str, str]]
+class _Hit(NamedTuple):
+    """The first expression of a field that matches a name. number: counts the expressions from 0. layer: the number of
+    the layer as text, or ""."""
+
+    number: int
+    layer: str
+
+
+# For each field with expressions: the names that match one of them.
+_Hits = Mapping[str, Mapping[str, _Hit]]
 
 
 def refuse_field(field: str, why: str) -> WeightUpdateRefused:
@@ -122,7 +133,7 @@ def read_lora_config(raw: Mapping[str, Any], modules: Modules, max_rank: int) ->
     }
     if not settings:
         raise refuse_field(
-            "target_modules", f"expected at least one linear of the model, got {_short(fields.target_modules)}"
+            "target_modules", f"expected at least one linear of the model, got {_short(raw['target_modules'])}"
         )
     for name, setting in settings.items():
         if setting.rank > max_rank:
@@ -156,104 +167,93 @@ def _read_fields(raw: Mapping[str, Any]) -> _Fields:
 
 
 def _setting(name: str, fields: _Fields, hits: _Hits) -> LoraSetting:
-    rank = _of_pattern(name, "rank_pattern", fields.rank_pattern, hits) or fields.r
-    alpha = _of_pattern(name, "alpha_pattern", fields.alpha_pattern, hits)
-    alpha = fields.lora_alpha if alpha is None else alpha
+    rank = _of_pattern(fields.rank_pattern, hits["rank_pattern"].get(name), fields.r)
+    alpha = _of_pattern(fields.alpha_pattern, hits["alpha_pattern"].get(name), fields.lora_alpha)
     return LoraSetting(rank, alpha / math.sqrt(rank) if fields.use_rslora else alpha / rank)
 
 
-def _of_pattern(name: str, field: str, values: Mapping[str, Any] | None, hits: _Hits) -> Any:
-    """Return the value of the first key that matches the end of the name, or None."""
-    for key, value in (values or {}).items():
-        if name in hits[_suffix_pattern(field, key)]:
-            return value
-    return None
+def _of_pattern(values: Mapping[str, Any] | None, hit: _Hit | None, default: Any) -> Any:
+    """Return the value of the key that matches, or the default."""
+    return default if values is None or hit is None else next(islice(values.values(), hit.number, None))
 
 
 def _is_target(name: str, fields: _Fields, modules: Modules, hits: _Hits) -> bool:
-    exclude, target = fields.exclude_modules, fields.target_modules
-    if exclude:
-        if isinstance(exclude, str):
-            excluded = name in hits[_whole_pattern("exclude_modules", exclude)]
-        else:
-            excluded = name in exclude or _ends_with_one_of(name, exclude)
-        if excluded:
-            return False
+    exclude, target = fields.exclude_modules or frozenset(), fields.target_modules
+    if name in hits["exclude_modules"] or (isinstance(exclude, frozenset) and _is_named(name, exclude)):
+        return False
     if isinstance(target, str):
         if target.lower() == ALL_LINEAR:
             return name in modules.linears and name != modules.output
-        return name in hits[_whole_pattern("target_modules", target)]
-    return name in target or (_ends_with_one_of(name, target) and _in_chosen_layer(name, fields, hits))
+        return name in hits["target_modules"]
+    return name in target or (_is_named(name, target) and _in_chosen_layer(name, fields, hits["layers_pattern"]))
 
 
-def _ends_with_one_of(name: str, endings: Sequence[str]) -> bool:
-    """Whether one of ``endings`` is the end of the dotted name, and begins after a dot."""
+def _is_named(name: str, names: frozenset[str]) -> bool:
+    """Whether ``names`` has the dotted name, or an end of it that begins after a dot."""
     parts = name.split(".")
-    ends = {".".join(parts[i:]) for i in range(1, len(parts))}
-    return not ends.isdisjoint(endings)
+    return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
-def _in_chosen_layer(name: str, fields: _Fields, hits: _Hits) -> bool:
-    """Whether layers_to_transform has the layer of the module. The first pattern that matches tells the layer."""
+def _in_chosen_layer(name: str, fields: _Fields, hits: Mapping[str, _Hit]) -> bool:
+    """Whether layers_to_transform has the layer of the module."""
     chosen = fields.layers_to_transform
     if chosen is None or chosen == []:
         return True
-    for pattern in _layer_patterns(fields):
-        if name in hits[pattern]:
-            layer = hits[pattern][name]
-            return layer != "" and int(layer) in (chosen if isinstance(chosen, list) else [chosen])
-    return False
+    layer = hits[name].layer if name in hits else ""
+    return layer != "" and int(layer) in (chosen if isinstance(chosen, list) else [chosen])
 
 
-def _patterns(fields: _Fields) -> tuple[_Pattern, ...]:
+def _patterns(fields: _Fields) -> tuple[_Patterns, ...]:
     """Return all regular expressions of the config, as PEFT builds them."""
-    found = []
-    if isinstance(fields.target_modules, str) and fields.target_modules.lower() != ALL_LINEAR:
-        found.append(_whole_pattern("target_modules", fields.target_modules))
-    if fields.exclude_modules and isinstance(fields.exclude_modules, str):
-        found.append(_whole_pattern("exclude_modules", fields.exclude_modules))
-    found += [_suffix_pattern("rank_pattern", key) for key in fields.rank_pattern or {}]
-    found += [_suffix_pattern("alpha_pattern", key) for key in fields.alpha_pattern or {}]
-    if fields.layers_to_transform is not None:
-        found += _layer_patterns(fields)
-    return tuple(found)
+    target, exclude = (
+        (one,) if isinstance(one, str) and one else () for one in (fields.target_modules, fields.exclude_modules)
+    )
+    ranks, alphas = (
+        tuple(rf"(.*\.)?({key})$" for key in values or {}) for values in (fields.rank_pattern, fields.alpha_pattern)
+    )
+    return (
+        _Patterns("target_modules", "fullmatch", () if target and target[0].lower() == ALL_LINEAR else target),
+        _Patterns("exclude_modules", "fullmatch", exclude),
+        _Patterns("rank_pattern", "match", ranks),
+        _Patterns("alpha_pattern", "match", alphas),
+        _Patterns("layers_pattern", "match", _layer_patterns(fields)),
+    )
 
 
-def _whole_pattern(field: str, expression: str) -> _Pattern:
-    return _Pattern(field, "fullmatch", expression)
-
-
-def _suffix_pattern(field: str, key: str) -> _Pattern:
-    return _Pattern(field, "match", rf"(.*\.)?({key})$")
-
-
-def _layer_patterns(fields: _Fields) -> list[_Pattern]:
-    given = fields.layers_pattern
-    before = [rf"(?:^|.*?\.){one}" for one in ([given] if isinstance(given, str) else given)] if given else [ANY_LAYER]
-    return [_Pattern("layers_pattern", "match", rf"{one}\.(?P<idx>\d+)\.") for one in before]
+def _layer_patterns(fields: _Fields) -> tuple[str, ...]:
+    if fields.layers_to_transform is None:
+        return ()
+    given = fields.layers_pattern or []
+    before = [rf"(?:^|.*?\.){one}" for one in ([given] if isinstance(given, str) else given)] or [ANY_LAYER]
+    return tuple(rf"{one}\.(?P<idx>\d+)\." for one in before)
 
 
 @functools.lru_cache(maxsize=64)  # the adapters of one trainer have the same config
-def _match(patterns: tuple[_Pattern, ...], names: tuple[str, ...]) -> _Hits:
+def _match(patterns: tuple[_Patterns, ...], names: tuple[str, ...]) -> _Hits:
     """Match the expressions with all names, in another process (see pattern_process.py)."""
-    if not patterns:
-        return {}
-    expressions = [(one.method, one.expression) for one in patterns]
-    task = json.dumps({"names": names, "patterns": expressions, "cpu_s": MAX_CPU_S})
+    used = [one for one in patterns if one.expressions]
+    found: dict[str, dict[str, _Hit]] = {one.field: {} for one in patterns}
+    if not used:
+        return found
+    task = json.dumps({"names": names, "patterns": [one[1:] for one in used], "cpu_s": MAX_CPU_S})
     command = [sys.executable, "-I", "-S", str(Path(pattern_process.__file__))]
-    fields = ", ".join(dict.fromkeys(one.field for one in patterns))
     try:
         done = subprocess.run(command, input=task.encode(), capture_output=True, timeout=TIMEOUT_S, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
         why = f"a regular expression takes more than {MAX_CPU_S} s or too much memory to match"
-        raise refuse_field(fields, why) from error
+        raise refuse_field(", ".join(one.field for one in used), why) from error
     result = json.loads(done.stdout)
     if "bad" in result:
-        bad = patterns[result["bad"]]
-        raise refuse_field(bad.field, f"{_short(bad.expression)} is not a regular expression: {result['why']}")
-    return dict(zip(patterns, result["hits"], strict=True))
+        at, number = result["bad"]
+        expression = _short(used[at].expressions[number])
+        raise refuse_field(used[at].field, f"{expression} is not a regular expression: {result['why']}")
+    for one, hits in zip(used, result["hits"], strict=True):
+        found[one.field] = {name: _Hit(*hit) for name, hit in hits.items()}
+    return found
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    """Return a value for a message. Of a long or deeply nested one, parts are left out."""
+    shown = reprlib.Repr()
+    shown.maxstring = 200
+    return shown.repr(value)

@@ -4,9 +4,11 @@ An expression can take hours to match, and ``re`` never lets another thread run 
 tenant, so its expressions must not run in the process that computes steps. This file is run as a script, and imports
 the standard library only.
 
-Input (JSON): {"names": [name], "patterns": [[method, expression]], "cpu_s": limit}, method = "match" or "fullmatch".
-Output (JSON): {"hits": for each expression {name: its group "idx", or ""}}, or {"bad": number of the first expression
-that is not valid, "why": text}.
+Input (JSON): {"names": [name], "patterns": for each field [method, [expression]], "cpu_s": limit}, method = "match" or
+"fullmatch".
+Output (JSON): {"hits": for each field {name: [number of the first expression that matches, its group "idx" or ""]}}, or
+{"bad": [number of the field, number of the expression], "why": text} for the first expression that is not valid. The
+size of the output does not depend on the number of expressions.
 """
 
 import json
@@ -22,14 +24,18 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (task["cpu_s"], task["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     hits = []
-    for number, (method, expression) in enumerate(task["patterns"]):
-        try:
-            match = getattr(re.compile(expression), method)
-        except (re.error, RecursionError, OverflowError) as error:
-            json.dump({"bad": number, "why": str(error)}, sys.stdout)
-            return
-        found = {name: match(name) for name in task["names"]}
-        hits.append({name: one.groupdict().get("idx") or "" for name, one in found.items() if one})
+    for at, (method, expressions) in enumerate(task["patterns"]):
+        found = {}
+        for number, expression in enumerate(expressions):
+            try:
+                match = getattr(re.compile(expression), method)
+            except (re.error, RecursionError, OverflowError) as error:
+                json.dump({"bad": [at, number], "why": str(error)}, sys.stdout)
+                return
+            for name in task["names"]:
+                if name not in found and (one := match(name)):
+                    found[name] = number, one.groupdict().get("idx") or ""
+        hits.append(found)
     json.dump({"hits": hits}, sys.stdout)
 
 

@@ -56,14 +56,22 @@ class Adapters:
                 self._router.note_adapter(replica, lora_name, done["boot_id"])
                 return done
 
-            reports = await run_shielded(fan_out(self._replicas, load, deadline_s))
-            loads.ledger.end_publication()
+            async def load_all() -> list[Report]:
+                reports = await fan_out(self._replicas, load, deadline_s)
+                loads.ledger.end_publication()
+                self._exclude_failed(lora_name, reports)
+                return reports
+
+            reports = await run_shielded(load_all())
+        require_all("the adapter was not loaded everywhere", reports)
+        return Publication(number, str(reports[0].unwrap()["version"]), reports, upload.tensors, upload.nbytes)
+
+    def _exclude_failed(self, lora_name: str, reports: list[Report]) -> None:
+        """Leave out the replicas whose load failed, unless all failed: then all have the adapter that they had."""
         if any(report.ok for report in reports):
             for replica, report in zip(self._replicas, reports, strict=True):
                 if not report.ok:
                     self._router.exclude_adapter(replica, lora_name)
-        require_all("the adapter was not loaded everywhere", reports)
-        return Publication(number, str(reports[0].unwrap()["version"]), reports, upload.tensors, upload.nbytes)
 
     async def unload(self, lora_name: str, deadline_s: float) -> list[Report]:
         """Remove a name from all replicas. A replica that does not know the name counts as done. Raises ModelNotFound

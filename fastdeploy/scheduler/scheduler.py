@@ -7,17 +7,19 @@ from bisect import insort
 
 import msgspec
 
-from fastdeploy.cache_manager.adapter_memory import AdapterMemory, Place
+from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
 from fastdeploy.core.outputs import Logprob, Span
-from fastdeploy.core.plan import BlockCopy, NewSequence, NonFinite, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.request import FinishReason, Request, RequestEvent, RequestState
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.scope import Scope, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.scheduler.adapter_room import AdapterRoom
 from fastdeploy.scheduler.pacer import StepPacer
 from fastdeploy.scheduler.queue import Gate, WaitingQueue
+from fastdeploy.scheduler.runner_sequences import RunnerSequences
 
 
 class NewToken(msgspec.Struct, frozen=True):
@@ -50,14 +52,14 @@ class Scheduler:
         self.adapters = adapters
         self.gate = Gate.OPEN
         self.waiting = WaitingQueue()
+        self.adapter_room = AdapterRoom(adapters, self.waiting)
         self.running: list[Request] = []
         self.frozen: list[Request] = []
         self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt now
         self.ended: list[Request] = []  # in state ENDING; the final output is not collected yet
         self._step_id = 0
         self._in_flight: list[Request] = []  # one per chunk of the plan that runs
-        self._free_sequences: list[int] = []  # numbers that the runner knows and that no request has
-        self._num_sequences = 0
+        self._sequences = RunnerSequences(info)
         self.num_preemptions = 0
         self.num_non_finite = 0  # sequences that ended because their logits were not finite
 
@@ -98,11 +100,15 @@ class Scheduler:
         self.kv.release(request)
         self.waiting.push(request)
 
+    def adapter_failed(self, model: ServedModel, message: str) -> None:
+        """End the requests that wait for an adapter which could not be read."""
+        self.adapters.forget(model)
+        for request in self.waiting.take_back(model):
+            self.end(request, FinishReason.ERROR, message)
+
     def _leave_batch(self, request: Request) -> None:
         (self.running if request in self.running else self.frozen).remove(request)
-        if request.sequence is not None:
-            self._free_sequences.append(request.sequence)
-            request.sequence = None
+        self._sequences.forget(request)
         if self._prefilling.get(request.prompt_key) is request:
             del self._prefilling[request.prompt_key]
 
@@ -116,7 +122,7 @@ class Scheduler:
         if self.running or self.waiting.head(self._started_only, with_adapters=False) is not None:
             return True
         request = self.waiting.head(self._started_only)
-        return request is not None and (self._adapter_is_due(request) or self._victims(request) is not None)
+        return request is not None and self.adapter_room.victims_for(request, bool(self.frozen)) is not None
 
     @property
     def _started_only(self) -> bool:
@@ -141,6 +147,7 @@ class Scheduler:
         return StepPlan(self._step_id, list(chunks.values()), copies)
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
+        new_chunk = self._sequences.chunk
         for request in self.running[:]:
             if len(request.token_ids) - request.num_computed != 1 or request.state is not RequestState.RUNNING:
                 continue
@@ -150,7 +157,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                chunks[request] = self._chunk(request, 1)
+                chunks[request] = new_chunk(request, 1)
 
     def _plan_prefills(self, chunks: dict[Request, ScheduledChunk], budget: int) -> int:
         for request in self.running:
@@ -158,7 +165,7 @@ class Scheduler:
             if missing > 1 and request not in chunks:
                 if budget <= 0:
                     break
-                chunks[request] = self._chunk(request, min(missing, budget))
+                chunks[request] = self._sequences.chunk(request, min(missing, budget))
                 budget -= chunks[request].count
         return budget
 
@@ -171,7 +178,7 @@ class Scheduler:
             needs_adapter = request.scope.above is not None
             if needs_adapter and not self.adapters.has(request.model):
                 # Without room for the adapter, no younger request that needs one is admitted: it would take the room.
-                with_adapters = self._read_adapter(request)
+                with_adapters = self._wait_for_adapter(request)
                 continue
             while (grant := self.kv.admit(request)) is None:
                 if not self.frozen:
@@ -188,43 +195,18 @@ class Scheduler:
                     self._prefilling.setdefault(request.prompt_key, request)
             if grant.copy is not None:
                 copies.append(grant.copy)
-            chunks[request] = self._chunk(request, min(request.num_tokens - request.num_computed, budget))
+            chunks[request] = self._sequences.chunk(request, min(request.num_tokens - request.num_computed, budget))
             budget -= chunks[request].count
 
-    def _read_adapter(self, request: Request) -> bool:
+    def _wait_for_adapter(self, request: Request) -> bool:
         """Set a request aside until its adapter is read. False, with nothing changed, if the adapter has no room."""
-        if not self._adapter_is_due(request):
-            victims = self._victims(request)
-            if victims is None:
-                return False
-            for model in victims:
-                for frozen in [r for r in self.frozen if r.model is model]:
-                    self._preempt([frozen])
-                self.adapters.evict(model)
-            self.adapters.reserve(request.model, request)
-        self.waiting.set_aside(request)
+        victims = self.adapter_room.victims_for(request, bool(self.frozen))
+        if victims is None:
+            return False
+        for frozen in [r for r in self.frozen if r.model in victims]:
+            self._preempt([frozen])
+        self.adapter_room.read_for(request, victims)
         return True
-
-    def _adapter_is_due(self, request: Request) -> bool:
-        """Whether the adapter of a request is in memory, or is being read, or its name is being looked up."""
-        model = request.model
-        return model.nbytes is None or self.adapters.has(model) or self.adapters.reads(model)
-
-    def _victims(self, request: Request) -> list[ServedModel] | None:
-        """Return the adapters to evict for that of ``request``. Those whose users are all frozen are the last choice.
-        Requests are frozen by scope, so an adapter has no other users if one of them is frozen."""
-        nbytes = request.model.nbytes
-        assert nbytes is not None
-
-        def idle(place: Place) -> bool:
-            return not place.num_users
-
-        def idle_or_frozen(place: Place) -> bool:
-            frozen = place.num_users and self.waiting.gate_of(place.model.scope) is Gate.CLOSED
-            return bool(frozen) or idle(place)
-
-        victims = self.adapters.victims(nbytes, idle)
-        return self.adapters.victims(nbytes, idle_or_frozen) if victims is None and self.frozen else victims
 
     def _prompt_is_being_computed(self, request: Request) -> bool:
         """Whether another request computes the same prompt now. ``request`` then waits, and gets a prefix hit."""
@@ -233,54 +215,6 @@ class Scheduler:
             return False
         n = first.num_prompt_tokens
         return n == request.num_prompt_tokens and first.token_ids[:n] == request.token_ids
-
-    def _chunk(self, request: Request, count: int) -> ScheduledChunk:
-        """Return the chunk of the next ``count`` tokens, with all that the runner has not been told of the request. The
-        plan must reach the runner, even if the step is given up, since nothing is told twice."""
-        start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
-        number, new = request.sequence, None
-        if number is None:
-            number, new = self._number(request), self._new_sequence(request)
-        untold = token_ids[request.num_told_tokens :]
-        request.num_told_tokens = len(token_ids)
-        new_blocks: list[int] = []
-        if len(blocks) > request.num_told_blocks:
-            new_blocks = blocks[request.num_told_blocks :].tolist()
-            request.num_told_blocks = len(blocks)
-        return ScheduledChunk(
-            number,
-            start,
-            count,
-            start + count == len(token_ids),
-            request.model.served,
-            untold,
-            new_blocks,
-            new,
-            0 if request.sampling.prompt_logprobs is None else self._prompt_logprobs_of(request, count),
-        )
-
-    def _number(self, request: Request) -> int:
-        """Give the request a number at the runner, which knows nothing of the request."""
-        if not self._free_sequences:
-            self._free_sequences.append(self._num_sequences)
-            self._num_sequences += 1
-        request.sequence = number = self._free_sequences.pop()
-        request.num_told_tokens = request.num_told_blocks = 0
-        return number
-
-    def _new_sequence(self, request: Request) -> NewSequence:
-        sampling = request.sampling
-        banned: tuple[int, ...] = ()
-        if sampling.min_tokens:
-            known = self.info.eos_token_ids + sampling.stop_token_ids
-            banned = tuple(token for token in known if token < self.info.vocab_size)
-        banned_before = request.num_prompt_tokens + sampling.min_tokens if banned else 0
-        return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
-
-    def _prompt_logprobs_of(self, request: Request, count: int) -> int:
-        """Return how many of the next ``count`` tokens are followed by a prompt token whose logprob is wanted."""
-        left = request.num_prompt_tokens - 1 - request.num_computed
-        return min(count, max(left, 0)) if request.wants_prompt_logprobs else 0
 
     def _preempt(self, candidates: list[Request]) -> Request:
         """Retract the last candidate in order, and return it. A request with ``kv_mixed``, whose KV cannot be rebuilt,
@@ -354,30 +288,6 @@ class Scheduler:
         elif num_output_tokens >= request.max_output_tokens:
             self.end(request, FinishReason.LENGTH)
 
-    # ------------------------------------------------------------------ adapters
-
-    def adapter_committed(self, model: ServedModel, keep: bool) -> None:
-        """Take note that the runner has an adapter under its number. The adapter stays if it is used, or if ``keep`` is
-        set and there is room for it. Otherwise it is evicted at once."""
-
-        def idle(place: Place) -> bool:
-            wanted = place.wanted_by is not None and place.wanted_by in self.waiting
-            return place.model is not model and not place.num_users and not wanted
-
-        self.adapters.put(model)
-        victims = self.adapters.victims(0, idle)
-        for victim in victims or ():
-            self.adapters.evict(victim)
-        if not self.adapters.is_used(model) and (victims is None or not keep):
-            self.adapters.evict(model)
-        self.waiting.take_back(model)
-
-    def adapter_failed(self, model: ServedModel, message: str) -> None:
-        """End the requests that wait for an adapter which could not be read."""
-        self.adapters.forget(model)
-        for request in self.waiting.take_back(model):
-            self.end(request, FinishReason.ERROR, message)
-
     # ------------------------------------------------------------------ pause and weights
 
     def set_gate(self, scope: Scope, gate: Gate) -> None:
@@ -423,10 +333,12 @@ class Scheduler:
     def drop_kv(self, scope: Scope) -> None:
         """Release all KV of ``scope``. Running requests are recomputed when they are scheduled again. No later request
         gets a prefix hit in the released KV."""
-        namespaces = {scope.model.served.kv_namespace}
+        models = {scope.model}
         for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
-            namespaces.add(request.model.served.kv_namespace)
+            models.add(request.model)
             self.retract(request)
+        # A model that is being looked up has no adapter yet: its namespace would be that of the base model.
+        namespaces = {model.served.kv_namespace for model in models if model.served.adapter}
         self.kv.forget_prefixes(None if scope.above is None else namespaces)
 
     def weights_changed(self, model: ServedModel, before: ServedWeights, recompute: bool) -> None:
@@ -451,8 +363,7 @@ class Scheduler:
         for request in (*self.running, *self.frozen):
             assert request.state is RequestState.RUNNING and request not in self.waiting, request
             assert 0 <= request.num_computed < request.num_tokens, request
-        numbers = [r.sequence for r in (*self.running, *self.frozen) if r.sequence is not None] + self._free_sequences
-        assert sorted(numbers) == list(range(self._num_sequences)), "a sequence number is lost, or given twice"
+        self._sequences.check_integrity([*self.running, *self.frozen])
         for request in self._prefilling.values():
             assert request in self.running, request
         assert all(r.state is RequestState.ENDING for r in self.ended)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy.core.weight_source import FolderSource
+from engine.test_adapter_loads import HangingSources
+from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens, write_adapter
 from support.harness import PROMPT, Harness
@@ -148,7 +149,7 @@ def test_requests_that_wait_for_lookups_count_as_waiting(root):
     h.add("r2", PROMPT, adapter="unknown")
     h.run_rounds()
     assert h.rejected("r2").code == "queue_full" and len(h.engine.scopes.adapters) == 1, "nothing is looked up for it"
-    h.runner.may_stage.set()
+    h.runner.may_stage.set()  # else later tests wait for this thread
 
 
 def test_a_load_takes_over_from_a_lookup(root):
@@ -162,17 +163,52 @@ def test_a_load_takes_over_from_a_lookup(root):
     assert not h.sent(m.Rejected)
 
 
-def test_a_load_that_is_refused_gives_the_name_back_to_the_lookup(root):
-    h = waiting_for_a_lookup(root, name="a1", model_roots=("/",))
-    call = h.call(m.LoadAdapterArgs("a1", FolderSource("/nowhere")))
+def test_requests_wait_for_the_root_if_a_load_of_their_name_fails(root):
+    h = with_root(root, model_roots=("/",))
+    h.runner.may_stage.clear()
+    calls = [h.call(m.LoadAdapterArgs(name, h.adapter_folder("bad"))) for name in ("a1", "nobody")]
     h.run_rounds()
-    h.add("r2", PROMPT, adapter="a1")
+    for name in ("a1", "nobody"):
+        h.add(name, PROMPT, adapter=name)
+    h.run_rounds()
     h.runner.may_stage.set()
     h.run_out()
-    assert h.reply(call).failure.code == "model_not_found"
-    for i in range(3):
-        assert h.stream(f"r{i}").tokens == expected_tokens(PROMPT, 8, adapter=1)
-    assert not h.sent(m.Rejected)
+    assert [h.reply(call).failure.code for call in calls] == ["weight_update_refused"] * 2
+    assert h.stream("a1").tokens == expected_tokens(PROMPT, 8, adapter=1)
+    assert h.rejected("nobody").code == "model_not_found"
+
+
+def test_a_cleared_cache_of_a_name_that_is_looked_up_leaves_the_cache_of_the_base_model(root):
+    h = with_root(root)
+    prompt = list(range(1, 13))
+    h.add("first", prompt, max_tokens=2)
+    h.run_out()
+    h.runner.may_stage.clear()
+    h.add("r", PROMPT, adapter="a1")
+    h.run_rounds(2)
+    assert h.pause(mode="keep", clear_cache=True, scope="adapter:a1").failure is None
+    h.add("again", prompt, max_tokens=2)
+    h.run_rounds(5)
+    assert h.engine.kv.hit_tokens == 11
+    h.runner.may_stage.set()
+
+
+def test_the_number_of_lookups_that_hang_is_limited(root):
+    h = HangingSources(adapter_root=str(root))
+    for i in range(MAX_LEFT_BEHIND):
+        h.add(f"r{i}", PROMPT, adapter=f"dead{i}")
+        h.run_rounds()
+        h.now += 61
+        h.run_rounds(2)
+        assert h.rejected(f"r{i}").code == "staging_timeout"
+    h.add("r", PROMPT, adapter="a1")
+    h.run_rounds()
+    assert h.rejected("r").code == "update_in_progress" and not h.engine.scopes.adapters
+    h.mend()
+    h.run_rounds()
+    h.add("r", PROMPT, adapter="a1")
+    h.run_out()
+    assert h.stream("r").tokens == expected_tokens(PROMPT, 8, adapter=1)
 
 
 def test_a_reset_ends_lookups_and_loads_and_keeps_known_adapters(root):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.test_staging_thread import HangingHarness, HangingRunner
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import PROMPT, Harness
@@ -102,6 +103,20 @@ def test_frozen_requests_give_up_the_room_of_their_adapters():
     h.run_out()
     assert_exact(h, "a1", 1, 20)
     assert h.stream("a1").finals[0].num_preempted == 1
+
+
+def test_an_adapter_that_exceeds_the_budget_is_evicted_once_when_its_frozen_request_gives_way():
+    h = with_adapters(3)
+    for name in ("a2", "a3"):
+        h.add(name, PROMPT, max_tokens=20, adapter=name)
+    h.run_rounds(6)
+    h.load_adapter("a2", "a5:2000000")
+    h.pause(mode="keep", scope="adapter:a2")
+    evictions = h.metric("adapter_evictions")
+    h.add("a1", PROMPT, adapter="a1")
+    h.run_rounds(15)
+    assert_exact(h, "a1", 1)
+    assert h.metric("adapter_evictions") == evictions + 1 and contents(h) == [1, 3]
 
 
 def test_an_adapter_read_for_a_request_that_a_pause_holds_now_may_be_evicted():
@@ -202,6 +217,56 @@ def test_a_load_while_the_old_adapter_is_read_again_serves_the_new_one():
     h.run_out()
     assert_exact(h, "after", 9)
     assert h.stream("r").reason == "length"
+
+
+def test_a_request_for_an_evicted_adapter_does_not_wait_for_the_loads_of_others():
+    h = with_adapters(3)
+    loads = [h.call(m.LoadAdapterArgs(f"new{i}", h.adapter_folder("a5"))) for i in range(30)]
+    h.run_rounds(5)  # all are copied, and wait to be read
+    h.add("r", PROMPT, adapter="a1")
+    h.run_rounds(12)
+    assert_exact(h, "r", 1)
+    assert h.reply(loads[-1]) is None
+    h.run_rounds(40)
+    assert all(h.reply(call).failure is None for call in loads)
+
+
+class HangingReadRunner(HangingRunner):
+    """The read of the copy of the first load hangs, from the second time on, until the runner is mended."""
+
+    def begin_adapter(self):
+        runner, staging = self, super().begin_adapter()
+        read = staging.read
+
+        def read_or_hang(path):
+            if path.endswith("/1") and runner.adapter_reads:
+                runner.hang()
+            return read(path)
+
+        staging.read = read_or_hang
+        return staging
+
+
+def test_a_late_read_of_a_replaced_adapter_is_not_served_in_place_of_the_new_one():
+    """The read of the old adapter is under way while the new one is committed, evicted, and asked for again."""
+    h = HangingHarness(HangingReadRunner(), adapter_memory_mb=2)
+    for k in (1, 2, 3):
+        h.load_adapter(f"a{k}", k)
+    h.add("gone", PROMPT, adapter="a1")
+    h.run_rounds()
+    h.ask(m.AbortArgs(["gone"]))
+    assert h.load_adapter("a1", 9).result["adapter_epoch"] == 2 and contents(h) == [3, 9]
+    h.add("r3", PROMPT, adapter="a3")
+    h.run_rounds(12)
+    for k in (2, 1):
+        h.add(f"r{k}", PROMPT, adapter=f"a{k}")
+    h.run_rounds(2)
+    assert contents(h) == [], "both have left for the two that are to be read"
+    h.mend()
+    h.run_out()
+    assert h.stream("r1").spans[0].adapter_epoch == 2
+    assert_exact(h, "r1", 9)
+    assert_exact(h, "r2", 2)
 
 
 def test_an_adapter_larger_than_the_budget_is_refused_and_the_flag_is_named():

@@ -183,3 +183,17 @@ def test_a_trainer_may_delete_its_folder_after_the_reply():
     store = Path(h.engine.adapters.store.path(1))
     assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
     assert (store / "adapter_model.safetensors").read_text() == "a1"
+
+
+def test_an_exception_that_leaves_an_adapter_without_a_name_ends_the_engine(monkeypatch):
+    h = Harness()
+    h.load_adapter("a", 1)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("half-done")
+
+    monkeypatch.setattr(h.engine.adapters, "_give_up", broken)  # an unload has removed the name before
+    call = h.call(m.UnloadAdapterArgs("a"))
+    with pytest.raises(AssertionError):
+        h.engine.run_once(block=False)
+    assert h.reply(call).failure.code == "internal_error"

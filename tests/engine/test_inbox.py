@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.test_pause import LONG, busy, tokens_of
+from engine.pause_calls import LONG, busy, tokens_of
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness

@@ -43,17 +43,29 @@ def test_one_name_of_a_hold_is_a_hold_for_each_adapter_and_may_be_renewed_for_ea
     run_out_exactly(h)
 
 
-def test_the_number_of_holds_is_bounded_over_all_adapters(monkeypatch):
-    monkeypatch.setattr(scopes, "MAX_HOLDS", 3)
+def test_the_number_of_holds_is_bounded_over_all_adapters_and_leaves_those_of_the_engine(monkeypatch):
+    monkeypatch.setattr(scopes, "MAX_HOLDS", 2)
     h = tenants()
-    assert all(h.pause(mode="keep", scope=scope, hold_id="x").failure is None for scope in ("engine", A, B))
-    for scope in ("engine", A, B):
+    assert all(h.pause(mode="keep", scope=scope, hold_id="x").failure is None for scope in (A, B))
+    for scope in (A, B):
         h.assert_refused(m.PauseArgs(mode="keep", scope=scope), "hold_id")
         assert h.pause(mode="keep", scope=scope, hold_id="x").failure is None, "the same hold"
+    assert h.pause(mode="keep").failure is None, "the tenants cannot keep the engine from being paused"
     assert h.ask(m.SleepArgs(), rounds=5).failure is None, "the engine's own holds are not counted"
     h.ask(m.WakeArgs())
     resume(h, A, "x")
     assert h.pause(mode="keep", scope=B).failure is None
+
+
+def test_the_status_of_a_name_shows_the_adapter_that_still_has_requests():
+    h = tenants()
+    h.unload_adapter("a")
+    h.load_adapter("a", 3, version="new")
+    h.unload_adapter("a")
+    h.run_rounds(2)
+    status = h.ask(m.PauseStatusArgs(A)).result
+    assert status["counts"]["running"] and status["version"] == "1"
+    run_out_exactly(h)
 
 
 def test_a_reset_releases_the_anonymous_holds_of_all_adapters_and_names_those_that_stand():

@@ -50,6 +50,14 @@ def refusal(config: dict, max_rank: int = 64) -> WeightUpdateRefused:
     return error.value
 
 
+def nested() -> list:
+    """Return lists that are too deep for ``repr``."""
+    value: list = []
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
 def test_modules_ranks_and_scalings_are_those_of_peft(checkpoints, torch_process):
     wanted = torch_process.run(settings, checkpoints["qwen3_wide"], SUPPORTED)
     for config, reference in zip(SUPPORTED, wanted, strict=True):
@@ -92,6 +100,7 @@ def test_every_field_that_peft_writes_is_known_and_its_default_accepted(torch_pr
         ("init_lora_weights", "loftq"),
         ("init_lora_weights", "corda"),
         ("init_lora_weights", "olora"),
+        ("init_lora_weights", "lora_ga"),
         ("peft_type", "IA3"),
         ("peft_type", None),
         ("a_field_of_tomorrow", False),
@@ -135,6 +144,8 @@ def test_a_field_that_would_change_the_computation_is_refused_by_name(field, val
         ("target_modules", ["q_proj", "embed_tokens"]),
         ("target_modules", r".*"),
         ("target_modules", ["input_layernorm"]),
+        pytest.param("r", nested(), id="r-nested"),
+        pytest.param("a_field_of_tomorrow", nested(), id="unknown-nested"),
     ],
 )
 def test_a_value_of_the_wrong_type_or_range_is_refused_by_the_name_of_its_field(field, value):
@@ -180,3 +191,19 @@ def test_an_expression_that_takes_for_ever_is_refused_and_other_threads_run_mean
 def test_a_config_with_a_list_and_no_patterns_starts_no_process(monkeypatch):
     monkeypatch.setattr(lora_config.subprocess, "run", None)
     assert len(read_lora_config(LIST, MODULES, 64)) == len(LINEARS) - 1
+
+
+def test_the_answer_of_the_process_does_not_grow_with_the_number_of_expressions(monkeypatch):
+    """The server holds the answer in memory, and no step can begin while the answer is parsed."""
+    run, sizes = lora_config.subprocess.run, []
+
+    def recorded(*args, **options):
+        done = run(*args, **options)
+        sizes.append(len(done.stdout))
+        return done
+
+    monkeypatch.setattr(lora_config.subprocess, "run", recorded)
+    for count in (1, 200):
+        found = read_lora_config(LIST | {"rank_pattern": {f"{i}|.*": i + 1 for i in range(count)}}, MODULES, 1)
+        assert {setting.rank for setting in found.values()} == {1}
+    assert len(sizes) == 2 and sizes[1] < 2 * sizes[0]

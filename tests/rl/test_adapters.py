@@ -129,6 +129,31 @@ async def test_a_replica_that_refused_an_adapter_gets_its_requests_only_after_a_
         assert {body["model"] for body in servers[1].requests} == {"a"}
 
 
+async def test_a_load_that_is_cancelled_leaves_out_the_replica_that_refused_the_adapter(monkeypatch):
+    async with fleet(2) as (servers, client):
+        await client.load_adapter("a", "/a")
+        servers[1].refuse["/v1/adapters/load"] = deque([(400, "weight_update_refused")])
+        begun, go, call = asyncio.Event(), asyncio.Event(), type(client.replicas[0]).call
+
+        async def slow(self, *args, **kwargs):
+            if self.url == servers[0].url:
+                begun.set()
+                await go.wait()
+            return await call(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(client.replicas[0]), "call", slow)
+            task = asyncio.create_task(client.load_adapter("a", "/a-2"))
+            await begun.wait()
+            task.cancel()
+            await asyncio.sleep(0)
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        rollouts = await asyncio.gather(*(client.generate(PROMPT, PARAMS, lora_name="a") for _ in range(6)))
+        assert servers[1].requests == [] and {r.spans[0].adapter_epoch for r in rollouts} == {2}
+
+
 async def test_a_first_load_that_every_replica_refuses_leaves_the_name_unknown():
     async with fleet(2) as (servers, client):
         for server in servers:

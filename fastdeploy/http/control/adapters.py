@@ -91,8 +91,8 @@ def adapters_router(context: ServingContext) -> APIRouter:
 def check_name(context: ServingContext, lora_name: str) -> None:
     """Raise InvalidField if ``lora_name`` means the base model, or another adapter, in requests."""
     if context.adapter(lora_name) != lora_name:
-        served = context.config.served_model_name
-        raise InvalidField("lora_name", f"expected no name of the base model, nor one that begins with '{served}:'")
+        why = "expected no name of the base model, nor such a name with a colon and more behind it"
+        raise InvalidField("lora_name", f"{why}, got {lora_name!r}")
 
 
 async def load_adapter(context: ServingContext, args: m.LoadAdapterArgs) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """The reference of every op in plain Paddle. The C++ ops are compared with it, and it runs where there is no compiler.
 
 All ops compute in float32. With dtype "bfloat16" weights and cached keys and values are rounded to bfloat16 once, and
-stored as float32. A matrix product has the same shape for every batch: rows are computed in tiles of ``ROWS`` and keys
-in tiles of ``KEYS``, both padded, so that a BLAS that picks its kernel by shape picks the same one for every row.
+stored as float32. A matrix product has the same shape for every batch: rows are computed in tiles of ``ROWS``
+(reference_linear.py) and keys in tiles of ``KEYS`` (reference_attention.py), both padded, so that a BLAS that picks its
+kernel by shape picks the same one for every row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
@@ -25,12 +25,17 @@ from fastdeploy.model_executor.ops.interface import (
     MlpBlock,
     PackedAdapter,
     PackedLinear,
-    PackedLora,
     SampleBatch,
 )
-
-ROWS = 16
-KEYS = 64
+from fastdeploy.model_executor.ops.reference_attention import attend, contained, rotate, slots_of
+from fastdeploy.model_executor.ops.reference_linear import (
+    LoraRows,
+    ReferenceLinear,
+    ReferenceLora,
+    ReferencePart,
+    linear_in_tiles,
+    lora_rows,
+)
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
@@ -46,41 +51,6 @@ def round_to_bfloat16(array: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
     rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) & np.uint32(0xFFFF0000)).view(np.float32)
     return np.where(np.isnan(array), array, rounded)
-
-
-@dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
-class ReferenceLinear:
-    """``weight`` is float32 [out_features, in_features]."""
-
-    weight: paddle.Tensor
-    bias: paddle.Tensor | None
-    out_features: int
-    in_features: int
-    nbytes: int
-
-
-class _Part(NamedTuple):
-    """The adapter of the projection that begins at output ``first``: a [r, in_features], b [n, r]."""
-
-    first: int
-    a: paddle.Tensor
-    b: paddle.Tensor
-    scaling: float
-
-
-@dataclass
-class ReferenceLora:
-    """``parts``: those projections of a linear that have an adapter."""
-
-    parts: list[_Part]
-    out_features: int
-    in_features: int
-    rank: int
-    nbytes: int
-
-
-# The adapters of one linear in a batch: the rows (int64) that use an adapter, and the adapter.
-_Loras: TypeAlias = "list[tuple[np.ndarray, PackedLora]]"
 
 
 @dataclass
@@ -126,7 +96,7 @@ class ReferenceOps:
     def pack_lora(self, parts: Sequence[LoraPart | None], rows: Sequence[int], columns: int) -> ReferenceLora:
         firsts = np.cumsum([0, *rows])
         packed = [
-            _Part(int(firsts[i]), self._packed(part.a), self._packed(part.b), part.scaling)
+            ReferencePart(int(firsts[i]), self._packed(part.a), self._packed(part.b), part.scaling)
             for i, part in enumerate(parts)
             if part is not None
         ]
@@ -141,17 +111,17 @@ class ReferenceOps:
         """Do nothing: these ops read an adapter from where it is."""
 
     def linear(self, x: paddle.Tensor, weight: PackedLinear) -> paddle.Tensor:
-        return _linear_in_tiles(x, weight, [])[: x.shape[0]]
+        return linear_in_tiles(x, weight, [])[: x.shape[0]]
 
     def mlp(self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear) -> paddle.Tensor:
         return self._mlp(x, gate_up, down, [], [])
 
     def _mlp(
-        self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear, inner_loras: _Loras, down_loras: _Loras
+        self, x: paddle.Tensor, gate_up: PackedLinear, down: PackedLinear, inner_loras: LoraRows, down_loras: LoraRows
     ) -> paddle.Tensor:
-        gate, up = paddle.split(_linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
+        gate, up = paddle.split(linear_in_tiles(x, gate_up, inner_loras), 2, axis=1)
         inner = (paddle.nn.functional.silu(gate) * up)[: x.shape[0]]
-        return _linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
+        return linear_in_tiles(inner, down, down_loras)[: x.shape[0]]
 
     def decoder_layers(
         self,
@@ -169,11 +139,11 @@ class ReferenceOps:
         for i, layer in enumerate(layers):
             for j, block in enumerate(layer.blocks):
                 loras = [adapter.layers[i][j] for adapter in known]
-                first = _loras(adapters, [pair[0] for pair in loras])
+                first = lora_rows(adapters, [pair[0] for pair in loras])
                 picked = rows if block is picking else None
                 if picked is not None and adapters is not None:
                     adapters = adapters._replace(rows=adapters.rows[picked])
-                second = _loras(adapters, [pair[1] for pair in loras])
+                second = lora_rows(adapters, [pair[1] for pair in loras])
                 if isinstance(block, MlpBlock):
                     residual = self._mlp_block(residual, block, first, second)
                 else:
@@ -189,22 +159,22 @@ class ReferenceOps:
         cache: KVCache,
         batch: AttentionBatch,
         rows: np.ndarray | None,
-        qkv_loras: _Loras,
-        o_loras: _Loras,
+        qkv_loras: LoraRows,
+        o_loras: LoraRows,
     ) -> paddle.Tensor:
         tokens = residual.shape[0]
         normed = self.rms_norm(residual, block.norm, block.norm_eps)
-        qkv = _linear_in_tiles(normed, block.qkv, qkv_loras)[:tokens]
+        qkv = linear_in_tiles(normed, block.qkv, qkv_loras)[:tokens]
         attended = self.attention(qkv, cache, batch, block.attention)
         if rows is not None:
             picked = paddle.to_tensor(rows)
             residual, attended = paddle.index_select(residual, picked), paddle.index_select(attended, picked)
         if len(residual) == 0:
             return residual
-        return residual + _linear_in_tiles(attended, block.o, o_loras)[: len(residual)]
+        return residual + linear_in_tiles(attended, block.o, o_loras)[: len(residual)]
 
     def _mlp_block(
-        self, residual: paddle.Tensor, block: MlpBlock, inner_loras: _Loras, down_loras: _Loras
+        self, residual: paddle.Tensor, block: MlpBlock, inner_loras: LoraRows, down_loras: LoraRows
     ) -> paddle.Tensor:
         if len(residual) == 0:
             return residual
@@ -220,8 +190,8 @@ class ReferenceOps:
         adapters: AdapterRows | None = None,
     ) -> paddle.Tensor:
         known = [] if adapters is None else adapters.adapters
-        loras = _loras(adapters, [adapter.lm_head for adapter in known])
-        return _linear_in_tiles(self.rms_norm(x, norm, eps), head, loras)[: x.shape[0]]
+        loras = lora_rows(adapters, [adapter.lm_head for adapter in known])
+        return linear_in_tiles(self.rms_norm(x, norm, eps), head, loras)[: x.shape[0]]
 
     def embedding(self, token_ids: np.ndarray, weight: PackedLinear) -> paddle.Tensor:
         assert isinstance(weight, ReferenceLinear)
@@ -265,14 +235,16 @@ class ReferenceOps:
         positions = paddle.to_tensor(batch.positions)
         cos = paddle.index_select(spec.rope_cos, positions).unsqueeze(1)
         sin = paddle.index_select(spec.rope_sin, positions).unsqueeze(1)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         sequence = np.repeat(np.arange(len(batch.starts)), np.diff(batch.cu_tokens))
-        slots = paddle.to_tensor(_slots(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0])
+        slots = paddle.to_tensor(
+            slots_of(batch.block_tables[sequence], batch.positions[:, None], cache.block_size)[:, 0]
+        )
         keys, values = cache.keys[spec.layer], cache.values[spec.layer]
-        k, v = _contained(self._rounded_tensor(k), self._rounded_tensor(v))
+        k, v = contained(self._rounded_tensor(k), self._rounded_tensor(v))
         paddle.scatter_(keys, slots, k)
         paddle.scatter_(values, slots, v)
-        return _attend(q, keys, values, batch, cache.block_size, spec)
+        return attend(q, keys, values, batch, cache.block_size, spec)
 
     def free_scratch(self) -> None:
         """Do nothing: these ops keep no memory between calls."""
@@ -306,118 +278,6 @@ class ReferenceOps:
 
     def _rounded_tensor(self, x: paddle.Tensor) -> paddle.Tensor:
         return paddle.to_tensor(round_to_bfloat16(x.numpy())) if self.dtype == "bfloat16" else x
-
-
-def _loras(adapters: AdapterRows | None, loras: Sequence[PackedLora | None]) -> _Loras:
-    """Return the adapters of one linear, each with its rows. loras: one entry for each of ``adapters``."""
-    if adapters is None:
-        return []
-    found = [(np.flatnonzero(adapters.rows == i), lora) for i, lora in enumerate(loras)]
-    return [(rows, lora) for rows, lora in found if lora is not None and len(rows)]
-
-
-def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
-    """Return x @ W.T with padding: x [M, K] -> [M rounded up to ROWS, N]."""
-    rows = x.shape[0]
-    if rows % ROWS:
-        x = paddle.concat([x, paddle.zeros([-rows % ROWS, x.shape[1]])])
-    tiles = [paddle.matmul(x[row : row + ROWS], weight, transpose_y=True) for row in range(0, x.shape[0], ROWS)]
-    return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
-
-
-def _linear_in_tiles(x: paddle.Tensor, weight: PackedLinear, loras: _Loras) -> paddle.Tensor:
-    """Return x @ W.T + bias + adapters with padding: x [M, K] -> [M rounded up to ROWS, N]. Callers cut the padding off
-    last: an approximation such as exp gives other bits in the vectorised part of an array than at its end, and an array
-    of whole tiles is vectorised to the end."""
-    assert isinstance(weight, ReferenceLinear)
-    y = _product_in_tiles(x, weight.weight)
-    if weight.bias is not None:
-        y = y + weight.bias
-    for rows, lora in loras:
-        assert isinstance(lora, ReferenceLora)
-        assert (lora.in_features, lora.out_features) == (weight.in_features, weight.out_features)
-        mine, total = paddle.index_select(x, paddle.to_tensor(rows)), np.array(y.numpy())
-        for part in lora.parts:
-            delta = _product_in_tiles(_product_in_tiles(mine, part.a), part.b)[: len(rows)] * part.scaling
-            total[rows, part.first : part.first + part.b.shape[0]] += delta.numpy()
-        y = paddle.to_tensor(total)
-    return y
-
-
-def _rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
-    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
-    i + dim / 2."""
-    low, high = paddle.split(x, 2, axis=-1)
-    return paddle.concat([low * cos - high * sin, high * cos + low * sin], axis=-1)
-
-
-def _slots(block_tables: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the slot of each position [N, P] in the block tables [N, W]. Positions behind a table count as positions
-    in its last block."""
-    blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
-    return np.take_along_axis(block_tables, blocks, axis=1) * block_size + positions % block_size
-
-
-def _contained(k: paddle.Tensor, v: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """Return keys and values [T, kv_heads, dim], with key NaN and value 0 where either is not finite. So the score is
-    NaN for every row that sees the pair, and the rows before it, whose weight for it is 0, add 0 x 0."""
-    finite = (paddle.isfinite(k) & paddle.isfinite(v)).all(axis=-1, keepdim=True)
-    return paddle.where(finite, k, paddle.full([1], np.nan)), paddle.where(finite, v, paddle.zeros([1]))
-
-
-def _attend(
-    q: paddle.Tensor,
-    keys: paddle.Tensor,
-    values: paddle.Tensor,
-    batch: AttentionBatch,
-    block_size: int,
-    spec: AttentionSpec,
-) -> paddle.Tensor:
-    """Causal attention with a running softmax over tiles of KEYS keys, from position 0 on.
-
-    A tile that lies wholly behind a row leaves the sums of the row as they are, bit for bit (weights are exactly 0, the
-    rescaling factor is exactly 1). So the other rows of the batch and of the chunk do not matter.
-    """
-    tokens, groups, dim = q.shape[0], spec.num_heads // spec.num_kv_heads, spec.head_dim
-    row_of_tile, sequence_of_tile = [], []
-    for sequence in range(len(batch.starts)):
-        for row in range(int(batch.cu_tokens[sequence]), int(batch.cu_tokens[sequence + 1]), ROWS):
-            row_of_tile.append(row)
-            sequence_of_tile.append(sequence)
-    ends = batch.cu_tokens[np.array(sequence_of_tile) + 1]
-    # A tile is filled up by repeating the last row of its sequence.
-    rows = np.minimum(np.array(row_of_tile)[:, None] + np.arange(ROWS), ends[:, None] - 1)
-    positions, tables = batch.positions[rows], batch.block_tables[sequence_of_tile]
-    tiles = len(rows)
-    # [tiles, kv_heads, groups * ROWS, dim]
-    query = paddle.index_select(q * spec.scale, paddle.to_tensor(rows.reshape(-1)))
-    query = query.reshape([tiles, ROWS, spec.num_kv_heads, groups, dim]).transpose([0, 2, 3, 1, 4])
-    query = query.reshape([tiles, spec.num_kv_heads, groups * ROWS, dim])
-    shape = [tiles, spec.num_kv_heads, groups * ROWS, 1]
-    peak, mass = paddle.full(shape, -1e30), paddle.zeros(shape)
-    total = paddle.zeros([tiles, spec.num_kv_heads, groups * ROWS, dim])
-    never, nothing = paddle.full([1], -np.inf), paddle.zeros([1])
-    for first in range(0, int(positions.max()) + 1, KEYS):
-        key_positions = np.broadcast_to(np.arange(first, first + KEYS), (tiles, KEYS))
-        slots = paddle.to_tensor(_slots(tables, key_positions, block_size).reshape(-1))
-        tile_shape = [tiles, KEYS, spec.num_kv_heads, dim]
-        k = paddle.index_select(keys, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
-        v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
-        # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
-        written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
-        v = paddle.where(written, v, nothing)
-        seen = key_positions[:, None, :] <= positions[:, :, None]
-        mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
-        scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)
-        new_peak = paddle.maximum(peak, scores.max(-1, keepdim=True))
-        weights, rescale = paddle.exp(scores - new_peak), paddle.exp(peak - new_peak)
-        mass = mass * rescale + weights.sum(-1, keepdim=True)
-        total = total * rescale + paddle.matmul(weights, v)
-        peak = new_peak
-    out = (total / mass).reshape([tiles, spec.num_kv_heads, groups, ROWS, dim]).transpose([0, 3, 1, 2, 4])
-    where = np.empty(tokens, np.int64)
-    where[rows.reshape(-1)[::-1]] = np.arange(tiles * ROWS)[::-1]
-    return paddle.index_select(out.reshape([tiles * ROWS, spec.num_heads * dim]), paddle.to_tensor(where))
 
 
 def _draw(row: np.ndarray, batch: SampleBatch, i: int) -> int:

@@ -1,0 +1,87 @@
+"""Attention of the reference ops: rotary embedding, slots of the cache, softmax over the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+
+from fastdeploy.model_executor.ops.interface import AttentionBatch, AttentionSpec
+from fastdeploy.model_executor.ops.reference_linear import ROWS
+
+KEYS = 64  # of a tile
+
+
+def rotate(x: paddle.Tensor, cos: paddle.Tensor, sin: paddle.Tensor) -> paddle.Tensor:
+    """Apply the rotary embedding: x [T, heads, dim], cos and sin [T, 1, dim / 2]. Dimension i is rotated with dimension
+    i + dim / 2."""
+    low, high = paddle.split(x, 2, axis=-1)
+    return paddle.concat([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def slots_of(block_tables: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+    """Return the slot of each position [N, P] in the block tables [N, W]. Positions behind a table count as positions
+    in its last block."""
+    blocks = np.minimum(positions // block_size, block_tables.shape[1] - 1)
+    return np.take_along_axis(block_tables, blocks, axis=1) * block_size + positions % block_size
+
+
+def contained(k: paddle.Tensor, v: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """Return keys and values [T, kv_heads, dim], with key NaN and value 0 where either is not finite. So the score is
+    NaN for every row that sees the pair, and the rows before it, whose weight for it is 0, add 0 x 0."""
+    finite = (paddle.isfinite(k) & paddle.isfinite(v)).all(axis=-1, keepdim=True)
+    return paddle.where(finite, k, paddle.full([1], np.nan)), paddle.where(finite, v, paddle.zeros([1]))
+
+
+def attend(
+    q: paddle.Tensor,
+    keys: paddle.Tensor,
+    values: paddle.Tensor,
+    batch: AttentionBatch,
+    block_size: int,
+    spec: AttentionSpec,
+) -> paddle.Tensor:
+    """Causal attention with a running softmax over tiles of KEYS keys, from position 0 on.
+
+    A tile that lies wholly behind a row leaves the sums of the row as they are, bit for bit (weights are exactly 0, the
+    rescaling factor is exactly 1). So the other rows of the batch and of the chunk do not matter.
+    """
+    tokens, groups, dim = q.shape[0], spec.num_heads // spec.num_kv_heads, spec.head_dim
+    row_of_tile, sequence_of_tile = [], []
+    for sequence in range(len(batch.starts)):
+        for row in range(int(batch.cu_tokens[sequence]), int(batch.cu_tokens[sequence + 1]), ROWS):
+            row_of_tile.append(row)
+            sequence_of_tile.append(sequence)
+    ends = batch.cu_tokens[np.array(sequence_of_tile) + 1]
+    # A tile is filled up by repeating the last row of its sequence.
+    rows = np.minimum(np.array(row_of_tile)[:, None] + np.arange(ROWS), ends[:, None] - 1)
+    positions, tables = batch.positions[rows], batch.block_tables[sequence_of_tile]
+    tiles = len(rows)
+    # [tiles, kv_heads, groups * ROWS, dim]
+    query = paddle.index_select(q * spec.scale, paddle.to_tensor(rows.reshape(-1)))
+    query = query.reshape([tiles, ROWS, spec.num_kv_heads, groups, dim]).transpose([0, 2, 3, 1, 4])
+    query = query.reshape([tiles, spec.num_kv_heads, groups * ROWS, dim])
+    shape = [tiles, spec.num_kv_heads, groups * ROWS, 1]
+    peak, mass = paddle.full(shape, -1e30), paddle.zeros(shape)
+    total = paddle.zeros([tiles, spec.num_kv_heads, groups * ROWS, dim])
+    never, nothing = paddle.full([1], -np.inf), paddle.zeros([1])
+    for first in range(0, int(positions.max()) + 1, KEYS):
+        key_positions = np.broadcast_to(np.arange(first, first + KEYS), (tiles, KEYS))
+        slots = paddle.to_tensor(slots_of(tables, key_positions, block_size).reshape(-1))
+        tile_shape = [tiles, KEYS, spec.num_kv_heads, dim]
+        k = paddle.index_select(keys, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
+        v = paddle.index_select(values, slots).reshape(tile_shape).transpose([0, 2, 1, 3])
+        # Slots behind the last row may hold values of an earlier request: 0 * NaN must not reach the sums.
+        written = paddle.to_tensor(key_positions <= positions[:, -1:]).reshape([tiles, 1, KEYS, 1])
+        v = paddle.where(written, v, nothing)
+        seen = key_positions[:, None, :] <= positions[:, :, None]
+        mask = paddle.to_tensor(np.tile(seen, (1, groups, 1))).unsqueeze(1)
+        scores = paddle.where(mask, paddle.matmul(query, k, transpose_y=True), never)
+        new_peak = paddle.maximum(peak, scores.max(-1, keepdim=True))
+        weights, rescale = paddle.exp(scores - new_peak), paddle.exp(peak - new_peak)
+        mass = mass * rescale + weights.sum(-1, keepdim=True)
+        total = total * rescale + paddle.matmul(weights, v)
+        peak = new_peak
+    out = (total / mass).reshape([tiles, spec.num_kv_heads, groups, ROWS, dim]).transpose([0, 3, 1, 2, 4])
+    where = np.empty(tokens, np.int64)
+    where[rows.reshape(-1)[::-1]] = np.arange(tiles * ROWS)[::-1]
+    return paddle.index_select(out.reshape([tiles * ROWS, spec.num_heads * dim]), paddle.to_tensor(where))

@@ -1,0 +1,78 @@
+"""Sequences at the runner: their numbers, and the tokens and blocks that the runner knows of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fastdeploy.core.plan import NewSequence, ScheduledChunk
+from fastdeploy.core.request import Request
+from fastdeploy.core.runner import ModelInfo
+
+
+class RunnerSequences:
+    """Makes the chunks of a plan. A chunk tells the runner only what the runner does not know of a request."""
+
+    def __init__(self, info: ModelInfo):
+        self._info = info
+        self._free: list[int] = []  # numbers that the runner knows and that no request has
+        self._num_numbers = 0
+
+    def chunk(self, request: Request, count: int) -> ScheduledChunk:
+        """Return the chunk of the next ``count`` tokens, with all that the runner has not been told of the request. The
+        plan must reach the runner, even if the step is given up, since nothing is told twice."""
+        start, token_ids, blocks = request.num_computed, request.token_ids, request.blocks
+        number, new = request.sequence, None
+        if number is None:
+            number, new = self._number(request), self._new_sequence(request)
+        untold = token_ids[request.num_told_tokens :]
+        request.num_told_tokens = len(token_ids)
+        new_blocks: list[int] = []
+        if len(blocks) > request.num_told_blocks:
+            new_blocks = blocks[request.num_told_blocks :].tolist()
+            request.num_told_blocks = len(blocks)
+        return ScheduledChunk(
+            number,
+            start,
+            count,
+            start + count == len(token_ids),
+            request.model.served,
+            untold,
+            new_blocks,
+            new,
+            0 if request.sampling.prompt_logprobs is None else _num_prompt_logprobs(request, count),
+        )
+
+    def forget(self, request: Request) -> None:
+        """Take back the number of a request that leaves the batch. The next chunk of the request tells all again."""
+        if request.sequence is not None:
+            self._free.append(request.sequence)
+            request.sequence = None
+
+    def _number(self, request: Request) -> int:
+        """Give the request a number at the runner, which knows nothing of the request."""
+        if not self._free:
+            self._free.append(self._num_numbers)
+            self._num_numbers += 1
+        request.sequence = number = self._free.pop()
+        request.num_told_tokens = request.num_told_blocks = 0
+        return number
+
+    def _new_sequence(self, request: Request) -> NewSequence:
+        sampling = request.sampling
+        banned: tuple[int, ...] = ()
+        if sampling.min_tokens:
+            known = self._info.eos_token_ids + sampling.stop_token_ids
+            banned = tuple(token for token in known if token < self._info.vocab_size)
+        banned_before = request.num_prompt_tokens + sampling.min_tokens if banned else 0
+        return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
+
+    def check_integrity(self, batch: Iterable[Request]) -> None:
+        """Assert that every number is free or belongs to one request. batch: all requests that may have a number."""
+        numbers = [request.sequence for request in batch if request.sequence is not None] + self._free
+        assert sorted(numbers) == list(range(self._num_numbers)), "a sequence number is lost, or given twice"
+
+
+def _num_prompt_logprobs(request: Request, count: int) -> int:
+    """Return how many of the next ``count`` tokens are followed by a prompt token whose logprob is wanted."""
+    left = request.num_prompt_tokens - 1 - request.num_computed
+    return min(count, max(left, 0)) if request.wants_prompt_logprobs else 0
