@@ -21,8 +21,8 @@ ReadDone = Callable[[Packed | None, FastDeployError | None, float], None]
 
 
 class AdapterReads:
-    """Packs adapters of the store at the runner: new ones on one thread, and those that were evicted on another. So a
-    new adapter whose check takes long delays no request for an adapter that is known.
+    """Packs adapters of the store at the runner: one new adapter at a time, and one that was evicted beside it. So a
+    request for an evicted adapter does not wait for all loads.
 
     timeout_s: seconds that the read of an evicted adapter may take."""
 
@@ -40,12 +40,13 @@ class AdapterReads:
         self._memory = scheduler.adapters
         self._store = store
         self._timeout_s = timeout_s
-        self._new, self._evicted = StagingThread(wake, clock), StagingThread(wake, clock)
-        self.threads = (self._new, self._evicted)
+        self._loaded = StagingThread(wake, clock)
+        self._evicted = StagingThread(wake, clock)
+        self.threads = (self._loaded, self._evicted)
 
     def read(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> None:
         """Read and pack the copy of a load. ``done`` gets the result, and must commit or discard it."""
-        self._new.submit(self._job(number, owner, timeout_s, done))
+        self._loaded.submit(self._job(number, owner, timeout_s, done))
 
     def _job(self, number: int, owner: object, timeout_s: float, done: ReadDone) -> Job:
         work = functools.partial(_read, self._runner.begin_adapter(), self._store.path(number))
@@ -64,7 +65,7 @@ class AdapterReads:
     def remove_copy(self, number: int) -> None:
         """Remove the copy of a load, beside the steps."""
         work = functools.partial(self._store.remove, number)
-        self._new.submit(Job(None, work, lambda *_: None, self._timeout_s, reads=False))
+        self._loaded.submit(Job(None, work, lambda *_: None, self._timeout_s, reads=False))
 
     def serve_memory(self) -> None:
         """Free what the last plan has evicted, and begin the reads that the plan has asked for."""

@@ -141,10 +141,6 @@ class AdapterRegistry:
                 self._look_up(name, path)
         return self._looked_up[name]
 
-    def _look_up(self, name: str, path: str) -> None:
-        args = m.LoadAdapterArgs(name, FolderSource(path), path=path)
-        self._begin(args, self._config.stage_timeout_s, None)
-
     # ------------------------------------------------------------------ calls
 
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
@@ -344,8 +340,8 @@ class AdapterRegistry:
         return self._scopes.add(ServedWeights("", weight_epoch, 0, name, 0))
 
     def _refuse(self, load: Load, error: FastDeployError) -> None:
-        """End a load without an adapter. Requests that wait for the name are refused if it was a lookup. After any
-        other load, which had taken over from the lookup, the name is looked up."""
+        """End a load without an adapter. Requests that wait for the name are refused, unless the adapter root may have
+        the adapter."""
         name = load.args.lora_name
         del self._loads[name]
         self._stop(load)

@@ -10,11 +10,10 @@ import pytest
 
 from engine.test_staging_thread import HangingHarness, HangingRunner
 from fastdeploy.core.config import UPLOAD_PREFIX
-from fastdeploy.core.runner import AdapterInfo
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeAdapterStaging, expected_tokens
+from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness
 
 FOLDER = FolderSource("/nowhere")
@@ -129,13 +128,10 @@ def test_a_full_disk_refuses_a_load_and_nothing_changes(monkeypatch):
 
 
 class HangingSources(HangingHarness):
-    """The copy of a folder that is named "dead..." hangs until the runner is mended. hanging_reads: numbers of the
-    loads whose next read from the store hangs."""
+    """The copy of a folder that is named "dead..." hangs until the runner is mended."""
 
     def __init__(self, **config):
         super().__init__(HangingRunner(), stage_timeout_s=60.0, **config)
-        self.hanging_reads: set[int] = set()
-        self.runner.begin_adapter = lambda: HangingAdapterStaging(self)
 
     def _copy_adapter(self, copy, number, source, *args) -> None:
         if isinstance(source, FolderSource) and os.path.basename(source.path).startswith("dead"):
@@ -147,19 +143,6 @@ class HangingSources(HangingHarness):
         call = self.call(m.LoadAdapterArgs(name, FolderSource(f"/dead-{name}"), **args))
         self.run_rounds()
         return call
-
-
-class HangingAdapterStaging(FakeAdapterStaging):
-    def __init__(self, h: HangingSources):
-        super().__init__(h.runner)
-        self._h = h
-
-    def read(self, path: str) -> AdapterInfo:
-        info, number = super().read(path), int(os.path.basename(path))
-        if number in self._h.hanging_reads:
-            self._h.hanging_reads.remove(number)
-            self._h.runner.hang()
-        return info
 
 
 @pytest.fixture
@@ -204,37 +187,6 @@ def test_a_copy_that_is_complete_just_after_its_time_out_is_removed(h):
     h.run_rounds()
     assert h.reply(call).failure.code == "staging_timeout"
     assert copies(h) == ["1"]
-
-
-def test_a_new_adapter_that_is_checked_for_long_delays_no_read_of_an_evicted_one(h):
-    for k in (1, 2):
-        h.load_adapter(f"a{k}", k)
-    h.hanging_reads = {3}
-    call = h.call(m.LoadAdapterArgs("slow", h.adapter_folder("a3")))
-    h.run_rounds(3)
-    assert not h.hanging_reads and h.reply(call) is None
-    assert_serves(h, "a1", 1)
-    h.mend()
-    h.run_rounds(2)
-    assert h.reply(call).result["status"] == "loaded"
-
-
-def test_weights_that_were_read_before_a_load_in_place_are_not_taken_for_the_new_ones(h):
-    h.load_adapter("a", 1)
-    h.load_adapter("b", 2)
-    h.hanging_reads = {1}
-    h.add("r", PROMPT, adapter="a")  # reads the evicted adapter again
-    h.run_rounds(2)
-    assert not h.hanging_reads and h.runner.hanging
-    assert h.load_adapter("a", 3).failure is None
-    assert_serves(h, "a", 3)
-    assert h.load_adapter("b", 4).failure is None  # evicts the new adapter
-    h.add("again", PROMPT, adapter="a")  # reserves memory for it again
-    h.engine.run_once(block=False)
-    assert h.engine.adapter_memory.reads(h.engine.adapters.find("a"))
-    h.mend()
-    h.run_out()
-    assert h.stream("again").tokens == expected_tokens(PROMPT, 8, adapter=3)
 
 
 def test_one_load_of_a_name_at_a_time(h):
