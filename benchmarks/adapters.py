@@ -121,7 +121,7 @@ class Measurement:
             for repeat in range(self._args.repeats):
                 self._probe()
                 await self._each(partial(self._decode, repeat))
-                say(f"decoding: repeat {repeat + 1} of {self._args.repeats}")
+                say(f"decoding: repeat {repeat + 1} of {self._args.repeats}; tokens/s: {self._last_speeds()}")
             self._probe()
         if TENANTS in self._args.only:
             await self._each(self._tenants)
@@ -162,6 +162,16 @@ class Measurement:
         gaps, errors = await tenants.run(client, f"{args.seed}/tenants")
         self.results.tenants[server.engine.name] = gaps
         self._note(server, errors)
+
+    def _last_speeds(self) -> str:
+        """Return the speed of each server in its last round, by number of adapters."""
+        return "; ".join(
+            f"{name} "
+            + ", ".join(
+                f"{count}: {found[-1].tokens_per_s:.0f}" for count, found in by_count.items() if found[-1].step_s
+            )
+            for name, by_count in self.results.rounds.items()
+        )
 
     def _streams(self, output: int) -> Streams:
         return Streams(BASE, self._args.streams, self._args.input_len, output)
