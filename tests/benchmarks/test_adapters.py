@@ -23,13 +23,14 @@ from fastdeploy.entrypoints.cli import configs, make_parser
 from support.fake_pause_server import FakeServer
 
 SMALL = ["--counts", "1,3", "--streams", "4", "--rank", "16", "--input-len", "8", "--output-len", "300"]
-SMALL += ["--repeats", "2", "--cycles", "2", "--quiet-s", "1"]
+SMALL += ["--repeats", "2", "--cycles", "2", "--quiet-s", "0.3"]
 
 
 def parsed(*more: str) -> argparse.Namespace:
     return adapters.parse(["--model-path", str(MODEL_DIR), "--engines", "ours", *more])
 
 
+@pytest.mark.slow
 def test_decoding_and_tenants_are_measured_and_the_servers_are_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -47,8 +48,10 @@ def test_decoding_and_tenants_are_measured_and_the_servers_are_stopped(
     out, err = capsys.readouterr()
     assert [server.processes() for server in started] == [[], []]
     content = json.loads(file.read_text())
-    # On a busy machine the streams of a round may not all run at the same time. No other error is possible.
-    assert all(error.endswith(adapters.TOO_SHORT) for error in content["errors"]), err
+    # A busy machine may compute too little in a phase, and a fast one may reach the end of the context, which is short
+    # here. No other error is possible.
+    of_speed = (adapters.TOO_SHORT, "ended: length", "raise --quiet-s")
+    assert all(error.endswith(of_speed) for error in content["errors"]), err
     assert status == (1 if content["errors"] else 0)
     rounds = {server: {n: len(found["rounds"]) for n, found in counts.items()}
               for server, counts in content["decoding"].items()}  # fmt: skip
