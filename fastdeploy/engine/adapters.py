@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,24 +18,21 @@ from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import (
     AdapterLoaded,
     FastDeployError,
-    InvalidField,
-    ModelNotFound,
     UpdateInProgress,
     WeightUpdateRefused,
     WrongOrder,
 )
 from fastdeploy.core.runner import Runner
-from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS, ServedModel
+from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.adapter_checks import AdapterChecks, not_found
 from fastdeploy.engine.adapter_reads import AdapterReads, Packed
 from fastdeploy.engine.adapter_store import AdapterStore
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_session import check_kv, check_label, check_seconds
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 
@@ -96,7 +92,7 @@ class AdapterRegistry:
         self._scopes = scopes
         self._lifecycle = lifecycle
         self._memory = lifecycle.scheduler.adapters
-        self._policy = policy
+        self._checks = AdapterChecks(config, policy)
         self._clock = clock
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
@@ -134,7 +130,7 @@ class AdapterRegistry:
         if name in self._known or not self._config.adapter_root:
             return self._find(name, "model").model
         if name not in self._looked_up:
-            path = self._path_in_root(name)
+            path = self._checks.path_in_root(name)
             self._lookups.check_room()
             self._looked_up[name] = self._new_model(name)
             if name not in self._loads:
@@ -145,7 +141,7 @@ class AdapterRegistry:
 
     def load(self, args: m.LoadAdapterArgs, answer: Answer) -> None:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
-        timeout_s = self._check(args)
+        timeout_s = self._checks.check_load(args)
         other = self._loads.get(args.lora_name)
         if other is not None and other.answer is not None:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
@@ -213,43 +209,8 @@ class AdapterRegistry:
 
     def _find(self, name: str, field: str) -> Adapter:
         if (adapter := self._known.get(name)) is None:
-            raise self._not_found(name, field)
+            raise not_found(name, field)
         return adapter
-
-    def _check(self, args: m.LoadAdapterArgs) -> float:
-        """Check the fields of a load. Return its time-out. Raises InvalidField."""
-        self._check_name(args.lora_name)
-        check_label("version", args.version)
-        check_kv(args.kv)
-        timeout_s = self._config.stage_timeout_s if args.timeout_s is None else args.timeout_s
-        check_seconds("timeout_s", timeout_s)
-        if (args.config is None) != isinstance(args.source, FolderSource):
-            raise InvalidField("config", "expected the content of adapter_config.json, and only without a folder")
-        self._policy.check(args.source, "lora_path")
-        return timeout_s
-
-    def _check_name(self, name: str) -> None:
-        if not 1 <= len(name) <= MAX_LORA_NAME_CHARS:
-            raise InvalidField("lora_name", f"expected 1 to {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
-        if name != name.encode("utf-8", "replace").decode():
-            raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
-        if name in ("default", self._config.served_model_name, self._config.model):
-            raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
-
-    def _path_in_root(self, name: str) -> str:
-        """Return the folder in which an unknown name is looked up. Raises ModelNotFound for a name that cannot be one.
-        A link that leads out of the root is refused when the folder is opened."""
-        path = os.path.join(self._config.adapter_root, name)
-        try:
-            self._check_name(name)
-        except InvalidField as error:
-            raise self._not_found(name) from error
-        if not {"", ".", ".."}.isdisjoint(name.split("/")) or path_problem(path) is not None:
-            raise self._not_found(name)
-        return path
-
-    def _not_found(self, name: str, field: str = "model") -> ModelNotFound:
-        return ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
 
     def _begin(self, args: m.LoadAdapterArgs, timeout_s: float, answer: Answer | None) -> None:
         self._num_loads += 1
@@ -351,11 +312,11 @@ class AdapterRegistry:
         if (model := self._looked_up.get(name)) is None:
             return
         if load.answer is not None and model.requests:
-            self._look_up(name, self._path_in_root(name))
+            self._look_up(name, self._checks.path_in_root(name))
             return
         del self._looked_up[name]
         is_there = error.detail.get("param") != "lora_path"
-        self._lifecycle.refuse(model, error if is_there else self._not_found(name))
+        self._lifecycle.refuse(model, error if is_there else not_found(name))
         self._scopes.remove(model)
 
     def _give_up(self, name: str, error: FastDeployError) -> None:

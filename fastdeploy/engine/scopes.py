@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import FastDeployError, InvalidField, ModelNotFound
+from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.engine.adapter_checks import not_found
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause import PauseState
@@ -73,8 +74,7 @@ class Scopes:
         """Return the pause state of a scope. Raises ModelNotFound for an adapter that is not known, unless a hold or a
         request of that name is left."""
         if (pause := self.find(scope_id)) is None:
-            name = scope_id.removeprefix(ADAPTER_PREFIX)
-            raise ModelNotFound(f"lora_name: there is no adapter {name!r}", param="lora_name")
+            raise not_found(scope_id.removeprefix(ADAPTER_PREFIX), "lora_name")
         return pause
 
     def serve(self, version: str, weight_epoch: int) -> None:

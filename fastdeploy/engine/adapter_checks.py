@@ -1,0 +1,58 @@
+"""Checks of adapter names and of the fields of a load, before any file is touched."""
+
+from __future__ import annotations
+
+import os
+
+from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.core.safe_files import path_problem
+from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.engine.weight_session import check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.inter_communicator.messages import LoadAdapterArgs
+
+
+class AdapterChecks:
+    """The rules of one engine."""
+
+    def __init__(self, config: EngineConfig, policy: SourcePolicy):
+        self._config, self._policy = config, policy
+
+    def check_load(self, args: LoadAdapterArgs) -> float:
+        """Check the fields of a load. Return its time-out. Raises InvalidField."""
+        self._check_name(args.lora_name)
+        check_label("version", args.version)
+        check_kv(args.kv)
+        timeout_s = self._config.stage_timeout_s if args.timeout_s is None else args.timeout_s
+        check_seconds("timeout_s", timeout_s)
+        if (args.config is None) != isinstance(args.source, FolderSource):
+            raise InvalidField("config", "expected the content of adapter_config.json, and only without a folder")
+        self._policy.check(args.source, "lora_path")
+        return timeout_s
+
+    def path_in_root(self, name: str) -> str:
+        """Return the folder in which an unknown name is looked up. Raises ModelNotFound for a name that cannot be one.
+        A link that leads out of the root is refused when the folder is opened."""
+        path = os.path.join(self._config.adapter_root, name)
+        try:
+            self._check_name(name)
+        except InvalidField as error:
+            raise not_found(name) from error
+        if not {"", ".", ".."}.isdisjoint(name.split("/")) or path_problem(path) is not None:
+            raise not_found(name)
+        return path
+
+    def _check_name(self, name: str) -> None:
+        if not 1 <= len(name) <= MAX_LORA_NAME_CHARS:
+            raise InvalidField("lora_name", f"expected 1 to {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
+        if name != name.encode("utf-8", "replace").decode():
+            raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
+        if name in ("default", self._config.served_model_name, self._config.model):
+            raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
+
+
+def not_found(name: str, field: str = "model") -> ModelNotFound:
+    """Return the error for an unknown name, in the field of this name."""
+    return ModelNotFound(f"{field}: there is no adapter {name!r}", param=field)
