@@ -76,6 +76,7 @@ RUNTIME = [
     "jinja2>=3.1",
     "uvicorn>=0.34",
     "uvloop>=0.21",
+    "zstandard>=0.23",
 ]
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "peft==0.21.2", "requests>=2.31"]
 LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]

@@ -136,6 +136,10 @@ class WeightUpdateRefused(ControlError, code="weight_update_refused", status=400
     """The new weights are not usable: the old weights go on serving."""
 
 
+class BaseMismatch(ControlError, code="base_mismatch", status=409):
+    """A delta was made against other weights than those that serve, which the error names."""
+
+
 class StagingTimeout(ControlError, code="staging_timeout", status=504):
     """Reading new weights took longer than allowed: the old weights go on serving."""
 

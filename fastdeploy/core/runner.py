@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from fastdeploy.core.plan import StepPlan, StepResult
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 
 
 def nothing() -> None: ...
@@ -31,17 +31,32 @@ class ModelInfo(NamedTuple):
     block_size: int
 
 
+class Staged(NamedTuple):
+    """Complete new weights. weights: the argument of ``commit``. fingerprint: over all tensors. eos_token_ids: those
+    that the source's generation_config.json names; None = the source names none."""
+
+    weights: Any
+    fingerprint: str
+    eos_token_ids: tuple[int, ...] | None = None
+
+
 class Staging(Protocol):
     """New weights under construction, beside the serving weights or (in place) instead of them. One thread at a time
     calls ``add`` and ``finish``, which may hang in a read. Another thread may call ``abandon`` meanwhile."""
 
-    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
-        """Read all tensors of ``source``, check them (name, shape, type, finite, checksum, not twice), and pack what is
-        complete. The source is not needed afterwards. Raises OutOfSpace, or WeightUpdateRefused, which names the file
-        or tensor. After an error only ``abandon`` may be called."""
+    def add(
+        self,
+        source: Source,
+        checksums: Mapping[str, str],
+        verify_checksum: bool = False,
+        form: PartFormat = PLAIN,
+    ) -> ChunkReceipt:
+        """Read all tensors of ``source``, check them (name, shape, type, finite, checksums, not twice), and pack them.
+        The source is not needed afterwards. Raises OutOfSpace, or WeightUpdateRefused, which names the file or tensor.
+        After an error only ``abandon`` may be called."""
 
-    def finish(self) -> Any:
-        """Return the argument of ``commit``. Raises WeightUpdateRefused, which names the tensors that are missing."""
+    def finish(self) -> Staged:
+        """Return the complete weights. Raises WeightUpdateRefused, which names the tensors that are missing."""
 
     def abandon(self) -> None:
         """Free the staged weights (in place: and the rest of the old weights), without waiting for an ``add`` that
@@ -71,6 +86,8 @@ class Runner(Protocol):
     Staging and ``checksums`` on other threads, beside steps. Only a commit changes the results of ``execute`` (in
     place: nothing may execute from the first ``add`` to the commit).
 
+    fingerprint: over all tensors that serve; None without complete weights. standby_nbytes: memory of the standby copy,
+    the packed weights that do not serve. New weights are written into it, and the old weights become the next one.
     has_weights: there are complete weights to execute with. False while weights sleep, after a sleep that discarded
     them, and from the first tensor of an in-place update on; a commit makes it True.
     asleep: the tags that sleep.
@@ -85,6 +102,12 @@ class Runner(Protocol):
     @property
     def asleep(self) -> frozenset[str]: ...
 
+    @property
+    def fingerprint(self) -> str | None: ...
+
+    @property
+    def standby_nbytes(self) -> int: ...
+
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         """Copy blocks, compute every chunk, and draw a token for each chunk that samples. A row of logits that is not
         finite changes no bit of other chunks.
@@ -94,12 +117,18 @@ class Runner(Protocol):
         the KV at the plan's positions may be overwritten. Nothing else has changed."""
         ...
 
-    def begin_update(self, partial: bool, in_place: bool) -> Staging:
-        """Begin to stage. partial: tensors that do not arrive keep the value that serves at the commit. Raises
-        WrongOrder while "weight" sleeps, and for a partial update of incomplete weights."""
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> Staging:
+        """Begin to stage. partial: tensors that do not arrive keep the value that serves at the commit. delta: the same
+        for each value, as parts may change some values of a tensor; not with ``in_place``. Raises WrongOrder while
+        "weight" sleeps, and for a partial update of incomplete weights, or a delta."""
 
-    def commit(self, staged: Any) -> None:
+    def commit(self, weights: Any) -> None:
         """Replace the weights by the staged ones. Only references are exchanged, so this cannot fail half-way."""
+
+    def refresh_standby(self) -> None:
+        """Make the standby copy, if there is memory for it, or bring it up to the weights that serve, so that the next
+        delta needs to write only what it changes. Runs beside steps, like a Staging, and not at the same time as one.
+        Raises OutOfSpace."""
 
     def begin_adapter(self) -> AdapterStaging:
         """Begin to stage an adapter, on any thread. Works in every state of the weights."""

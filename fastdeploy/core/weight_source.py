@@ -29,7 +29,52 @@ class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
     nbytes: int = 0
 
 
-Source = FolderSource | FileSource | SharedMemorySource
+class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
+    """The next piece of one safetensors file that arrives in order, in pieces, while its upload is received. The bytes
+    [offset, offset + nbytes) of the file ``path``, which the API server may overwrite after the reply. stream: names
+    the upload. start: bytes of the upload before this piece. last: the upload ends with this piece. The tensors of an
+    upload count as arrived when its last piece was added."""
+
+    stream: str
+    path: str
+    offset: int
+    nbytes: int
+    start: int
+    last: bool
+
+
+WholeSource = FolderSource | FileSource | SharedMemorySource
+Source = WholeSource | StreamSource
+
+
+class PartFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The way in which the tensors of a part are written. The default is plain safetensors.
+
+    encoding: "dense" (the values), "overwrite" (the indices and values that changed) or "xor" (the bits of the new
+    values xor those of the base). compression: "none" or "zstd". With any other than dense and none, each tensor of the
+    source is its payload, of dtype U8 (core/delta_format.py). fingerprints: {tensor: the fingerprint, in hex, that the
+    tensor must have once this part is applied}, for any of the tensors."""
+
+    encoding: str = "dense"
+    compression: str = "none"
+    fingerprints: dict[str, str] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the tensors are plain safetensors."""
+        return self.encoding == "dense" and self.compression == "none"
+
+
+PLAIN = PartFormat()
+
+
+class DeltaBase(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The weights that a delta was made against. fingerprint: over all tensors (core/fingerprint.py). weight_epoch,
+    version: None = any. The delta is refused unless all that are given describe the weights that serve."""
+
+    fingerprint: str
+    weight_epoch: int | None = None
+    version: str | None = None
 
 
 def version_label(value: Any) -> str:

@@ -23,7 +23,7 @@ from fastdeploy.core.errors import FastDeployError, ModelNotFound, OutOfSpace, W
 from fastdeploy.core.runner import nothing
 from fastdeploy.core.safe_files import Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
-from fastdeploy.core.weight_source import FileSource, FolderSource, Source
+from fastdeploy.core.weight_source import FileSource, FolderSource, WholeSource
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "fastdeploy-adapters-"
@@ -52,7 +52,7 @@ class AdapterStore:
         assert self._root is not None
         return os.path.join(self._root, str(number))
 
-    def copy(self, number: int, source: Source, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
+    def copy(self, number: int, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         """Copy an adapter. config: content of adapter_config.json, for a source that is not a folder. roots: a folder
         must lie below one of these. Raises ModelNotFound if there is no folder with an adapter, WeightUpdateRefused or
         OutOfSpace, and leaves nothing then."""
@@ -88,7 +88,7 @@ class AdapterStore:
                 self._root, fd = _make_locked(self._parent)
                 self._remove_root = weakref.finalize(self, _remove_locked, self._root, fd)
 
-    def _fill(self, path: str, source: Source, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
+    def _fill(self, path: str, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         if isinstance(source, FolderSource):
             with _opened(source.path, roots) as folder:
                 self._write(path, CONFIG, _read_config(folder))

@@ -336,7 +336,7 @@ class WeightSessions:
                 self._end(session, error)
                 return
             session.advance(SessionEvent.CHECKED)
-            session.staged, session.ready_at = staged, self._clock()
+            session.staged, session.ready_at = staged.weights, self._clock()
             self._swap(session)
 
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))

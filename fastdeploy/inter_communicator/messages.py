@@ -13,7 +13,7 @@ import msgspec
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source, WholeSource
 
 # --------------------------------------------------------------------------- client -> engine
 
@@ -90,6 +90,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 
     verify_checksum: the folder must hold a checksums.json ({tensor: sha256 hex}), and every tensor must match it.
     timeout_s: seconds that reading and checking may take (None = --stage-timeout-s); StagingTimeout after that.
+    form: as in UpdateChunkArgs.
     """
 
     source: Source
@@ -101,6 +102,9 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
     timeout_s: float | None = None
+    form: PartFormat = PLAIN
+    base: DeltaBase | None = None
+    fingerprint: str | None = None
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -113,6 +117,12 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lease_s: the session ends when no part and no commit has come for so many seconds.
     timeout_s: seconds that each part, and the check of the commit, may take; after that the session ends.
     placed_by: name of the opener, for callers that keep no session id.
+    base: the session takes deltas against these weights, and BaseMismatch is raised unless they serve. Values that no
+    part changes stay.
+    fingerprint: the commit is refused unless the new weights have this fingerprint over all tensors. A delta must name
+    it, here or at the commit.
+    idempotency_key: a second begin with the same key gets the reply of the first, as long as its session is open, and
+    the reason of its end afterwards.
     """
 
     version: str | None = None
@@ -123,6 +133,9 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     lease_s: float = 300.0
     timeout_s: float | None = None
     placed_by: str = "native"
+    base: DeltaBase | None = None
+    fingerprint: str | None = None
+    idempotency_key: str | None = None
 
 
 class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -131,7 +144,7 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
     session_id: None = the open session of ``placed_by``. If there is none, the part is not read, and the reply is
     {"session_id": null}. version: replaces the version of begin. checksums: {tensor: sha256 hex of its bytes}, for any
-    of the tensors."""
+    of the tensors. form: the encoding of the tensors; other than dense in a session with a base only."""
 
     session_id: str | None
     source: Source
@@ -139,6 +152,7 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     checksums: dict[str, str] = {}
     verify_checksum: bool = False
     placed_by: str = ""
+    form: PartFormat = PLAIN
 
 
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -153,12 +167,13 @@ class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
-    there is none. version, kv: replace those of begin."""
+    there is none. version, kv, fingerprint: replace those of begin."""
 
     session_id: str | None
     version: str | None = None
     kv: str | None = None
     placed_by: str = ""
+    fingerprint: str | None = None
 
 
 class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -179,7 +194,7 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     --stage-timeout-s); StagingTimeout after that."""
 
     lora_name: str
-    source: Source
+    source: WholeSource
     config: dict[str, Any] | None = None
     path: str = ""
     version: str | None = None
@@ -242,7 +257,8 @@ class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Reply: {version, weight_epoch, boot_id, "session": {...} or null, "asleep": [tags]}. checksums: reply also
+    """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "dtype": of the
+    weights, "session": {...} or null, "asleep": [tags]}. checksums: reply also
     {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     checksums: bool = False

@@ -12,8 +12,8 @@ import zmq
 
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.plan import StepPlan, StepResult
-from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, nothing
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged, nothing
+from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.zmq_transport import new_socket
 
@@ -67,18 +67,24 @@ class Connection:
 
 
 class RemoteStaging:
-    """A ``Staging`` of a runner in another process. ``finish`` returns the number of the staging."""
+    """A ``Staging`` of a runner in another process. The weights of ``finish`` are the number of the staging."""
 
     def __init__(self, runner: RemoteRunner, number: int):
         self._runner, self._number = runner, number
 
-    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
-        call = m.AddSource(self._number, source, dict(checksums), verify_checksum)
+    def add(
+        self,
+        source: Source,
+        checksums: Mapping[str, str],
+        verify_checksum: bool = False,
+        form: PartFormat = PLAIN,
+    ) -> ChunkReceipt:
+        call = m.AddSource(self._number, source, dict(checksums), verify_checksum, form)
         return self._runner.ask_beside(call, _decoder(ChunkReceipt))
 
-    def finish(self) -> int:
-        self._runner.ask_beside(m.Finish(self._number), _decoder(type(None)))
-        return self._number
+    def finish(self) -> Staged:
+        done = self._runner.ask_beside(m.Finish(self._number), _decoder(m.StagedWeights))
+        return Staged(self._number, done.fingerprint, done.eos_token_ids)
 
     def abandon(self) -> None:
         self._runner.ask_beside(m.Abandon(self._number), _decoder(type(None)))
@@ -120,14 +126,28 @@ class RemoteRunner:
     def has_weights(self) -> bool:
         return self._steps.ask(m.HasWeights(), _decoder(bool))
 
+    @property
+    def fingerprint(self) -> str | None:
+        return self._weight_facts()[0]
+
+    @property
+    def standby_nbytes(self) -> int:
+        return self._weight_facts()[1]
+
+    def _weight_facts(self) -> tuple[str | None, int]:
+        return self._steps.ask(m.WeightFacts(), msgspec.msgpack.Decoder(tuple[str | None, int]))
+
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         return self._steps.ask(m.Execute(plan), self._result, between_layers)
 
-    def begin_update(self, partial: bool, in_place: bool) -> RemoteStaging:
-        return RemoteStaging(self, self._steps.ask(m.BeginUpdate(partial, in_place), _decoder(int)))
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> RemoteStaging:
+        return RemoteStaging(self, self._steps.ask(m.BeginUpdate(partial, in_place, delta), _decoder(int)))
 
-    def commit(self, staged: Any) -> None:
-        self._steps.ask(m.Commit(staged), _decoder(type(None)))
+    def commit(self, weights: Any) -> None:
+        self._steps.ask(m.Commit(weights), _decoder(type(None)))
+
+    def refresh_standby(self) -> None:
+        self.ask_beside(m.RefreshStandby(), _decoder(type(None)))
 
     def begin_adapter(self) -> RemoteAdapterStaging:
         return RemoteAdapterStaging(self)

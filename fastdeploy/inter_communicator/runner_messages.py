@@ -16,7 +16,7 @@ import msgspec
 from fastdeploy.core.errors import FastDeployError, OutOfSpace, from_wire
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import PartFormat, Source
 from fastdeploy.inter_communicator.messages import Failure
 
 
@@ -39,11 +39,20 @@ class HasWeights(msgspec.Struct, frozen=True, tag=True):
     """``Runner.has_weights``. Answered by a bool."""
 
 
+class WeightFacts(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.fingerprint`` and ``Runner.standby_nbytes``. Answered by a tuple of both."""
+
+
+class RefreshStandby(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.refresh_standby``."""
+
+
 class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
     """``Runner.begin_update``. Answered by the number of the new staging."""
 
     partial: bool
     in_place: bool
+    delta: bool
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
@@ -93,12 +102,20 @@ class AddSource(msgspec.Struct, frozen=True, tag=True):
     source: Source
     checksums: dict[str, str]
     verify_checksum: bool
+    form: PartFormat
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """``Staging.finish``. Its result stays with the runner until Commit or Abandon."""
+    """``Staging.finish``. Its weights stay with the runner until Commit or Abandon. Answered by StagedWeights."""
 
     staging: int
+
+
+class StagedWeights(msgspec.Struct, frozen=True):
+    """``Staged`` without the weights."""
+
+    fingerprint: str
+    eos_token_ids: tuple[int, ...] | None
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
@@ -164,5 +181,5 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 StepReply = Tick | Done | Failed
 AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
-StepCall = Execute | Info | HasWeights | BeginUpdate | Commit | AdapterCall | Sleep | Wake | Close
-BesideCall = AddSource | Finish | Abandon | ReadAdapter | Checksums
+StepCall = Execute | Info | HasWeights | WeightFacts | BeginUpdate | Commit | AdapterCall | Sleep | Wake | Close
+BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums

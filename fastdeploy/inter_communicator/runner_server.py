@@ -76,9 +76,11 @@ class RunnerServer:
                 return runner.info
             case m.HasWeights():
                 return runner.has_weights
-            case m.BeginUpdate(partial, in_place):
+            case m.WeightFacts():
+                return runner.fingerprint, runner.standby_nbytes
+            case m.BeginUpdate(partial, in_place, delta):
                 number = next(self._numbers)
-                self._stagings[number] = runner.begin_update(partial, in_place)
+                self._stagings[number] = runner.begin_update(partial, in_place, delta)
                 return number
             case m.Commit(number):
                 runner.commit(self._staged.pop(number))
@@ -132,12 +134,16 @@ class RunnerServer:
 
     def _beside_call(self, runner: Runner, call: m.BesideCall) -> Any:
         match call:
-            case m.AddSource(number, source, checksums, verify_checksum):
-                return self._stagings[number].add(source, checksums, verify_checksum)
+            case m.AddSource(number, source, checksums, verify_checksum, form):
+                return self._stagings[number].add(source, checksums, verify_checksum, form)
             case m.Finish(number):
-                self._staged[number] = self._stagings[number].finish()
+                staged = self._stagings[number].finish()
+                self._staged[number] = staged.weights
                 if number not in self._stagings:  # abandoned meanwhile: nothing will commit the result
                     self._staged.pop(number, None)
+                return m.StagedWeights(staged.fingerprint, staged.eos_token_ids)
+            case m.RefreshStandby():
+                runner.refresh_standby()
             case m.Abandon(number):
                 self._stagings.pop(number).abandon()
                 self._staged.pop(number, None)

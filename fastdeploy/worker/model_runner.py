@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.fingerprint import Fingerprint, over_all
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ModelInfo, nothing
@@ -26,7 +27,7 @@ from fastdeploy.worker.memory import free_memory, give_back_freed_memory, reside
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
 from fastdeploy.worker.spill import Spill, spill
-from fastdeploy.worker.staging import WeightStaging
+from fastdeploy.worker.staging import StagedWeights, WeightStaging
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
@@ -96,9 +97,10 @@ class ModelRunner:
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
         self.weights: ModelWeights | None = None
+        self._fingerprints: Mapping[str, Fingerprint] = {}
         staging = WeightStaging(self.model, partial=False, serving=self._values)
         staging.add(FolderSource(model_path), {})
-        self.commit(staging.finish())
+        self.commit(staging.finish().weights)
         self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
         self._cache_bytes = self.cache.nbytes
         self.info = ModelInfo(
@@ -130,7 +132,15 @@ class ModelRunner:
     def has_weights(self) -> bool:
         return self.weights is not None
 
-    def begin_update(self, partial: bool, in_place: bool) -> WeightStaging:
+    @property
+    def fingerprint(self) -> str | None:
+        return None if self.weights is None else over_all(self._fingerprints)
+
+    @property
+    def standby_nbytes(self) -> int:
+        return 0
+
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> WeightStaging:
         """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
         serves."""
         if WEIGHT in self.asleep:
@@ -140,10 +150,13 @@ class ModelRunner:
         take = self._give_up_weights if in_place else None
         return WeightStaging(self.model, partial, self._values, take, self._model_roots)
 
-    def commit(self, staged: ModelWeights) -> None:
+    def commit(self, weights: StagedWeights) -> None:
         """Exchange the weights. The old weights are freed here, as the runner holds the last reference to them."""
         assert WEIGHT not in self.asleep
-        self.weights = staged
+        self.weights, self._fingerprints = weights
+
+    def refresh_standby(self) -> None:
+        """See ``Runner.refresh_standby``."""
 
     def begin_adapter(self) -> AdapterStaging:
         """See ``Runner.begin_adapter``."""

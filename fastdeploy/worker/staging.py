@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused
-from fastdeploy.core.runner import ChunkReceipt
+from fastdeploy.core.fingerprint import Fingerprint, fingerprint, over_all
+from fastdeploy.core.runner import ChunkReceipt, Staged
 from fastdeploy.core.safe_files import ANYWHERE, Folder
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import PLAIN, PartFormat, Source
 from fastdeploy.model_executor.models import CONFIG, read_config
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
 from fastdeploy.model_executor.parameters import (
@@ -33,6 +34,13 @@ from fastdeploy.model_executor.safetensors_source import (
 )
 
 Serving: TypeAlias = Callable[[], Mapping[str, Value]]
+
+
+class StagedWeights(NamedTuple):
+    """The argument of ``ModelRunner.commit``. fingerprints: of each tensor."""
+
+    weights: ModelWeights
+    fingerprints: Mapping[str, Fingerprint]
 
 
 class WeightStaging:
@@ -69,7 +77,13 @@ class WeightStaging:
         self._abandoned = False
         self._lock = threading.Lock()
 
-    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+    def add(
+        self,
+        source: Source,
+        checksums: Mapping[str, str],
+        verify_checksum: bool = False,
+        form: PartFormat = PLAIN,
+    ) -> ChunkReceipt:
         """See ``Staging.add``. After an error only ``abandon`` may follow."""
         try:
             with paddle.no_grad(), open_source(source, self._roots) as reader:
@@ -84,8 +98,8 @@ class WeightStaging:
             self._failed = True
             raise
 
-    def finish(self) -> ModelWeights:
-        """See ``Staging.finish``. Returns the argument of ``ModelRunner.commit``."""
+    def finish(self) -> Staged:
+        """See ``Staging.finish``."""
         if self._failed:
             raise WeightUpdateRefused("a part of this update was refused: begin again")
         with paddle.no_grad():
@@ -97,7 +111,15 @@ class WeightStaging:
                     missing = next(name for name in parameter.tensors if name not in arrived)
                     raise refuse_tensor(missing, "is missing: it did not arrive")
             self._check_aliases()
-            return self._model.assemble(self._packed)
+            fingerprints = {
+                name: self._fingerprint(parameter, name)
+                for parameter in self._model.parameters
+                for name in parameter.tensors
+            }
+            return Staged(StagedWeights(self._model.assemble(self._packed), fingerprints), over_all(fingerprints))
+
+    def _fingerprint(self, parameter: Parameter, name: str) -> Fingerprint:
+        return fingerprint(unpack_whole(self._ops, parameter, self._packed[parameter.key], name))
 
     def abandon(self) -> None:
         """See ``Staging.abandon``. Values taken in place are freed too, because a mixture of weights must not serve."""

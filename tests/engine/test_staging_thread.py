@@ -9,7 +9,7 @@ import pytest
 from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids, paused
 from fastdeploy.core.errors import UpdateInProgress
 from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
+from fastdeploy.core.weight_source import PLAIN, FolderSource, SharedMemorySource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND, THREAD_NAME
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeAdapterStaging, FakeRunner, FakeStaging, Packed
@@ -19,10 +19,10 @@ from support.harness import Harness
 class HangingStaging(FakeStaging):
     """Hangs in the first read of the folder "/dead" until the runner is mended."""
 
-    def add(self, source, checksums, verify_checksum=False):
+    def add(self, source, checksums, verify_checksum=False, form=PLAIN):
         if isinstance(source, FolderSource) and source.path.endswith("dead"):
             self._runner.hang()
-        return super().add(source, checksums, verify_checksum)
+        return super().add(source, checksums, verify_checksum, form)
 
 
 class HangingRunner(FakeRunner):
@@ -38,7 +38,7 @@ class HangingRunner(FakeRunner):
         self.hanging.add(threading.get_ident())
         assert self.mended.wait(60)
 
-    def begin_update(self, partial, in_place):
+    def begin_update(self, partial, in_place, delta=False):
         self.stagings.append(HangingStaging(self, partial, in_place))
         return self.stagings[-1]
 

@@ -44,8 +44,8 @@ class HeldRunner(ModelRunner):
         self.before_commit()
         super().commit(staged)
 
-    def begin_update(self, partial: bool, in_place: bool):
-        staging = super().begin_update(partial, in_place)
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False):
+        staging = super().begin_update(partial, in_place, delta)
         add = staging.add
 
         def held_add(*args, **more):

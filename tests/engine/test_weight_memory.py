@@ -26,14 +26,14 @@ class WatchedRunner(ModelRunner):
         self.may_stage.set()
         super().__init__(*args, **settings)
 
-    def begin_update(self, partial: bool, in_place: bool):
-        staging = super().begin_update(partial, in_place)
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False):
+        staging = super().begin_update(partial, in_place, delta)
         self.seen.append(weakref.ref(staging))
         return staging
 
-    def commit(self, staged) -> None:
-        super().commit(staged)
-        self.seen += [weakref.ref(staged), *(weakref.ref(layer) for layer in staged.layers)]
+    def commit(self, weights) -> None:
+        super().commit(weights)
+        self.seen += [weakref.ref(weights.weights), *(weakref.ref(layer) for layer in weights.weights.layers)]
 
     @property
     def alive(self) -> int:
@@ -90,10 +90,10 @@ def test_weights_aborted_at_the_end_of_staging_are_freed(h, folder, monkeypatch)
     finish, may_end = WeightStaging.finish, threading.Event()
 
     def held_up(staging):
-        weights = finish(staging)
-        h.runner.seen.append(weakref.ref(weights))
+        staged = finish(staging)
+        h.runner.seen.append(weakref.ref(staged.weights.weights))
         assert may_end.wait(30)
-        return weights
+        return staged
 
     monkeypatch.setattr(WeightStaging, "finish", held_up)
     call = h.call(m.UpdateWeightsArgs(FolderSource(str(folder))))

@@ -124,7 +124,7 @@ def test_errors_keep_their_class_and_weights_are_updated_put_to_sleep_and_woken(
     assert remote.has_weights
     receipt = staging.add(FolderSource(str(MODEL_DIR)), {})
     assert not remote.has_weights and receipt.tensors == len(before)
-    remote.commit(staging.finish())
+    remote.commit(staging.finish().weights)
     remote.sleep(("weight", "kv_cache"), discard=False)
     assert remote.asleep == {"weight", "kv_cache"} and not remote.has_weights
     remote.wake(("weight", "kv_cache"))

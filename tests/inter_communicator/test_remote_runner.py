@@ -12,8 +12,8 @@ import pytest
 from fastdeploy import LLM, SamplingParams
 from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.plan import StepPlan
-from fastdeploy.core.runner import AdapterInfo
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.runner import AdapterInfo, Staged
+from fastdeploy.core.weight_source import PLAIN, FolderSource
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.runner_server import RunnerServer
 from support.fake_runner import FakeRunner, FakeStaging
@@ -56,16 +56,16 @@ def test_weights_that_are_ready_after_their_session_was_given_up_are_freed():
     began, may_end = threading.Event(), threading.Event()
 
     class SlowStaging(FakeStaging):
-        def finish(self) -> tuple[int, bool]:
+        def finish(self) -> Staged:
             began.set()
             assert may_end.wait(30)
-            return 1, True
+            return Staged((1, True), "of 1")
 
     runner = FakeRunner()
     with tempfile.TemporaryDirectory() as folder:
         server = RunnerServer(folder)
         server._stagings[1] = SlowStaging(runner, False, False)
-        server._beside_call(runner, m.AddSource(1, FolderSource("w1"), {}, False))
+        server._beside_call(runner, m.AddSource(1, FolderSource("w1"), {}, False, PLAIN))
         finishing = threading.Thread(target=server._beside_call, args=(runner, m.Finish(1)))
         finishing.start()
         assert began.wait(30)

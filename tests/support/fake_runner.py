@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo
-from fastdeploy.core.weight_source import SharedMemorySource, Source
+from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
+from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
 
 EOS = 0
 MIB = 1 << 20
@@ -67,6 +67,11 @@ def expected_tokens(prompt: list[int], count: int, weights: int = 0, vocab: int 
     return tokens[len(prompt) :]
 
 
+def fingerprint_of(weights: int) -> str:
+    """Return the fingerprint of the weights ``weights`` over all their tensors."""
+    return hashlib.sha256(f"weights {weights}".encode()).hexdigest()
+
+
 def write_adapter(folder: Path, content: str) -> str:
     """Write a PEFT folder for the fake runner, and return its path. content: see FakeAdapterStaging."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +115,13 @@ class FakeStaging:
         self.names: list[str] = []
         self.abandoned, self.was_abandoned = False, threading.Event()
 
-    def add(self, source: Source, checksums: Mapping[str, str], verify_checksum: bool = False) -> ChunkReceipt:
+    def add(
+        self,
+        source: Source,
+        checksums: Mapping[str, str],
+        verify_checksum: bool = False,
+        form: PartFormat = PLAIN,
+    ) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
@@ -123,14 +134,15 @@ class FakeStaging:
         self.names.append(name)
         return ChunkReceipt(3, 12)
 
-    def finish(self) -> tuple[int, bool]:
+    def finish(self) -> Staged:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
         if not self.names and not self._partial:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         serving = self._runner.weights if self._partial else 0
         last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
-        return serving + int(last), recompute != "recompute"
+        weights = serving + int(last)
+        return Staged((weights, recompute != "recompute"), fingerprint_of(weights))
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -168,6 +180,7 @@ class FakeRunner:
         self.may_stage = threading.Event()
         self.may_stage.set()
         self.has_weights, self.no_space = True, False
+        self.standby_nbytes = self.refreshes = 0
         self._spilled = False
         self.asleep: frozenset[str] = frozenset()
         self.adapters: dict[int, Packed] = {}
@@ -263,15 +276,23 @@ class FakeRunner:
         used.add(number)
         return used
 
-    def begin_update(self, partial: bool, in_place: bool) -> FakeStaging:
+    @property
+    def fingerprint(self) -> str | None:
+        return fingerprint_of(self.weights) if self.has_weights else None
+
+    def refresh_standby(self) -> None:
+        assert self.may_stage.wait(30)
+        self.refreshes += 1
+
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> FakeStaging:
         if "weight" in self.asleep or (partial and not self.has_weights):
             raise WrongOrder("asleep, or nothing to complete")
         self.stagings.append(FakeStaging(self, partial, in_place))
         return self.stagings[-1]
 
-    def commit(self, staged: Any) -> None:
+    def commit(self, weights: Any) -> None:
         assert "weight" not in self.asleep
-        self.weights, keeps_kv = staged
+        self.weights, keeps_kv = weights
         self.has_weights = True
         self.mixed_ok = set(self._end) if keeps_kv else set()
 

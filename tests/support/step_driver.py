@@ -139,7 +139,7 @@ def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False, i
     staging = runner.begin_update(partial, in_place)
     for source in sources:
         staging.add(FolderSource(str(source)) if isinstance(source, Path) else source, {})
-    return staging.finish()
+    return staging.finish().weights
 
 
 def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> None:

@@ -81,7 +81,7 @@ def test_tensors_that_arrive_one_by_one_in_any_order_make_the_weights_that_were_
         receipt = staging.add(part({name: tensors[name]}), {})
         assert receipt == (1, tensors[name].nbytes)
     assert outputs(runner) == before
-    runner.commit(staging.finish())
+    runner.commit(staging.finish().weights)
     assert outputs(runner) == fresh(SPEC, tensors)
 
 
@@ -368,7 +368,7 @@ def test_nothing_executes_between_the_first_tensor_in_place_and_the_commit(make_
         with pytest.raises(WrongOrder):
             call()
     staging.add(part({name: array for name, array in new.items() if name != Q}), {})
-    runner.commit(staging.finish())
+    runner.commit(staging.finish().weights)
     assert runner.has_weights and outputs(runner) == fresh(SPEC, new)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import paddle
 
+from fastdeploy.model_executor.ops import reference_staging
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Limits,
     adapter_rows,
@@ -37,11 +38,14 @@ from fastdeploy.model_executor.ops.interface import (
     AttentionBlock,
     AttentionSpec,
     DecoderLayer,
+    DeltaItem,
     KVCache,
     LoraPart,
     PackedAdapter,
     PackedLinear,
     SampleBatch,
+    StageItem,
+    StageResult,
 )
 
 _Handles: TypeAlias = "ctypes.Array[c_void_p]"
@@ -128,6 +132,31 @@ class CpuOps:
                 self._lib.fd_set_bias(weight.handle, address(values), row, part.shape[0])
             row += part.shape[0]
         return weight
+
+    def new_linear(self, rows: int, columns: int, bias: bool) -> CpuLinear:
+        return CpuLinear(self._lib, self._bf16, rows, columns, bias)
+
+    def set_bias(self, weight: PackedLinear, first: int, bias: np.ndarray) -> None:
+        assert bias.dtype == np.float32 and bias.flags.c_contiguous and first + len(bias) <= weight.out_features
+        self._lib.fd_set_bias(handle_of(weight), address(bias), first, len(bias))
+
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+        return reference_staging.stage(self, items, stop)
+
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+        return reference_staging.apply_deltas(self, items, stop)
+
+    def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
+        self.write_rows(target, first, self.unpack_linear(source, first, last))
+        if (bias := self.unpack_bias(source)) is not None:
+            self.set_bias(target, first, bias[first:last].copy())
+
+    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray:
+        return self.unpack_linear(weight, first, last)
+
+    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None:
+        rows = np.ascontiguousarray(rows)
+        self._lib.fd_pack_rows(handle_of(weight), address(rows), rows.dtype == np.uint16, first, len(rows))
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         last = weight.out_features if last is None else last

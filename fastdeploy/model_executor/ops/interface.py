@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import paddle
+
+from fastdeploy.core.fingerprint import Fingerprint
 
 
 class PackedLinear(Protocol):
@@ -153,6 +156,60 @@ class SampleBatch(NamedTuple):
     uniform: np.ndarray
 
 
+class Region(NamedTuple):
+    """Where the values of a checkpoint tensor, [rows, columns], go. linear: rows [first_row, first_row + rows) of this
+    weight. vector: this array, float32 [rows * columns], of a norm or a bias; its values are rounded to the dtype of
+    the ops and widened again. With neither, the values are only checked."""
+
+    rows: int
+    columns: int
+    linear: PackedLinear | None = None
+    first_row: int = 0
+    vector: np.ndarray | None = None
+
+
+class StageItem(NamedTuple):
+    """Values to read into a region. fd: an open file, read at ``offset`` (bytes). memory: or this array of uint8, of
+    which ``offset`` is the first byte. dtype: of the source, "F32", "BF16" or "F16"; it is rounded to nearest even.
+    first: index of the first value in its tensor, which has earlier values elsewhere."""
+
+    region: Region
+    dtype: str
+    offset: int
+    fd: int = -1
+    memory: np.ndarray | None = None
+    first: int = 0
+
+
+class DeltaItem(NamedTuple):
+    """A change of a region that holds the base. encoding, payload (uint8): see core/delta_format.py."""
+
+    region: Region
+    encoding: str
+    payload: np.ndarray
+
+
+class Problem(StrEnum):
+    """Why values were refused. TOO_LARGE: finite in the source, but not in the dtype of the ops. STOPPED: ``stop`` was
+    set. MALFORMED: a payload of the wrong size, or an index out of order or out of range."""
+
+    NOT_FINITE = "not_finite"
+    TOO_LARGE = "too_large"
+    CUT_SHORT = "cut_short"
+    READ_ERROR = "read_error"
+    MALFORMED = "malformed"
+    STOPPED = "stopped"
+
+
+class StageResult(NamedTuple):
+    """fingerprint: of the values; for a DeltaItem, what to add to the fingerprint of the base. problem: None = the
+    region has the values. Otherwise its content is undefined. errno: of a READ_ERROR."""
+
+    fingerprint: Fingerprint
+    problem: Problem | None = None
+    errno: int = 0
+
+
 class Ops(Protocol):
     """Operators of one place and dtype. Weights and caches of one Ops object are used with that object only."""
 
@@ -165,6 +222,26 @@ class Ops(Protocol):
         parts: float32, or bfloat16 as uint16 bits (the layout of safetensors), all of one type. A type other than
         ``self.dtype`` is converted, rounding to nearest even. The arrays may be freed afterwards. Releases the GIL, and
         may run at the same time as all other ops."""
+
+    def new_linear(self, rows: int, columns: int, bias: bool) -> PackedLinear:
+        """Allocate a weight for ``stage`` to write, of zeros. Raises MemoryError."""
+
+    def set_bias(self, weight: PackedLinear, first: int, bias: np.ndarray) -> None:
+        """Set the bias of the rows from ``first`` on: float32, contiguous."""
+
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+        """Read, check, convert, pack and fingerprint tensors in one pass, on all cores. The regions do not overlap, and
+        no step uses them. Each byte of a source is read once. stop: int32 [1]; another thread may set it to 1, and the
+        rest is given up then. Releases the GIL. Runs beside all other ops, and gives way to them: its threads have a
+        low priority. Returns the results in the order of the items."""
+
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+        """Change values of regions, in time proportional to the payloads. Otherwise as ``stage``. An item that is
+        MALFORMED or not finite may be applied in part. A region with neither a linear nor a vector is not allowed."""
+
+    def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
+        """Copy rows [first, last) and their bias to the same rows of a weight of the same shape. Releases the GIL, and
+        may run at the same time as all other ops that do not use ``target``."""
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         """Copy rows [first, last) of a packed weight in ``self.dtype`` (bfloat16 as uint16 bits). Packing the copy

@@ -14,18 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 import paddle
 
+from fastdeploy.model_executor.ops import reference_staging
 from fastdeploy.model_executor.ops.interface import (
     AdapterRows,
     AttentionBatch,
     AttentionBlock,
     AttentionSpec,
     DecoderLayer,
+    DeltaItem,
     KVCache,
     LoraPart,
     MlpBlock,
     PackedAdapter,
     PackedLinear,
     SampleBatch,
+    StageItem,
+    StageResult,
 )
 from fastdeploy.model_executor.ops.reference_attention import attend, contained, rotate, slots_of
 from fastdeploy.model_executor.ops.reference_linear import (
@@ -83,6 +87,35 @@ class ReferenceOps:
         packed_bias = None if bias is None else paddle.to_tensor(np.concatenate(bias).astype(np.float32))
         out_features, in_features = stacked.shape
         return ReferenceLinear(paddle.to_tensor(stacked), packed_bias, out_features, in_features, stacked.nbytes)
+
+    def new_linear(self, rows: int, columns: int, bias: bool) -> ReferenceLinear:
+        packed_bias = paddle.zeros([rows], "float32") if bias else None
+        return ReferenceLinear(paddle.zeros([rows, columns], "float32"), packed_bias, rows, columns, 4 * rows * columns)
+
+    def set_bias(self, weight: PackedLinear, first: int, bias: np.ndarray) -> None:
+        assert isinstance(weight, ReferenceLinear) and weight.bias is not None
+        weight.bias[first : first + len(bias)] = paddle.to_tensor(bias)
+
+    def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+        return reference_staging.stage(self, items, stop)
+
+    def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+        return reference_staging.apply_deltas(self, items, stop)
+
+    def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
+        assert isinstance(target, ReferenceLinear) and isinstance(source, ReferenceLinear)
+        target.weight[first:last] = source.weight[first:last]
+        if target.bias is not None and source.bias is not None:
+            target.bias[first:last] = source.bias[first:last]
+
+    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray:
+        """See ``reference_staging.Rows``."""
+        return self.unpack_linear(weight, first, last)
+
+    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None:
+        """See ``reference_staging.Rows``."""
+        assert isinstance(weight, ReferenceLinear)
+        weight.weight[first : first + len(rows)] = paddle.to_tensor(to_float32(rows))
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         assert isinstance(weight, ReferenceLinear)

@@ -1,0 +1,122 @@
+"""Staging of new weights for the reference ops. The C++ ops are compared with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastdeploy.core import delta_format
+from fastdeploy.core.fingerprint import ZERO, Fingerprint, change, fingerprint
+from fastdeploy.model_executor.ops.interface import DeltaItem, PackedLinear, Problem, Region, StageItem, StageResult
+
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+class Rows(Protocol):
+    """The access to packed weights that staging needs. Rows are in the dtype of the ops, bfloat16 as uint16 bits."""
+
+    dtype: str
+
+    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray: ...
+
+    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None: ...
+
+
+def stage(packed: Rows, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
+    """See ``Ops.stage``."""
+    return [_stage(packed, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+
+
+def apply_deltas(packed: Rows, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
+    """See ``Ops.apply_deltas``."""
+    return [_apply(packed, item) if not stop[0] else StageResult(ZERO, Problem.STOPPED) for item in items]
+
+
+def _stage(packed: Rows, item: StageItem) -> StageResult:
+    region, kind = item.region, DTYPES[item.dtype]
+    nbytes = region.rows * region.columns * kind.itemsize
+    if item.memory is not None:
+        raw = item.memory[item.offset : item.offset + nbytes].tobytes()
+    else:
+        try:
+            raw = os.pread(item.fd, nbytes, item.offset)
+        except OSError as error:
+            return StageResult(ZERO, Problem.READ_ERROR, error.errno or 0)
+    if len(raw) < nbytes:
+        return StageResult(ZERO, Problem.CUT_SHORT)
+    source = np.frombuffer(raw, kind)
+    values = _in_dtype(source, packed.dtype)
+    if not _finite(values):
+        return StageResult(ZERO, Problem.TOO_LARGE if _finite(source) else Problem.NOT_FINITE)
+    _write(packed, region, values)
+    return StageResult(_shifted(values, item.first))
+
+
+def _shifted(values: np.ndarray, first: int) -> Fingerprint:
+    """Return the fingerprint of values that begin at index ``first`` of their tensor."""
+    return fingerprint(values) if first == 0 else fingerprint(np.concatenate([np.zeros(first, values.dtype), values]))
+
+
+def _apply(packed: Rows, item: DeltaItem) -> StageResult:
+    region = item.region
+    old = _read(packed, region)
+    bits = old.view(f"<u{old.itemsize}")
+    if item.encoding == "overwrite":
+        try:
+            index, values = delta_format.read_overwrite(item.payload, old.size, old.itemsize)
+        except ValueError:
+            return StageResult(ZERO, Problem.MALFORMED)
+    elif item.payload.size != old.nbytes:
+        return StageResult(ZERO, Problem.MALFORMED)
+    else:
+        values = item.payload.view(bits.dtype)
+        values = values ^ bits if item.encoding == "xor" else values
+        index = np.flatnonzero(values != bits)
+        values = values[index]
+    values = values.view(old.dtype)
+    if not _finite(values):
+        return StageResult(ZERO, Problem.NOT_FINITE)
+    new = old.copy()
+    new[index] = values
+    _write(packed, region, new)
+    return StageResult(change(index, old[index], values))
+
+
+def _read(packed: Rows, region: Region) -> np.ndarray:
+    """Return the values of a region, flat, in the dtype of the ops."""
+    if region.vector is not None:
+        return _in_dtype(region.vector.copy(), packed.dtype)
+    assert region.linear is not None
+    return packed.read_rows(region.linear, region.first_row, region.first_row + region.rows).reshape(-1)
+
+
+def _write(packed: Rows, region: Region, values: np.ndarray) -> None:
+    if region.vector is not None:
+        region.vector[:] = _widened(values)
+    elif region.linear is not None:
+        packed.write_rows(region.linear, region.first_row, values.reshape(region.rows, region.columns))
+
+
+def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Round values to nearest even. bfloat16 is uint16 bits, before and after."""
+    if values.dtype == np.uint16 and dtype == "bfloat16":
+        return values
+    wide = _widened(values)
+    if dtype == "float32":
+        return wide
+    bits = wide.view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(wide), np.uint16(0x7FC0), rounded)
+
+
+def _widened(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _finite(values: np.ndarray) -> bool:
+    return bool(np.isfinite(_widened(values)).all())
