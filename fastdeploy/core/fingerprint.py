@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK = 1024  # words with a key of their own
+BLOCK_BITS = 10
+BLOCK = 1 << BLOCK_BITS  # words with a key of their own
 PIECE_BLOCKS = 256  # blocks that are multiplied at once: 1 MiB of values, 4 MiB of products
 MASK = 2**64 - 1
 _FIRST_BLOCK_KEY = 1 << 32
@@ -81,15 +82,20 @@ def fingerprint(values: np.ndarray) -> Fingerprint:
 def change(index: np.ndarray, old: np.ndarray, new: np.ndarray) -> Fingerprint:
     """Return what to add to the fingerprint of a tensor whose values at ``index`` (int64, flat, each at most once)
     change from ``old`` to ``new`` (float32, or bfloat16 as uint16 bits)."""
+    if not index.size:
+        return ZERO
+    position = index.astype(np.uint64)
     if new.dtype == np.uint16:
-        word, shift = index // 2, (index % 2 * 16).astype(np.uint64)
-        difference = (new.astype(np.uint64) - old.astype(np.uint64)) << shift
+        word = position >> np.uint64(1)
+        difference = new.astype(np.uint64) - old.astype(np.uint64)
+        difference <<= (position & np.uint64(1)) << np.uint64(4)
     else:
-        word, difference = index, new.view(np.uint32).astype(np.uint64) - old.view(np.uint32).astype(np.uint64)
-    blocks = word // BLOCK
-    keys = block_keys(0, int(blocks.max()) + 1)[blocks] if index.size else np.empty(0, np.uint64)
-    weighted = difference * keys
-    return Fingerprint(*(int((weighted * WORD_KEYS[s][word % BLOCK]).sum(dtype=np.uint64)) for s in (0, 1)))
+        word, difference = position, new.view(np.uint32).astype(np.uint64) - old.view(np.uint32).astype(np.uint64)
+    blocks = (word >> np.uint64(BLOCK_BITS)).astype(np.intp)
+    first = int(blocks.min())
+    difference *= block_keys(first, int(blocks.max()) + 1)[blocks - first]
+    within = (word & np.uint64(BLOCK - 1)).astype(np.intp)
+    return Fingerprint(*(int((difference * WORD_KEYS[s][within]).sum(dtype=np.uint64)) for s in (0, 1)))
 
 
 def over_all(fingerprints: Mapping[str, Fingerprint]) -> str:

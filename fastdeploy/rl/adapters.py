@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from fastdeploy.core.errors import ModelNotFound
+from fastdeploy.rl.adapter_upload import Upload
 from fastdeploy.rl.errors import Report
 from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
 from fastdeploy.rl.holds import Holds
@@ -13,7 +14,6 @@ from fastdeploy.rl.publish import CONFIRM_S, Publication
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
-from fastdeploy.rl.state_transfer import Upload
 
 
 class _Loads:

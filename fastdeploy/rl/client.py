@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict, Unpack
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.rl.adapter_upload import adapter_upload
 from fastdeploy.rl.adapters import Adapters
 from fastdeploy.rl.continuation import RolloutRequest
 from fastdeploy.rl.errors import Report, TooStale
@@ -27,12 +28,13 @@ from fastdeploy.rl.fan_out import fan_out, require_all
 from fastdeploy.rl.generate import RolloutGenerator
 from fastdeploy.rl.hold_renewal import Hold
 from fastdeploy.rl.holds import TTL_S, Holds, new_hold_id, note_cleanup_failure
-from fastdeploy.rl.publish import PartCalls, Publication, Publisher
+from fastdeploy.rl.part_calls import Means
+from fastdeploy.rl.publish import Publication, Publisher
 from fastdeploy.rl.replica import Replica, http_client
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
-from fastdeploy.rl.state_transfer import NamedTensors, PublishedState, adapter_upload
+from fastdeploy.rl.state_transfer import FolderTransfer, NamedTensors, PublishedState
 
 OnStale = Literal["raise", "retry", "mark"]
 
@@ -249,10 +251,11 @@ class RolloutClient:
         version: str | int | None = None,
         *,
         partial: bool = False,
-        changed_only: bool = False,
+        delta: Literal["auto", "never"] = "auto",
         kv: Literal["keep", "recompute"] = "keep",
         via: Literal["auto", "upload", "shared_memory", "folder"] = "auto",
         folder: str | None = None,
+        compression: Literal["auto", "none", "zstd"] = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 600.0,
         **options: Any,
@@ -262,39 +265,33 @@ class RolloutClient:
 
         state: Paddle, torch or numpy tensors by their name in the checkpoint; or an (async) iterable of (name, tensor)
         pairs, which is read part by part and is never in memory as a whole.
-        partial: tensors that ``state`` lacks keep their value. changed_only: send only tensors that differ from this
-        client's last publication, if every replica still serves that publication. via: the way to send tensors; "auto"
-        takes shared memory if all replicas are on this host, else an upload; "folder" needs ``folder``, readable by all
-        replicas. options: in_place, expected_version, lease_s of /v1/weights/begin.
+        partial: tensors that ``state`` lacks keep their value.
+        delta: "auto" keeps a copy of the state in the dtype of the replicas, and sends the next one as its difference
+        from this copy. A replica that serves other weights than this copy, for example after a restart, is sent the
+        whole; so are all if the difference is hardly smaller. "never" keeps no copy. A stream is always sent whole.
+        via: the way to send tensors; "auto" takes shared memory if all replicas are on this host, else an upload;
+        "folder" needs ``folder``, readable by all replicas. compression: of differences; "auto" takes zstd unless all
+        replicas are on this host. options: in_place, expected_version, lease_s of /v1/weights/begin.
+        Raises WrongWeights, in a FleetError, for a replica that serves other weights after the commit.
         """
+        means = Means(via, folder, chunk_mb << 20, compression)
+        begin = options | {"kv": kv, "partial": partial}
+        if version is not None:
+            begin["version"] = str(version)
         async with self._publisher.lock:
-            base = changed_only and await self._publisher.serves_last_publication()
-            urls = [replica.url for replica in self.replicas]
-            transfer = await self._published_state.transfer(state, base, chunk_mb << 20, via, folder, urls)
-            begin = options | {"kv": kv, "partial": partial or transfer.is_difference}
-            if version is not None:
-                begin["version"] = str(version)
-            try:
-                publication = await self._publisher.publish(begin, transfer.part_calls, deadline_s)
-            except BaseException:
-                self._published_state.forget()
-                raise
-            self._published_state.remember(transfer)
-            return publication
+            transfer = await self._published_state.transfer(state, delta, means, begin)
+            async with self._published_state.publishing(transfer):
+                return await self._publisher.publish(begin, transfer, deadline_s)
 
     async def update_weights(
         self, model_path: str, version: str | int | None = None, *, deadline_s: float = 600.0, **options: Any
     ) -> Publication:
         """Load a checkpoint folder, which all replicas can read, on all of them or on none. version None: each replica
         makes a label from its weight_epoch. options: kv, partial, in_place, expected_version, lease_s."""
-
-        async def part_calls() -> PartCalls:
-            yield {"json": {"model_path": str(model_path)}}
-
         async with self._publisher.lock:
             begin = options if version is None else options | {"version": str(version)}
             self._published_state.forget()
-            return await self._publisher.publish(begin, part_calls, deadline_s)
+            return await self._publisher.publish(begin, FolderTransfer(str(model_path)), deadline_s)
 
     async def set_version(self, version: str | int) -> list[Report]:
         """Give the served weights another version label. Nothing else changes."""

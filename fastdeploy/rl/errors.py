@@ -6,6 +6,7 @@ FastDeployError
     ├── RolloutFailed     a generation was given up (failures or time-out); ``partial`` has its tokens
     ├── TooStale          a token's weights lack more publications than allowed; ``rollouts`` has the results
     ├── MalformedReply    the server broke its contract (too many tokens, or not as many logprobs as tokens)
+    ├── WrongWeights      after a commit, a replica serves other weights than those published
     └── FleetError        a call to all replicas failed on some; ``reports`` has one entry per replica
         └── HoldLost      a hold of this client ended before its release: the servers may have run meanwhile
 """
@@ -51,6 +52,10 @@ class TooStale(RolloutError):
 
 class MalformedReply(RolloutError):
     code = "malformed_reply"
+
+
+class WrongWeights(RolloutError):
+    code = "wrong_weights"
 
 
 @dataclass(frozen=True)

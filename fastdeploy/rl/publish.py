@@ -1,27 +1,29 @@
 """Publishing weights to many replicas in two phases: first stage the tensors on all, then commit on all.
 
-If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and no replica commits.
+If a replica refuses a tensor or cannot be reached, the sessions are aborted everywhere and no replica commits. Each
+replica is sent what it lacks: a delta if it serves the base of the delta, else the whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastdeploy.rl.errors import FleetError, Report, Unreachable
 from fastdeploy.rl.fan_out import fan_out, require_all, run_shielded
 from fastdeploy.rl.holds import Holds
 from fastdeploy.rl.replica import Replica
+from fastdeploy.rl.replica_session import ReplicaSession
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
+from fastdeploy.rl.state_transfer import Group, Transfer
 
 CONFIRM_S = 30.0  # limit of each call that begins or aborts a session, or asks what a replica serves
 NOT_COMMITTED = "no replica has committed"
-PartCalls = AsyncGenerator[dict[str, Any], None]  # keyword arguments of Replica.call for each /v1/weights/chunk
-Sessions = dict[str, dict[str, Any]]  # by url of the replica: the answer of /v1/weights/begin
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,18 @@ class Publication:
     """Weights that all replicas have committed.
 
     number: counts this client's publications from 1. version: the label on the first replica (without a given version,
-    each replica makes a label of its weight_epoch). reports: of the commits. tensors, nbytes: sent to each."""
+    each replica makes a label of its weight_epoch). reports: of the commits. tensors, nbytes: sent to each replica; to
+    the one that was sent most, if they differ. full_nbytes: of the whole. changed_values: values that differ from the
+    last publication. Both are None if not known. deltas: urls of the replicas that were sent a delta."""
 
     number: int
     version: str
     reports: list[Report]
     tensors: int = 0
     nbytes: int = 0
+    full_nbytes: int | None = None
+    changed_values: int | None = None
+    deltas: tuple[str, ...] = ()
 
 
 class Publisher:
@@ -47,99 +54,85 @@ class Publisher:
         self._ledger = ledger
         self._holds = holds
         self.lock = asyncio.Lock()
-        # By replica: (boot id, weight_epoch) of this client's last commit.
-        self._last_commits: dict[str, tuple[str, int]] = {}
 
-    async def serves_last_publication(self) -> bool:
-        """Return whether every replica still serves this client's last publication."""
-        reports = await fan_out(self._replicas, lambda r: r.call("GET", "/v1/weights"), CONFIRM_S)
-        return all(r.ok and self._last_commits.get(r.replica) == _identity(r.unwrap()) for r in reports)
-
-    async def publish(
-        self, options: dict[str, Any], part_calls: Callable[[], PartCalls], deadline_s: float
-    ) -> Publication:
-        """Stage all parts on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError with
-        a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas get no
-        requests until the next publication. Raises HoldLost if a hold of this client has ended on a replica;
+    async def publish(self, options: dict[str, Any], transfer: Transfer, deadline_s: float) -> Publication:
+        """Stage the transfer on all replicas, then commit. options: the body of /v1/weights/begin. Raises FleetError
+        with a report per replica: if staging failed, no replica has committed; if some commits failed, those replicas
+        get no requests until the next publication. Raises HoldLost if a hold of this client has ended on a replica;
         then no replica has committed."""
-        sessions: Sessions = {}
-        tensors = nbytes = 0
+        sessions = [ReplicaSession(replica, options, CONFIRM_S) for replica in self._replicas]
         try:
             async with asyncio.timeout(deadline_s):
-                await self._begin(options, sessions)
-                async with aclosing(part_calls()) as calls:
-                    async for call in calls:
-                        staged = await self._stage(sessions, call, deadline_s)
-                        tensors, nbytes = tensors + staged["tensors"], nbytes + staged["nbytes"]
+                await self._each(sessions, lambda session: session.begin(transfer.base), CONFIRM_S)
+                for group in _groups(sessions):
+                    await self._stage([s for s in sessions if s.replica.url in group.urls], group, transfer, deadline_s)
                 await self._holds.require_standing(CONFIRM_S)
         except BaseException as error:
-            await run_shielded(self._abort(sessions))
+            await run_shielded(self._call(sessions, ReplicaSession.abort, CONFIRM_S))
             if isinstance(error, TimeoutError):
                 late = Unreachable(f"not staged within {deadline_s} s")
                 raise FleetError(NOT_COMMITTED, [Report(r.url, error=late) for r in self._replicas]) from error
             raise
         number = self._ledger.begin_publication()
-        reports = await run_shielded(self._commit(sessions, number))
+        reports = await run_shielded(self._commit(sessions, transfer, number))
         require_all("the commit failed on some replicas, which are left out until they are published to", reports)
-        return Publication(number, str(reports[0].unwrap()["version"]), reports, tensors, nbytes)
+        return Publication(
+            number,
+            str(reports[0].unwrap()["version"]),
+            reports,
+            max(session.tensors for session in sessions),
+            max(session.nbytes for session in sessions),
+            transfer.full_nbytes,
+            transfer.changed_values,
+            tuple(session.replica.url for session in sessions if session.is_delta),
+        )
 
-    async def _begin(self, options: dict[str, Any], sessions: Sessions) -> None:
-        async def begin(replica: Replica) -> dict[str, Any]:
-            sessions[replica.url] = await replica.call("POST", "/v1/weights/begin", json=options)
-            return sessions[replica.url]
+    async def _stage(
+        self, sessions: Sequence[ReplicaSession], group: Group, transfer: Transfer, deadline_s: float
+    ) -> None:
+        async with aclosing(transfer.calls(group)) as calls:
+            async for call in calls:
+                stage = partial(ReplicaSession.stage, call=call, timeout_s=deadline_s)
+                await self._each(sessions, stage, deadline_s)
 
-        require_all(NOT_COMMITTED, await fan_out(self._replicas, begin, CONFIRM_S))
-
-    async def _stage(self, sessions: Sessions, part_call: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        place = "json" if "json" in part_call else "params"
-
-        def stage(replica: Replica) -> Awaitable[dict[str, Any]]:
-            arguments = part_call | {place: part_call.get(place, {}) | _session_id(sessions, replica)}
-            return replica.call("POST", "/v1/weights/chunk", deadline_s, **arguments)
-
-        reports = require_all(NOT_COMMITTED, await fan_out(self._replicas, stage, deadline_s))
-        return reports[0].unwrap()
-
-    async def _abort(self, sessions: Sessions) -> None:
-        def abort(replica: Replica) -> Awaitable[dict[str, Any]]:
-            return replica.call("POST", "/v1/weights/abort", json=_session_id(sessions, replica))
-
-        # A replica that cannot be reached drops its session when the lease ends.
-        await fan_out([r for r in self._replicas if r.url in sessions], abort, CONFIRM_S)
-
-    async def _commit(self, sessions: Sessions, number: int) -> list[Report]:
-        async def commit(replica: Replica) -> dict[str, Any]:
-            try:
-                done = await replica.call("POST", "/v1/weights/commit", json=_session_id(sessions, replica))
-            except Unreachable:
-                done = await self._confirm(replica, sessions[replica.url])
+    async def _commit(self, sessions: Sequence[ReplicaSession], transfer: Transfer, number: int) -> list[Report]:
+        async def commit(session: ReplicaSession) -> dict[str, Any]:
+            done, replica = await session.commit(transfer), session.replica
             self._ledger.record_commit(number, replica.url, done["boot_id"], done["weight_epoch"])
             self._router.note_published(replica, done["boot_id"])
-            self._last_commits[replica.url] = _identity(done)
             return done
 
-        reports = await fan_out(self._replicas, commit, 3 * CONFIRM_S)
+        reports = await self._call(sessions, commit, 3 * CONFIRM_S)
         self._ledger.end_publication()
         if any(report.ok for report in reports):
-            for replica, report in zip(self._replicas, reports, strict=True):
+            for session, report in zip(sessions, reports, strict=True):
                 if report.error is not None:
-                    self._router.exclude(replica, f"its commit failed: {report.error.message}")
-                    self._last_commits.pop(replica.url, None)
+                    self._router.exclude(session.replica, f"its commit failed: {report.error.message}")
         return reports
 
-    async def _confirm(self, replica: Replica, session: dict[str, Any]) -> dict[str, Any]:
-        """Return what ``replica`` serves after a commit whose answer was lost. Raises Unreachable if the commit did not
-        take place."""
-        (report,) = await fan_out([replica], lambda r: r.call("GET", "/v1/weights"), CONFIRM_S, retry=True)
-        now = report.unwrap()
-        if _identity(now) != (session["boot_id"], session["weight_epoch"] + 1):
-            raise Unreachable("the connection broke at the commit, which did not take place")
-        return now | {"status": "committed"}
+    async def _each(
+        self,
+        sessions: Sequence[ReplicaSession],
+        call: Callable[[ReplicaSession], Awaitable[dict[str, Any]]],
+        timeout_s: float,
+    ) -> None:
+        """Make a call that must succeed on all sessions."""
+        require_all(NOT_COMMITTED, await self._call(sessions, call, timeout_s))
+
+    async def _call(
+        self,
+        sessions: Sequence[ReplicaSession],
+        call: Callable[[ReplicaSession], Awaitable[dict[str, Any]]],
+        timeout_s: float,
+    ) -> list[Report]:
+        by_replica = {session.replica: session for session in sessions}
+        return await fan_out(list(by_replica), lambda replica: call(by_replica[replica]), timeout_s)
 
 
-def _session_id(sessions: Sessions, replica: Replica) -> dict[str, Any]:
-    return {"session_id": sessions[replica.url]["session_id"]}
-
-
-def _identity(weights: dict[str, Any]) -> tuple[str, int]:
-    return weights["boot_id"], weights["weight_epoch"]
+def _groups(sessions: Sequence[ReplicaSession]) -> list[Group]:
+    """Return groups of replicas that are sent the same, those of a delta first."""
+    found: dict[tuple[bool, str], list[str]] = {}
+    for session in sessions:
+        alone = session.group
+        found.setdefault((not alone.is_delta, alone.dtype), []).append(session.replica.url)
+    return [Group(dtype, not is_whole, tuple(urls)) for (is_whole, dtype), urls in sorted(found.items())]

@@ -8,7 +8,6 @@ padded with spaces to 8 bytes; the bytes of the tensors.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import uuid
@@ -76,11 +75,6 @@ def _torch_bytes(flat: Any) -> np.ndarray:
     import torch
 
     return flat.view(torch.uint8).numpy()
-
-
-def digests(tensors: Mapping[str, HostTensor]) -> dict[str, str]:
-    """Return the sha256 of each tensor's bytes, in hex (the checksums of /v1/weights/chunk)."""
-    return {name: hashlib.sha256(tensor.data).hexdigest() for name, tensor in tensors.items()}
 
 
 def split(tensors: Mapping[str, HostTensor], max_bytes: int) -> Iterator[dict[str, HostTensor]]:

@@ -1,169 +1,311 @@
-"""Transfer of a state dict to the replicas: which tensors are sent, in which parts, and by which means. An adapter is
-sent as one part, or read by the replicas from its folder."""
+"""What each replica is sent in a publication: the whole state, or its difference from the last publication."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import tempfile
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.shared_files import SHARED_MEMORY, has_room
+import numpy as np
+
+from fastdeploy.core import delta_format
+from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
+from fastdeploy.core.fingerprint import Fingerprint, fingerprint
 from fastdeploy.rl import state_encoding
+from fastdeploy.rl.deltas import (
+    Difference,
+    Snapshot,
+    counted,
+    in_threads,
+    require_served,
+    serving_values,
+    size_of,
+    wire_nbytes,
+    wire_tensor,
+)
+from fastdeploy.rl.errors import FleetError
+from fastdeploy.rl.fan_out import run_shielded
+from fastdeploy.rl.part_calls import Means, Part, PartCall, PartCalls
 from fastdeploy.rl.state_encoding import HostTensor
 
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+# A delta is sent if its bytes are less than this share of the whole: servers take whole tensors faster than changes.
+MAX_DELTA_SHARE = 0.8
+Parts = Callable[[Means], Iterable[dict[str, HostTensor]] | AsyncIterable[dict[str, HostTensor]]]
 NamedTensors = Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The tensors of one publication. parts: tensors to send, in order. digests: sha256 of each tensor, complete when
-    all parts have been sent. is_difference: unchanged tensors are left out. via: upload, shared_memory or folder."""
+class Group(NamedTuple):
+    """Replicas that are sent the same. dtype: in which they serve. is_delta: they serve the base of the delta."""
 
-    parts: Iterable[dict[str, HostTensor]] | AsyncIterable[dict[str, HostTensor]]
-    digests: dict[str, str]
-    is_difference: bool
-    via: str
-    folder: str | None
-
-    async def part_calls(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the arguments of each call of /v1/weights/chunk. A part's file is deleted when the next part is asked
-        for."""
-        async for part in each_item(self.parts):
-            if part.keys() - self.digests:
-                self.digests.update(await asyncio.to_thread(state_encoding.digests, part))
-            # The server checks tensors that it reads from a file.
-            checksums = {name: self.digests[name] for name in part}
-            if self.via == "upload":
-                content = await asyncio.to_thread(state_encoding.encode, part)
-                yield {"content": content, "headers": {"Content-Type": "application/octet-stream"}}
-            elif self.via == "shared_memory":
-                with state_encoding.shared_memory(part) as (name, nbytes):
-                    yield {"json": {"shared_memory": name, "nbytes": nbytes, "checksums": checksums}}
-            else:
-                with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
-                    os.chmod(folder, 0o755)
-                    await asyncio.to_thread(state_encoding.write_folder, part, folder)
-                    yield {"json": {"model_path": folder, "checksums": checksums}}
+    dtype: str
+    is_delta: bool
+    urls: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Upload:
-    """An adapter on its way. arguments: of Replica.call for /v1/adapters/load. tensors, nbytes: sent to each replica; 0
-    for a folder, which each replica reads."""
+class Transfer(Protocol):
+    """The content of one publication. base: fingerprint of the weights for which a delta can be sent; None: the whole
+    only. full_nbytes: of the whole. changed_values: since the last publication. Both are None if not known."""
 
-    arguments: dict[str, Any]
-    tensors: int = 0
-    nbytes: int = 0
+    base: str | None
+    full_nbytes: int | None
+    changed_values: int | None
 
+    def calls(self, group: Group) -> PartCalls:
+        """Yield the calls that stage the new weights on a group of replicas. Raises InvalidField."""
 
-@asynccontextmanager
-async def adapter_upload(
-    adapter: str | os.PathLike[str] | Mapping[str, Any],
-    config: Mapping[str, Any] | None,
-    fields: dict[str, Any],
-    via: str,
-    urls: Sequence[str],
-) -> AsyncIterator[Upload]:
-    """Yield the upload of a PEFT folder, or of a state dict with the ``config`` of its adapter_config.json. Shared
-    memory is freed when the block ends. fields: further fields of the call. Raises InvalidField."""
-    if not isinstance(adapter, Mapping):
-        if config is not None:
-            raise InvalidField("config", "expected only with a state dict, since a folder has its adapter_config.json")
-        yield Upload({"json": fields | {"lora_path": os.fspath(adapter)}})
-        return
-    if config is None or not adapter:
-        raise InvalidField("config", "expected a state dict with at least one tensor, and its adapter_config.json")
-    if via == "folder":
-        raise InvalidField("via", "expected auto, upload or shared_memory, got 'folder'")
-    tensors = await asyncio.to_thread(state_encoding.host_tensors, adapter)
-    nbytes = sum(tensor.data.nbytes for tensor in tensors.values())
-    via = _choose_via(via, None, urls, nbytes)
-    try:
-        encoded = json.dumps(dict(config), default=_sorted_set)
-    except (TypeError, ValueError) as error:
-        raise InvalidField("config", f"expected the content of an adapter_config.json: {error}") from error
-    if via == "upload":
-        content = await asyncio.to_thread(state_encoding.encode, tensors)
-        headers = {"Content-Type": "application/octet-stream"}
-        arguments = {"content": content, "headers": headers, "params": fields | {"config": encoded}}
-        yield Upload(arguments, len(tensors), nbytes)
-    else:
-        with state_encoding.shared_memory(tensors) as (name, size):
-            source = {"shared_memory": name, "nbytes": size, "config": json.loads(encoded)}
-            yield Upload({"json": fields | source}, len(tensors), nbytes)
+    def expected(self, group: Group) -> str | None:
+        """Return the fingerprint over all that the replicas of a group must have after the commit, if it is known."""
+
+    def confirm(self, group: Group, served: str) -> bool:
+        """Return whether ``served``, the fingerprint over all of a replica of the group after the commit, is that of
+        the published weights."""
 
 
-def _sorted_set(value: Any) -> list[Any]:
-    """Return a set as a list: PEFT's LoraConfig holds target_modules as a set."""
-    if not isinstance(value, set | frozenset):
-        raise TypeError(f"{type(value).__name__} is not JSON")
-    return sorted(value)
+class FolderTransfer:
+    """A checkpoint folder that all replicas can read."""
+
+    base: str | None = None
+    full_nbytes: int | None = None
+    changed_values: int | None = None
+
+    def __init__(self, path: str):
+        self._path = path
+
+    async def calls(self, group: Group) -> PartCalls:
+        yield PartCall({"model_path": self._path})
+
+    def expected(self, group: Group) -> str | None:
+        return None
+
+    def confirm(self, group: Group, served: str) -> bool:
+        return True
+
+
+class WholeTransfer:
+    """A state that is sent whole.
+
+    parts: makes an iterator of the tensors, in parts. is_partial: the replicas keep the values of other tensors. keeps:
+    make a snapshot of the state while it is sent."""
+
+    base: str | None = None
+    changed_values: int | None = None
+
+    def __init__(self, parts: Parts, means: Means, is_partial: bool, keeps: bool, full_nbytes: int | None = None):
+        self.full_nbytes = full_nbytes
+        self._parts = parts
+        self._means = means
+        self._is_partial = is_partial
+        self._keeps = keeps and not is_partial
+        self._fingerprints: dict[str, dict[str, Fingerprint]] = {}  # by dtype, by name
+        self._values: dict[str, np.ndarray] = {}
+        self._snapshot: Snapshot | None = None
+
+    def calls(self, group: Group) -> PartCalls:
+        """See ``Transfer.calls``."""
+        return self._means.calls(self._whole(group), group.urls)
+
+    def expected(self, group: Group) -> str | None:
+        """See ``Transfer.expected``. Not known: a replica does not count a tensor that it ties to another one."""
+        return None
+
+    def confirm(self, group: Group, served: str) -> bool:
+        """See ``Transfer.confirm``."""
+        if self._is_partial:
+            return True
+        fingerprints = self._fingerprints[group.dtype]
+        names = counted(fingerprints, served)
+        if names and self._values and self._snapshot is None and group.dtype == next(iter(self._fingerprints)):
+            self._snapshot = Snapshot.of(group.dtype, self._values, fingerprints, names)
+        return bool(names)
+
+    def next_snapshot(self, old: Snapshot | None) -> Snapshot | None:
+        """Return the snapshot of what the replicas serve now. old: the one of the publication before."""
+        return self._snapshot
+
+    async def _whole(self, group: Group) -> AsyncGenerator[Part, None]:
+        keeps = self._keeps and not self._fingerprints
+        self._fingerprints[group.dtype] = {}
+        async for tensors in each_item(self._parts(self._means)):
+            yield await asyncio.to_thread(self._convert, tensors, group.dtype, keeps)
+
+    def _convert(self, tensors: Mapping[str, HostTensor], dtype: str, keeps: bool) -> Part:
+        """Return a part with its fingerprints. Each tensor is in its own or in the serving dtype, if that is
+        smaller."""
+        known = self._known(dtype)
+
+        def convert(name: str) -> HostTensor:
+            values = serving_values(name, tensors[name], dtype)
+            self._fingerprints[dtype][name] = known[name] if name in known else fingerprint(values)
+            if keeps:  # a copy, as the trainer will change its tensor
+                self._values[name] = values if values.flags.owndata else values.copy()
+            return wire_tensor(tensors[name], values, dtype)
+
+        converted = in_threads(convert, list(tensors), lambda name: size_of(tensors[name]))
+        form = {"fingerprints": {name: self._fingerprints[dtype][name].hex for name in tensors}}
+        return Part(dict(zip(tensors, converted, strict=True)), form)
+
+    def _known(self, dtype: str) -> Mapping[str, Fingerprint]:
+        """Return the fingerprints that need not be computed."""
+        return {}
+
+
+class DeltaTransfer(WholeTransfer):
+    """A state of which only the difference from ``snapshot`` is sent to the replicas that serve the snapshot. in_place:
+    the replicas give the old values up, so a delta cannot be sent."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, HostTensor],
+        snapshot: Snapshot,
+        difference: Difference,
+        means: Means,
+        is_partial: bool,
+        in_place: bool,
+    ):
+        super().__init__(state_parts(tensors), means, is_partial, False, whole_nbytes(tensors, snapshot.dtype))
+        self._tensors = tensors
+        self._difference = difference
+        self._dtype, self._expected = snapshot.dtype, difference.fingerprint
+        self._is_confirmed = False
+        self.changed_values = difference.changed_values
+        if not in_place and difference.nbytes < MAX_DELTA_SHARE * whole_nbytes(tensors, snapshot.dtype):
+            self.base = snapshot.fingerprint
+
+    def calls(self, group: Group) -> PartCalls:
+        """See ``Transfer.calls``."""
+        return self._means.calls(self._delta(group), group.urls) if group.is_delta else super().calls(group)
+
+    def expected(self, group: Group) -> str | None:
+        """See ``Transfer.expected``."""
+        is_known = group.is_delta or (group.dtype == self._dtype and not self._is_partial)
+        return self._expected if is_known else None
+
+    def confirm(self, group: Group, served: str) -> bool:
+        """See ``Transfer.confirm``."""
+        if self.expected(group) is None:
+            return super().confirm(group, served)
+        self._is_confirmed |= served == self._expected
+        return served == self._expected
+
+    def next_snapshot(self, old: Snapshot | None) -> Snapshot | None:
+        """See ``WholeTransfer.next_snapshot``. The old one stays if no replica has confirmed this publication."""
+        if self._is_confirmed and old is not None:
+            old.advance(self._tensors, self._difference)
+        return old
+
+    async def _delta(self, group: Group) -> AsyncGenerator[Part, None]:
+        """Yield the changed tensors that are sent whole, then the payloads of the others."""
+        split_bytes = self._means.split_bytes(self._difference.nbytes)
+        changes = self._difference.changes
+        whole = {name: self._tensors[name] for name, found in changes.items() if found.payload is None}
+        for tensors in state_encoding.split(whole, split_bytes):
+            yield await asyncio.to_thread(self._convert, tensors, group.dtype, False)
+        payloads = {
+            name: HostTensor("U8", found.payload.shape, found.payload.data)
+            for name, found in changes.items()
+            if found.payload is not None
+        }
+        compresses = self._means.compresses(group.urls)
+        for tensors in state_encoding.split(payloads, split_bytes):
+            form: dict[str, Any] = {"encoding": "overwrite"}
+            form["fingerprints"] = {name: changes[name].fingerprint.hex for name in tensors}
+            if compresses:
+                form["compression"] = "zstd"
+                tensors = await asyncio.to_thread(_compressed, tensors)
+            yield Part(tensors, form)
+
+    def _known(self, dtype: str) -> Mapping[str, Fingerprint]:
+        return self._difference.fingerprints if dtype == self._dtype else {}
 
 
 class PublishedState:
-    """Remembers the digest of each tensor of this client's last publication."""
+    """Keeps a snapshot of this client's last publication."""
 
     def __init__(self) -> None:
-        self._digests: dict[str, str] = {}
+        self._snapshot: Snapshot | None = None
 
     async def transfer(
-        self,
-        state: Mapping[str, Any] | NamedTensors,
-        changed_only: bool,
-        part_bytes: int,
-        via: str,
-        folder: str | None,
-        urls: Sequence[str],
-    ) -> Transfer:
-        """Return the transfer of ``state``. changed_only: leave out tensors that the last publication had with the same
-        bytes. Raises InvalidField for a state that cannot be sent by ``via``."""
+        self, state: Mapping[str, Any] | NamedTensors, delta: str, means: Means, options: Mapping[str, Any]
+    ) -> WholeTransfer:
+        """Return the transfer of ``state``. delta: "auto" or "never". options: of /v1/weights/begin. Raises
+        InvalidField for a state that cannot be sent."""
+        if delta not in ("auto", "never"):
+            raise InvalidField("delta", f"expected auto or never, got {delta!r}")
+        is_partial = bool(options.get("partial"))
         if not isinstance(state, Mapping):
-            via = _choose_via(via, folder, urls, part_bytes)
-            if changed_only or via == "folder":
-                raise InvalidField("state", "a stream of tensors is sent whole, and as an upload or in shared memory")
-            return Transfer(_split_stream(state, part_bytes), {}, False, via, None)
+            if means.via == "folder":
+                raise InvalidField("state", "a stream of tensors is sent as an upload or in shared memory")
+            self.forget()
+            return WholeTransfer(stream_parts(state), means, is_partial, keeps=False)
         if not state:
             raise InvalidField("state", "expected at least one tensor")
         tensors = await asyncio.to_thread(state_encoding.host_tensors, state)
-        digests = await asyncio.to_thread(state_encoding.digests, tensors)
-        if changed_only:
-            tensors = {name: t for name, t in tensors.items() if digests[name] != self._digests.get(name)}
-        nbytes = sum(t.data.nbytes for t in tensors.values())
-        via = _choose_via(via, folder, urls, min(nbytes, part_bytes))
-        if via == "folder":  # at least two folders: a folder with the whole model would need a config.json
-            part_bytes = min(part_bytes, nbytes // 2 + 1)
-        return Transfer(state_encoding.split(tensors, part_bytes), digests, changed_only, via, folder)
+        require_served(tensors)
+        if delta == "never" or (self._snapshot is not None and not self._snapshot.fits(tensors, is_partial)):
+            self.forget()
+        if self._snapshot is None:
+            nbytes = sum(tensor.data.nbytes for tensor in tensors.values())
+            return WholeTransfer(state_parts(tensors), means, is_partial, delta == "auto", nbytes)
+        difference = await asyncio.to_thread(self._snapshot.difference, tensors)
+        in_place = bool(options.get("in_place"))
+        return DeltaTransfer(tensors, self._snapshot, difference, means, is_partial, in_place)
 
-    def remember(self, transfer: Transfer) -> None:
-        """Note that all replicas have committed ``transfer``."""
-        self._digests |= transfer.digests
+    @asynccontextmanager
+    async def publishing(self, transfer: WholeTransfer) -> AsyncIterator[None]:
+        """Note at the end of the block what the replicas serve then. If a replica has refused the new weights, the
+        snapshot may be wrong (the trainer changed a tensor during a publication), so it is dropped."""
+        try:
+            yield
+        except FleetError as error:
+            if any(report.error and report.error.code == WeightUpdateRefused.code for report in error.reports):
+                self.forget()
+            raise
+        finally:
+            await run_shielded(self._settle(transfer))
+
+    async def _settle(self, transfer: WholeTransfer) -> None:
+        old, self._snapshot = self._snapshot, None
+        self._snapshot = await asyncio.to_thread(transfer.next_snapshot, old)
 
     def forget(self) -> None:
-        """Note that the tensors on the replicas are unknown: the next publication is sent whole."""
-        self._digests = {}
+        """Note that the weights of the replicas are unknown: the next publication is sent whole."""
+        self._snapshot = None
 
 
-async def _split_stream(pairs: NamedTensors, part_bytes: int) -> AsyncIterator[dict[str, HostTensor]]:
-    """Yield the tensors of a stream in parts of about ``part_bytes``. Each tensor is copied, since the trainer may
-    gather the next one into the same buffer."""
-    part: dict[str, HostTensor] = {}
-    async for name, value in each_item(pairs):
-        tensor = state_encoding.host_tensors({name: value})[name]
-        part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
-        if sum(t.data.nbytes for t in part.values()) >= part_bytes:
+def whole_nbytes(tensors: Mapping[str, HostTensor], dtype: str) -> int:
+    """Return the bytes of a whole state as it is sent."""
+    return sum(wire_nbytes(tensor, dtype) for tensor in tensors.values())
+
+
+def state_parts(tensors: Mapping[str, HostTensor]) -> Parts:
+    """Return the parts of a state, which may be iterated many times."""
+    nbytes = sum(tensor.data.nbytes for tensor in tensors.values())
+    return lambda means: state_encoding.split(tensors, means.split_bytes(nbytes))
+
+
+def stream_parts(pairs: NamedTensors) -> Parts:
+    """Return the parts of a stream of tensors, which can be read once: by replicas of one dtype. Each tensor is copied,
+    since the trainer may gather the next one into the same buffer."""
+    is_read = False
+
+    async def parts(means: Means) -> AsyncIterator[dict[str, HostTensor]]:
+        nonlocal is_read
+        if is_read:
+            raise InvalidField("state", "expected a state dict, since the replicas have different dtypes")
+        is_read = True
+        part: dict[str, HostTensor] = {}
+        async for name, value in each_item(pairs):
+            tensor = state_encoding.host_tensors({name: value})[name]
+            part[name] = tensor._replace(data=memoryview(bytes(tensor.data)))
+            if sum(t.data.nbytes for t in part.values()) >= means.part_bytes:
+                yield part
+                part = {}
+        if part:
             yield part
-            part = {}
-    if part:
-        yield part
+
+    return parts
 
 
 async def each_item(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
@@ -176,12 +318,10 @@ async def each_item(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
             yield item
 
 
-def _choose_via(via: str, folder: str | None, urls: Sequence[str], nbytes: int) -> str:
-    if via not in ("auto", "upload", "shared_memory", "folder"):
-        raise InvalidField("via", f"expected auto, upload, shared_memory or folder, got {via!r}")
-    if via == "folder" and folder is None:
-        raise InvalidField("folder", "expected a folder that all replicas can read")
-    if via != "auto":
-        return via
-    is_local = all(urlsplit(url).hostname in LOOPBACK_HOSTS for url in urls)
-    return "shared_memory" if is_local and has_room(SHARED_MEMORY, 2 * nbytes) else "upload"
+def _compressed(payloads: Mapping[str, HostTensor]) -> dict[str, HostTensor]:
+    def compress(name: str) -> HostTensor:
+        frame = delta_format.compress(np.frombuffer(payloads[name].data, np.uint8))
+        return HostTensor("U8", frame.shape, frame.data)
+
+    frames = in_threads(compress, list(payloads), lambda name: payloads[name].data.nbytes)
+    return dict(zip(payloads, frames, strict=True))

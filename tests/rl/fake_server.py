@@ -15,11 +15,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from fastdeploy.core.errors import FastDeployError, HoldNotFound, ModelNotFound
+from fastdeploy.core.errors import FastDeployError, HoldNotFound, ModelNotFound, UpdateInProgress
 from fastdeploy.rl.client import RolloutClient
+from rl.fake_weights import FakeStaging, FakeWeights, read_source
 
 EOS = 7
 VOCAB = 64
+CHECKPOINT = "/w"  # a folder that every server can read
 REFUSALS = {"reject": (503, "rejecting_new_requests"), "full": (429, "queue_full")}  # by kind of fault
 FINISH_REASONS = {"abort": "abort", "deadline": "abort", "stop": "stop", "length": "length"}
 
@@ -47,7 +49,8 @@ def logprob_of(token: int, position: int) -> float:
 
 class FakeServer:
     """A scripted server. faults: one per generation request, in order; then none. refuse: (status, code) answers of
-    control calls by path, used in order. requests: bodies of the generations. calls: (path, body) of the control
+    control calls by path, used in order; the code "drop" breaks the connection before the call, "drop_reply" after it.
+    requests: bodies of the generations. calls: (path, body) of the control
     calls."""
 
     def __init__(self, *faults: Fault | None):
@@ -59,7 +62,8 @@ class FakeServer:
         self.boot_id, self.weight_epoch, self.version = "boot-1", 0, "0"
         self.holds: dict[str, str] = {}  # mode by hold id; the holds of an adapter are "NAME/ID"
         self.adapters: dict[str, dict[str, Any]] = {}  # by name: the body of the last load, and its adapter_epoch
-        self.session: dict[str, Any] | None = None
+        self.weights = FakeWeights()
+        self.session: dict[str, Any] | None = None  # the body of begin, and "staging"
         self.before_token: Callable[[int], None] = lambda position: None
         self.down = False
         self.streams = 0
@@ -84,6 +88,7 @@ class FakeServer:
     def restart(self) -> None:
         """Start another engine, with the start-up weights."""
         self.boot_id, self.weight_epoch, self.version = f"boot-{random.getrandbits(32)}", 0, "0"
+        self.weights, self.session = FakeWeights(self.weights.dtype, self.weights.tied), None
         self.adapters.clear()
         self.drop_all()
 
@@ -236,14 +241,16 @@ class FakeServer:
 
     async def _control(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
         self.calls.append((path, body))
+        route = getattr(self, "_" + path.strip("/").replace("/", "_"), lambda body: {})
         if refusals := self.refuse.get(path):
             status, code = refusals.popleft()
-            if code == "drop":
+            if code in ("drop", "drop_reply"):
+                if code == "drop_reply":
+                    route(body)
                 writer.transport.abort()
                 return
             await self._error(writer, status, code)
             return
-        route = getattr(self, "_" + path.strip("/").replace("/", "_"), lambda body: {})
         try:
             result = route(body)
         except FastDeployError as error:
@@ -258,7 +265,10 @@ class FakeServer:
         return {"version": self.version, "weight_epoch": self.weight_epoch, "boot_id": self.boot_id}
 
     def _v1_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self._label()
+        return self._weight_info()
+
+    def _weight_info(self) -> dict[str, Any]:
+        return self._label() | {"fingerprint": self.weights.fingerprint, "dtype": self.weights.dtype}
 
     def _v1_update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
         self.version = body["version"]
@@ -303,25 +313,31 @@ class FakeServer:
         return {"lora_name": body["lora_name"]}
 
     def _v1_weights_begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        assert self.session is None
-        self.session = body | {"chunks": []}
-        return {"session_id": "s-1", **self._label()}
+        if self.session is None:
+            self.session = body | {"staging": FakeStaging(self.weights, body)}
+        elif self.session["idempotency_key"] != body["idempotency_key"]:
+            raise UpdateInProgress("a session is open")
+        return {"session_id": "s-1", **self._weight_info()}
 
     def _v1_weights_chunk(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.session is not None and body["session_id"] == "s-1"
-        self.session["chunks"].append(body)
-        return {"tensors": 1, "nbytes": 10}
+        if body.get("model_path") == CHECKPOINT:
+            return {"tensors": 1, "nbytes": 10}
+        content = read_source(body) if "shared_memory" in body or "model_path" in body else self.uploads[-1]
+        return self.session["staging"].add(content, body)
 
     def _v1_weights_abort(self, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["session_id"] == "s-1"
         self.session = None
         return {"aborted": ["s-1"]}
 
     def _v1_weights_commit(self, body: dict[str, Any]) -> dict[str, Any]:
         assert self.session is not None
+        session, self.session = self.session, None
+        session["staging"].commit(body.get("fingerprint"))
         self.weight_epoch += 1
-        self.version = str(self.session.get("version", self.weight_epoch))
-        self.session = None
-        return self._label() | {"status": "committed"}
+        self.version = str(session.get("version", self.weight_epoch))
+        return self._weight_info() | {"status": "committed"}
 
 
 @asynccontextmanager

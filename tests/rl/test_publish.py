@@ -14,6 +14,7 @@ from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import FleetError
 from fastdeploy.rl.state_encoding import SHM
 from rl.fake_server import FakeServer, Fault, fleet
+from rl.fake_weights import read_source
 
 STATE = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 2), np.float16)}
 
@@ -29,31 +30,36 @@ async def test_all_tensors_are_staged_on_all_replicas_before_the_first_commit():
             commit = server._v1_weights_commit
 
             def commit_and_record(body, server=server, commit=commit):
-                order.append([len(s.session["chunks"]) if s.session else None for s in servers])
+                order.append([s.session["staging"].arrived if s.session else None for s in servers])
                 return commit(body)
 
             server._v1_weights_commit = commit_and_record
         done = await client.publish(STATE, "v1", via="upload", chunk_mb=0, kv="recompute")
         assert done.number == 1 and done.version == "v1" and [r.ok for r in done.reports] == [True] * 3
-        assert order[0] == [2, 2, 2]
+        assert order[0] == [["a", "b"]] * 3
         for server in servers:
             assert sessions(server) == ["begin", "chunk", "chunk", "commit"]
             assert [list(load(upload)) for upload in server.uploads] == [["a"], ["b"]]
-            begin = {"kv": "recompute", "partial": False, "version": "v1"}
-            assert server.bodies("/v1/weights/begin") == [begin]
+            (begin,) = server.bodies("/v1/weights/begin")
+            key = begin.pop("idempotency_key")
+            assert key and begin == {"kv": "recompute", "partial": False, "version": "v1"}
 
 
 async def test_shared_memory_is_the_default_on_one_host_and_deleted_after_use():
     async with fleet(2) as (servers, client):
         seen = []
 
-        def read(body):
-            content = (SHM / body["shared_memory"]).read_bytes()[: body["nbytes"]]
-            seen.append((load(content)["a"].tolist(), body["checksums"].keys()))
-            return {"tensors": 2, "nbytes": len(content)}
+        def watch(server):
+            stage = server._v1_weights_chunk
+
+            def read(body):
+                seen.append((load(read_source(body))["a"].tolist(), body["fingerprints"].keys()))
+                return stage(body)
+
+            server._v1_weights_chunk = read
 
         for server in servers:
-            server._v1_weights_chunk = read
+            watch(server)
         await client.publish(STATE)
         assert seen == [(STATE["a"].tolist(), STATE.keys())] * 2
         names = [body["shared_memory"] for s in servers for body in s.bodies("/v1/weights/chunk")]
@@ -78,7 +84,7 @@ async def test_a_stream_of_tensors_is_sent_in_parts_and_may_reuse_its_buffer():
                 yield f"t{i}", buffer
 
         await client.publish(pairs(), via="upload", chunk_mb=1)
-        await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1))], via="upload", chunk_mb=0)
+        await client.publish([("x", np.ones(3, np.float32)), ("y", np.ones(1, np.float32))], via="upload", chunk_mb=0)
         loaded = [{k: v.tolist() for k, v in load(upload).items()} for upload in servers[0].uploads]
         first = {f"t{i}": [float(i)] * 6 for i in range(5)}
         assert loaded == [first, {"x": [1.0] * 3}, {"y": [1.0]}]
@@ -89,7 +95,7 @@ async def test_a_stream_of_tensors_is_sent_in_parts_and_may_reuse_its_buffer():
 async def test_if_staging_fails_on_one_replica_none_commits_and_no_session_stays_open(step, how):
     async with fleet() as (servers, client):
         answer = (409, "update_in_progress") if how == "refused" else (0, "drop")
-        servers[1].refuse[f"/v1/weights/{step}"] = deque([answer])
+        servers[1].refuse[f"/v1/weights/{step}"] = deque([answer] * (2 if (step, how) == ("begin", "lost") else 1))
         with pytest.raises(FleetError, match="no replica has committed") as failed:
             await client.publish(STATE, via="upload")
         assert [r.ok for r in failed.value.reports] == [True, False, True]
@@ -125,50 +131,12 @@ async def test_a_replica_that_fails_at_the_commit_is_left_out_until_it_is_publis
 @pytest.mark.parametrize("took_place", [True, False])
 async def test_a_commit_whose_answer_is_lost_is_confirmed_by_a_query(took_place):
     async with fleet(2) as (servers, client):
-        servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop")])
+        servers[0].refuse["/v1/weights/commit"] = deque([(0, "drop_reply" if took_place else "drop")])
         if took_place:
-            servers[0].weight_epoch, begin = 0, servers[0]._v1_weights_begin
-
-            def begin_and_count(body):
-                done = begin(body)
-                servers[0].weight_epoch = 1  # as it will be after the commit
-                return done
-
-            servers[0]._v1_weights_begin = begin_and_count
             assert [r.ok for r in (await client.publish(STATE, via="upload")).reports] == [True, True]
         else:
             with pytest.raises(FleetError, match="did not take place"):
                 await client.publish(STATE, via="upload")
-
-
-async def test_changed_only_sends_the_difference_while_every_replica_serves_the_last_publication():
-    async with fleet(2) as (servers, client):
-
-        async def sent(state, **options) -> list[str]:
-            for server in servers:
-                server.uploads.clear()
-            await client.publish(state, via="upload", changed_only=True, **options)
-            assert servers[0].uploads == servers[1].uploads
-            return sorted(name for upload in servers[0].uploads for name in load(upload))
-
-        def partial() -> bool:
-            return servers[0].bodies("/v1/weights/begin")[-1]["partial"]
-
-        assert await sent(STATE) == ["a", "b"] and not partial()
-        changed = STATE | {"b": STATE["b"] + 1}
-        assert await sent(changed) == ["b"] and partial()
-        assert await sent(changed | {"a": STATE["a"] - 1}) == ["a"]
-        # After a foreign commit, a restart or a failure, the replicas no longer serve the last publication.
-        servers[1].weight_epoch += 1
-        assert await sent(changed) == ["a", "b"] and not partial()
-        servers[0].restart()
-        assert await sent(changed) == ["a", "b"] and not partial()
-        servers[0].refuse["/v1/weights/chunk"] = deque([(400, "weight_update_refused")])
-        with pytest.raises(FleetError):
-            await sent(STATE)
-        assert await sent(changed) == ["a", "b"]
-        await client.update_weights("/w")
-        assert await sent(changed) == ["a", "b"]
 
 
 async def test_update_weights_without_a_version_is_labelled_with_the_weight_epoch():
@@ -176,7 +144,7 @@ async def test_update_weights_without_a_version_is_labelled_with_the_weight_epoc
         done = await client.update_weights("/w")
         assert done.version == "1" and done.number == 1
         assert servers[0].calls[-2][1] == {"model_path": "/w", "session_id": "s-1"}
-        assert servers[0].bodies("/v1/weights/begin") == [{}]
+        assert servers[0].bodies("/v1/weights/begin")[0].keys() == {"idempotency_key"}
         assert (await client.update_weights("/w", version=40, kv="recompute")).version == "40"
 
 
@@ -199,3 +167,20 @@ async def test_a_rollout_in_flight_continues_during_a_publication():
         await client.publish(STATE, via="upload")
         r = await client.generate([1, 2], {"max_tokens": 9, "ignore_eos": True}, max_staleness=0)
         assert len(r.token_ids) == 9 and r.staleness == 0
+
+
+async def test_a_begin_whose_answer_is_lost_is_taken_up_again():
+    async with fleet(2) as (servers, client):
+        servers[0].refuse["/v1/weights/begin"] = deque([(0, "drop_reply")])
+        assert (await client.publish(STATE, via="upload")).number == 1
+        first, second = servers[0].bodies("/v1/weights/begin")
+        assert first == second and [s.session for s in servers] == [None, None]
+
+
+async def test_a_session_whose_begin_was_never_answered_is_aborted():
+    async with fleet(2) as (servers, client):
+        servers[0].refuse["/v1/weights/begin"] = deque([(0, "drop_reply")] * 2)
+        with pytest.raises(FleetError, match="no replica has committed"):
+            await client.publish(STATE, via="upload")
+        assert [s.session for s in servers] == [None, None] and [s.weight_epoch for s in servers] == [0, 0]
+        assert (await client.publish(STATE, via="upload")).number == 1
