@@ -125,27 +125,26 @@ class Snapshot:
 
     def _compare(self, name: str, tensor: HostTensor) -> TensorChange | None:
         old = self._values[name]
-        most = min(wire_nbytes(tensor, self.dtype), delta_format.overwrite_nbytes(delta_format.MAX_VALUES, 4))
+        most = wire_nbytes(tensor, self.dtype) if old.size <= delta_format.MAX_VALUES else 0
         indices: list[np.ndarray] = []
         values: list[np.ndarray] = []
-        total, count, nbytes = self._fingerprints[name], 0, 0
+        total, count = self._fingerprints[name], 0
         for at, new in pieces(name, tensor, self.dtype):
             before = old[at : at + new.size]
             index = np.flatnonzero(_bits(new) != _bits(before))
             if not index.size:
                 continue
             count += index.size
-            if nbytes < most:
-                nbytes = delta_format.overwrite_nbytes(count, old.itemsize)
-                index += at
-                values.append(new[index - at])
-                indices.append(index)
-                total += change(index, old[index], values[-1])
+            if count * (old.itemsize + 1) < most:  # the least bytes of a payload
+                values.append(new[index])
+                total += change(index + at, before[index], values[-1])
+                indices.append(index + at)
         if not count:
             return None
-        if nbytes < most:
+        if count * (old.itemsize + 1) < most:
             payload = delta_format.overwrite(np.concatenate(indices), np.concatenate(values))
-            return TensorChange(count, payload, total)
+            if payload.nbytes < most:
+                return TensorChange(count, payload, total)
         return TensorChange(count, None, fingerprint(serving_values(name, tensor, self.dtype)))
 
     def _check_alias(self, state: Mapping[str, HostTensor]) -> None:
