@@ -72,7 +72,7 @@ async def test_every_way_of_publishing_gives_both_replicas_the_same_weights(serv
         for via in ("upload", "shared_memory", "folder"):
             back = await client.publish(start, "start", via=via, folder=str(tmp_path), chunk_mb=1)
             assert back.version == "start" and await checksums(client) != {expected}
-            done = await client.publish(moved, via, via=via, folder=str(tmp_path), changed_only=True)
+            done = await client.publish(moved, via, via=via, folder=str(tmp_path))
             assert 0 < done.tensors < len(moved), "half of the tensors differ"
             assert await checksums(client) == {expected}
             again = await client.generate(PROMPT, SHORT, max_staleness=0)
@@ -85,7 +85,7 @@ async def test_an_unchanged_state_sends_no_tensor_but_sets_the_version(servers):
     async with RolloutClient([s.url for s in servers]) as client:
         await client.publish(state(), "one")
         (expected,) = await checksums(client)
-        done = await client.publish(state(), "two", changed_only=True)
+        done = await client.publish(state(), "two")
         assert done.tensors == 0 and await checksums(client) == {expected}
         r = await client.generate(PROMPT, SHORT, max_staleness=0)
         assert r.min_version == "two"
