@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.shared_files import SHARED_MEMORY, has_room
 from fastdeploy.rl import state_encoding
 from fastdeploy.rl.state_encoding import HostTensor
 
+MAX_QUERY_BYTES = 7000  # proxies such as nginx refuse a request line of more than 8 KiB
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -47,6 +48,8 @@ class PartCall(NamedTuple):
         if self.content is None:
             return {"json": fields}
         query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+        if len(urlencode(query)) > MAX_QUERY_BYTES:  # then only the fingerprint over all is checked
+            query.pop("fingerprints", None)
         headers = {"Content-Type": "application/octet-stream"}
         return {"content": self.content, "headers": headers, "params": query}
 

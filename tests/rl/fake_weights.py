@@ -67,11 +67,11 @@ class FakeStaging:
         fingerprints = json.loads(fingerprints) if isinstance(fingerprints, str) else fingerprints
         tensors = read_safetensors(content)
         assert not (twice := tensors.keys() & set(self.arrived)), twice
-        assert fingerprints.keys() == tensors.keys()
+        assert fingerprints.keys() == tensors.keys() or not fingerprints
         self.arrived += tensors
         for name, values in tensors.items():
             new = self._apply(name, values, body.get("encoding", "dense"), body.get("compression", "none"))
-            if fingerprint(new).hex != fingerprints[name]:
+            if name in fingerprints and fingerprint(new).hex != fingerprints[name]:
                 raise WeightUpdateRefused(f"{name}: has another fingerprint")
         return {"tensors": len(tensors), "nbytes": len(content)}
 

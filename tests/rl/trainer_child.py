@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: publishes three states of torch or Paddle tensors, and prints a JSON line for each:
+"""A trainer in a process of its own: publishes three states of torch or Paddle tensors. Prints a JSON line for each:
 the publication, and the sha256 of each tensor in bfloat16, as the framework itself rounds it.
 
     python trainer_child.py (torch|paddle) URL...
