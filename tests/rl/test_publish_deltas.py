@@ -60,7 +60,8 @@ async def test_only_what_changed_is_sent_after_the_first_publication(dtype, via,
 async def test_fingerprints_are_sent_with_every_part_unless_the_query_of_an_upload_would_be_too_long():
     async with fleet(1) as (servers, client):
         for count, via in ((40, "upload"), (200, "upload"), (200, "shared_memory")):
-            await client.publish({f"model.layers.{i}.norm": np.ones(2, np.float32) for i in range(count)}, via=via)
+            state = {f"model.layers.{i}.norm": np.ones(2, np.float32) for i in range(count)}
+            await client.publish(state, via=via, delta="never")
         few, many, in_body = servers[0].bodies("/v1/weights/chunk")
         assert len(json.loads(few["fingerprints"])) == 40 and "fingerprints" not in many
         assert len(in_body["fingerprints"]) == 200
