@@ -17,11 +17,12 @@ from fastdeploy.rl.sync_client import SyncRolloutClient
 
 
 class FastDeployWeightTransfer:
-    """Publishes the trainer's full weights to one or many servers, to all of them or to none.
+    """Publishes the trainer's weights to one or many servers, to all of them or to none: what changed since the last sync,
+    if a server serves that one.
 
     label: the version of the n-th sync is label + str(n), from 0 (the weights at the start of training). kv: the KV of
     requests in flight is kept, or recomputed by the new weights, as TRL assumes. paused False: do not pause, and commit
-    between two steps. via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of RolloutClient
+    between two steps. delta, via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of RolloutClient
     (api_key, control_key, control_urls, hold_ttl_s). publications: the publications so far.
 
     A failed sync raises, and the servers keep their weights.
@@ -34,6 +35,7 @@ class FastDeployWeightTransfer:
         label: str = "trl-",
         kv: Literal["keep", "recompute"] = "recompute",
         paused: bool = True,
+        delta: Literal["auto", "never"] = "auto",
         via: Literal["auto", "upload", "shared_memory"] = "auto",
         chunk_mb: int = 256,
         deadline_s: float = 1800.0,
@@ -44,7 +46,12 @@ class FastDeployWeightTransfer:
         self._label = label
         self._kv: Literal["keep", "recompute"] = kv
         self._paused = paused
-        self._publish_options: dict[str, Any] = {"via": via, "chunk_mb": chunk_mb, "deadline_s": deadline_s}
+        self._publish_options: dict[str, Any] = {
+            "delta": delta,
+            "via": via,
+            "chunk_mb": chunk_mb,
+            "deadline_s": deadline_s,
+        }
         self._hold: str | None = None
         self._client: SyncRolloutClient | None = None
         self.publications: list[Publication] = []
