@@ -133,17 +133,17 @@ class WholeTransfer:
     def _convert(self, tensors: Mapping[str, HostTensor], dtype: str, keeps: bool) -> Part:
         """Return a part with its fingerprints. Each tensor is in its own or in the serving dtype, if that is
         smaller."""
-        known = self._known(dtype)
+        known, fingerprints = self._known(dtype), self._fingerprints.setdefault(dtype, {})
 
         def convert(name: str) -> HostTensor:
             values = serving_values(name, tensors[name], dtype)
-            self._fingerprints[dtype][name] = known[name] if name in known else fingerprint(values)
+            fingerprints[name] = known[name] if name in known else fingerprint(values)
             if keeps:  # a copy, as the trainer will change its tensor
                 self._values[name] = values if values.flags.owndata else values.copy()
             return wire_tensor(tensors[name], values, dtype)
 
         converted = in_threads(convert, list(tensors), lambda name: size_of(tensors[name]))
-        form = {"fingerprints": {name: self._fingerprints[dtype][name].hex for name in tensors}}
+        form = {"fingerprints": {name: fingerprints[name].hex for name in tensors}}
         return Part(dict(zip(tensors, converted, strict=True)), form)
 
     def _known(self, dtype: str) -> Mapping[str, Fingerprint]:

@@ -189,6 +189,22 @@ async def test_a_state_that_changed_almost_everywhere_is_sent_whole():
         assert len((await client.publish(moved(state))).deltas) == 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_tensor_that_changed_everywhere_is_sent_whole_within_a_difference(dtype):
+    async with fleet() as (servers, client):
+        for server in servers:
+            server.weights = FakeWeights(dtype)
+        await client.publish(STATE)
+        servers[1].restart()
+        state = moved(STATE) | {"b": STATE["b"] + 1}
+        done = await client.publish(state, chunk_mb=0)
+        assert len(done.deltas) == 2 and done.changed_values < 400
+        encodings = [body.get("encoding", "dense") for body in servers[0].bodies("/v1/weights/chunk")[1:]]
+        assert encodings == ["dense", "overwrite"]
+        assert_serve(servers, state)
+        assert len((await client.publish(moved(state))).deltas) == 3
+
+
 async def test_without_deltas_no_copy_is_kept():
     async with fleet(1) as (servers, client):
         for delta in ("auto", "never", "auto"):

@@ -17,13 +17,13 @@ from fastdeploy.rl.sync_client import SyncRolloutClient
 
 
 class FastDeployWeightTransfer:
-    """Publishes the trainer's weights to one or many servers, to all of them or to none: what changed since the last sync,
-    if a server serves that one.
+    """Publishes the trainer's weights to one or many servers, to all of them or to none. A server that serves the last
+    sync is sent what changed since.
 
     label: the version of the n-th sync is label + str(n), from 0 (the weights at the start of training). kv: the KV of
     requests in flight is kept, or recomputed by the new weights, as TRL assumes. paused False: do not pause, and commit
-    between two steps. delta, via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of RolloutClient
-    (api_key, control_key, control_urls, hold_ttl_s). publications: the publications so far.
+    between two steps. delta, via, chunk_mb, deadline_s: see RolloutClient.publish. client: further options of
+    RolloutClient (api_key, control_key, control_urls, hold_ttl_s). publications: the publications so far.
 
     A failed sync raises, and the servers keep their weights.
     """
