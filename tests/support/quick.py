@@ -19,6 +19,7 @@ LEFT_OUT = (
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
     "rl/test_client_e2e.py",
+    "rl/test_publish_e2e.py",
     "rl/test_schedules.py",
     "rl/test_state_encoding.py",
 )
