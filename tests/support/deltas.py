@@ -21,6 +21,11 @@ def state_of(tensors: Mapping[str, np.ndarray], dtype: str) -> State:
     return {name: bfloat16_bits(array) if dtype == "bfloat16" else array for name, array in tensors.items()}
 
 
+def widened(array: np.ndarray) -> np.ndarray:
+    """Return a tensor of a state as float32."""
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
+
 def over_all_of(state: State) -> str:
     return over_all({name: fingerprint(array) for name, array in state.items()})
 
@@ -36,10 +41,8 @@ def changed(state: State, rng: np.random.Generator, share: float, names: Iterabl
         array = state[name].copy()
         flat = array.reshape(-1)
         index = np.flatnonzero(rng.random(flat.size) < share)
-        old = flat[index]
-        wide = (old.astype(np.uint32) << 16).view(np.float32) if old.dtype == np.uint16 else old
-        moved = (wide * rng.uniform(0.6, 1.4, wide.size)).astype(np.float32)
-        flat[index] = bfloat16_bits(moved) if old.dtype == np.uint16 else moved
+        moved = (widened(flat[index]) * rng.uniform(0.6, 1.4, index.size)).astype(np.float32)
+        flat[index] = bfloat16_bits(moved) if flat.dtype == np.uint16 else moved
         new[name] = array
     return new
 
