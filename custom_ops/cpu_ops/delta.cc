@@ -69,7 +69,8 @@ class Cursor {
 // Adds the gaps of a slice to *distance. Nothing is written to the region before all slices were checked.
 template <typename T>
 Problem check_slice(const Overwrite& delta, int64_t first, int64_t count, uint64_t* distance) {
-  constexpr T kInfinity = sizeof(T) == 2 ? static_cast<T>(0x7f80) : static_cast<T>(0x7f800000);
+  constexpr T kInfinity = static_cast<T>(sizeof(T) == 2 ? 0x7f80 : 0x7f800000);
+  constexpr T kMagnitude = static_cast<T>(sizeof(T) == 2 ? 0x7fff : 0x7fffffff);
   uint64_t sum = 0;
   uint32_t shortest = UINT32_MAX;
   T largest = 0;
@@ -77,7 +78,7 @@ Problem check_slice(const Overwrite& delta, int64_t first, int64_t count, uint64
     const uint32_t gap = load_at<uint32_t>(delta.gaps, i);
     sum += gap;
     shortest = std::min(shortest, i == 0 ? 1 : gap);
-    largest = std::max(largest, static_cast<T>(load_at<T>(delta.values, i) & static_cast<T>(~T{0} >> 1)));
+    largest = std::max(largest, static_cast<T>(load_at<T>(delta.values, i) & kMagnitude));
   }
   *distance = sum;
   if (shortest == 0) return Problem::kMalformed;
