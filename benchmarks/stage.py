@@ -119,7 +119,7 @@ def main() -> None:
     cached = np.zeros(CHUNK, np.uint8)
     itemsize = 4 if tensors[0].dtype == "F32" else 2
     part = StageItem(Region(1, CHUNK // itemsize), tensors[0].dtype, 0, memory=cached)
-    source, target = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     deltas = {name: delta_items(ops, regions, args.changed, name) for name in ("overwrite", "xor")}
 
     def copy(pairs: list[tuple[CpuLinear, CpuLinear]]) -> None:

@@ -1,6 +1,7 @@
 // Deltas of packed weights (fastdeploy/core/delta_format.py), and copies of rows.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "elements.h"
 #include "memory.h"
@@ -26,43 +27,39 @@ struct Overwrite {
   }
 };
 
-// A flat position in a region, and the packed value there. T: the bits of a value in the dtype of the ops.
+// A flat position in a region. T: the bits of a value in the dtype of the ops.
 template <typename T>
 class Cursor {
  public:
-  explicit Cursor(const Region& region) : region_(region) {}
+  explicit Cursor(const Region& region) : region_(region) { enter_row(); }
 
-  void advance(int64_t gap) {
+  // Returns the address of the value that lies `gap` behind the last one.
+  T* advance(int64_t gap) {
     column_ += gap;
-    if (column_ < region_.columns && tile_ != nullptr) return;
-    row_ += column_ / region_.columns;
-    column_ %= region_.columns;
-    if (region_.linear == nullptr) return;
-    const Weight& w = *region_.linear;
-    const int64_t row = region_.first_row + row_, lane = row % kColumns;
-    tile_ = static_cast<T*>(w.data) + row / kColumns * w.tile_elements() + lane * (sizeof(T) == 2 ? 2 : 1);
-  }
-
-  // Sets the value and returns the old one.
-  T exchange(T value) {
-    if (tile_ == nullptr) return exchange_in_vector(value);
-    T* at = sizeof(T) == 2 ? tile_ + column_ / 2 * 32 + column_ % 2 : tile_ + column_ * kColumns;
-    const T old = *at;
-    *at = value;
-    return old;
+    if (column_ >= region_.columns) {
+      row_ += column_ / region_.columns;
+      column_ %= region_.columns;
+      enter_row();
+    }
+    if (region_.linear == nullptr) return values_ + column_ * kPerFloat;
+    return kPerFloat == 2 ? values_ + column_ / 2 * 32 + column_ % 2 : values_ + column_ * kColumns;
   }
 
  private:
-  T exchange_in_vector(T value) {
-    char* at = reinterpret_cast<char*>(region_.vector + row_ * region_.columns + column_);
-    const uint32_t shift = sizeof(T) == 2 ? 16 : 0, bits = static_cast<uint32_t>(value) << shift;
-    const T old = static_cast<T>(load_at<uint32_t>(at, 0) >> shift);
-    std::memcpy(at, &bits, 4);
-    return old;
+  static constexpr int64_t kPerFloat = 4 / sizeof(T);
+
+  void enter_row() {
+    if (region_.linear == nullptr) {  // the upper half of a float has the bits of a bfloat16
+      values_ = reinterpret_cast<T*>(region_.vector + row_ * region_.columns) + kPerFloat - 1;
+      return;
+    }
+    const Weight& w = *region_.linear;
+    const int64_t row = region_.first_row + row_;
+    values_ = static_cast<T*>(w.data) + row / kColumns * w.tile_elements() + row % kColumns * kPerFloat;
   }
 
   const Region& region_;
-  T* tile_ = nullptr;  // the row's values in its tile; null: a vector
+  T* values_;
   int64_t row_ = 0, column_ = 0;
 };
 
@@ -88,20 +85,28 @@ Problem check_slice(const Overwrite& delta, int64_t first, int64_t count, uint64
 // Writes a slice of an overwrite. index: the flat index of the value before it.
 template <typename T>
 Fingerprint write_slice(const Region& region, const Overwrite& delta, const Piece& slice, uint64_t index) {
+  constexpr int64_t kBatch = 64;  // values whose cache lines are fetched at the same time
   Cursor<T> cursor(region);
   Fingerprint total = {};
   BlockSums block;
   cursor.advance(static_cast<int64_t>(index));
-  for (int64_t i = slice.first; i < slice.first + slice.count; ++i) {
-    const uint32_t gap = load_at<uint32_t>(delta.gaps, i);
-    const T value = load_at<T>(delta.values, i);
-    cursor.advance(gap);
-    index += gap;
-    uint64_t difference = uint64_t{value} - uint64_t{cursor.exchange(value)};
-    if (sizeof(T) == 2) difference <<= index % 2 * 16;
-    const int64_t word = static_cast<int64_t>(sizeof(T) == 2 ? index / 2 : index);
-    if (word / kFingerprintBlock != block.block) block.move_to(word / kFingerprintBlock, total);
-    for (int s = 0; s < 2; ++s) block.sums.sums[s] += difference * kWordKeys.keys[s][word % kFingerprintBlock];
+  for (int64_t first = slice.first, last; first < slice.first + slice.count; first = last) {
+    T* targets[kBatch];
+    last = std::min(first + kBatch, slice.first + slice.count);
+    for (int64_t i = first; i < last; ++i) {
+      targets[i - first] = cursor.advance(load_at<uint32_t>(delta.gaps, i));
+      __builtin_prefetch(targets[i - first], 1);
+    }
+    for (int64_t i = first; i < last; ++i) {
+      index += load_at<uint32_t>(delta.gaps, i);
+      const T value = load_at<T>(delta.values, i), old = std::exchange(*targets[i - first], value);
+      const uint64_t difference = uint64_t{value} - uint64_t{old};
+      const uint64_t word = sizeof(T) == 2 ? index / 2 : index, offset = word % kFingerprintBlock;
+      const uint64_t weighted = sizeof(T) == 2 ? difference << (index % 2 * 16) : difference;
+      if (static_cast<int64_t>(word / kFingerprintBlock) != block.block)
+        block.move_to(static_cast<int64_t>(word / kFingerprintBlock), total);
+      for (int s = 0; s < 2; ++s) block.sums.sums[s] += weighted * kWordKeys.keys[s][offset];
+    }
   }
   block.move_to(0, total);
   return total;
