@@ -90,8 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _require_writable("spill_dir", self.spill_dir)
         _require_writable("adapter_store", self.adapter_store)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
-        policies = ", ".join(STANDBY_POLICIES)
-        _require("standby_weights", self.standby_weights in STANDBY_POLICIES, f"one of {policies}", self.standby_weights)
+        policy = self.standby_weights
+        _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
         _require_positive_numbers(self, but=("max_retained",))
         return self
 
