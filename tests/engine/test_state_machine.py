@@ -292,7 +292,7 @@ class EngineMachine(AdapterMachine):
         session_id = self.some_session(data)
         told, session = self.publications[session_id], self.engine.weights.session
         kv = "recompute" if told.names and told.names[-1].endswith("recompute") else None
-        fits = session is not None and session.expected_version in (None, self.h.served.version)
+        fits = session is not None and session.begin.expected_version in (None, self.h.served.version)
         self.call(m.CommitUpdateArgs(session_id, version, kv), self.some_client(data))
         if not told.committing and fits:
             told.version, told.committing = version or told.version, True

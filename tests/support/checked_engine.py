@@ -321,11 +321,11 @@ class CheckedEngine(RuleBasedStateMachine):
             assert self.pause.is_paused and SYSTEM_HOLDS & set(holds)
         assert not runner.asleep or "sleep" in holds
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
-        if "in_place" in holds and not (session is not None and session.in_place) and runner.has_weights:
+        if "in_place" in holds and not (session is not None and session.begin.in_place) and runner.has_weights:
             assert self.engine.weights.staging_busy or runner.asleep, "the hold of an update in place outlives it"
         if session is not None and not self.engine.weights.staging_busy:
             assert session.state.value == "open", "a session is being committed without a thread"
-        if session is not None and session.in_place:
+        if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
 
     # ---------------------------------------------------------------- the end
