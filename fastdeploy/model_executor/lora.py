@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.safe_files import Folder
+from fastdeploy.core.serving_dtype import fits, in_dtype
 from fastdeploy.model_executor.lora_config import CONFIG, LoraSetting, Modules, read_lora_config
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import LoraPart, Ops, PackedAdapter, PackedLora
-from fastdeploy.model_executor.parameters import Parameter, fits, in_dtype
+from fastdeploy.model_executor.parameters import Parameter
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, refuse_file, refuse_tensor
 
 TENSORS = "adapter_model.safetensors"

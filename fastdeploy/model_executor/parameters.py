@@ -10,12 +10,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import paddle
 
+from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.model_executor.ops.interface import Ops, PackedLinear
 
 Value: TypeAlias = PackedLinear | paddle.Tensor
 SLICE = 4096  # rows that are rounded or unpacked at once: a whole copy of a tensor could be large
-# The smallest float32 that rounds to infinity in bfloat16.
-BFLOAT16_OVERFLOW = np.array(0x7F7F8000, np.uint32).view(np.float32)
 
 
 class Parameter(NamedTuple):
@@ -110,24 +109,3 @@ def checksums(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Va
         for parameter in parameters
         for name in parameter.tensors
     }
-
-
-def in_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert float32, or bfloat16 as uint16 bits, to ``dtype``."""
-    if dtype == "float32":
-        return _widen(array)
-    if array.dtype == np.uint16:
-        return array
-    bits: np.ndarray = np.ascontiguousarray(array).view(np.uint32)
-    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
-
-
-def fits(array: np.ndarray, dtype: str) -> bool:
-    """Return whether all finite values stay finite in the serving dtype."""
-    if dtype == "float32" or array.dtype == np.uint16 or array.size == 0:
-        return True
-    return bool(array.max() < BFLOAT16_OVERFLOW and array.min() > -BFLOAT16_OVERFLOW)
-
-
-def _widen(array: np.ndarray) -> np.ndarray:
-    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array

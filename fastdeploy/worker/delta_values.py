@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
+from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.model_executor.models.interface import Model
 from fastdeploy.model_executor.ops.interface import DeltaItem, Region
-from fastdeploy.model_executor.parameters import Value, as_linear, in_dtype, unpack
+from fastdeploy.model_executor.parameters import Value, as_linear, unpack
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.standby import MISSED_SHARE, Loan
 
