@@ -30,11 +30,12 @@ from fastdeploy.rl.hold_renewal import Hold
 from fastdeploy.rl.holds import TTL_S, Holds, new_hold_id, note_cleanup_failure
 from fastdeploy.rl.part_calls import Means
 from fastdeploy.rl.publish import Publication, Publisher
+from fastdeploy.rl.published_state import PublishedState
 from fastdeploy.rl.replica import Replica, http_client
 from fastdeploy.rl.rollout import Rollout
 from fastdeploy.rl.routing import Router
 from fastdeploy.rl.staleness import PublicationLedger
-from fastdeploy.rl.state_transfer import FolderTransfer, NamedTensors, PublishedState
+from fastdeploy.rl.state_transfer import FolderTransfer, NamedTensors
 
 OnStale = Literal["raise", "retry", "mark"]
 
