@@ -136,6 +136,7 @@ class CommonEngine:
     def run(self) -> None:
         """Run the loop until ``stop``. Every open request and call is answered at the end. Raises EngineError if a step
         failed: the process must be replaced."""
+        self.weights.refresh_standby()
         try:
             while not self._stopping:
                 self.run_once(block=True)
