@@ -12,7 +12,7 @@ abandoned job may still write to is never used again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,11 +108,10 @@ class StandbyCopy:
         parameters: Iterable[Parameter],
         policy: str = "auto",
         reserve: int = 0,
-        free: Callable[[], int] = free_memory,
     ):
         self._ops = ops
         self._linears = tuple(parameter for parameter in parameters if not parameter.is_vector)
-        self._policy, self._reserve, self._free = policy, reserve, free
+        self._policy, self._reserve = policy, reserve
         self._spares: dict[str, Spare] = {}
         self._loan: Loan | None = None
         self._expects_deltas = False
@@ -168,7 +167,10 @@ class StandbyCopy:
 
     def refresh(self, serving: Mapping[str, Value]) -> None:
         """Make the copy, if there is none and memory allows, and bring it up to the values that serve. Stale weights
-        are written only where deltas are expected. Runs on the staging thread. Raises MemoryError."""
+        are written only where deltas are expected. Does nothing while the copy is lent. Raises MemoryError."""
+        with self._lock:
+            if self._loan is not None:
+                return
         loan = self.lend()
         try:
             missing = sum(as_linear(serving[p.key]).nbytes for p in self._linears if p.key not in loan.spares)
@@ -193,7 +195,7 @@ class StandbyCopy:
 
     def _allows(self, nbytes: int) -> bool:
         """Return whether the policy allows a copy if that takes so much free memory."""
-        return self._policy == "on" or (self._policy == "auto" and self._free() >= nbytes)
+        return self._policy == "on" or (self._policy == "auto" and free_memory() >= nbytes)
 
 
 def _behind(weight: PackedLinear, missed: Sequence[DeltaItem] | None) -> Spare:

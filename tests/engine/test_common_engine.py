@@ -228,6 +228,16 @@ def test_a_commit_that_fails_answers_its_caller():
     assert h.reply(call).failure.code == "engine_error"
 
 
+def test_the_standby_copy_of_the_weights_is_made_when_the_loop_starts():
+    h = Harness()
+    h.run_rounds()
+    assert h.runner.refreshes == 0
+    h.engine.stop()
+    h.engine.run()
+    h.join_staging()
+    assert h.runner.refreshes == 1
+
+
 def test_stop_ends_the_loop_and_answers_open_requests_and_calls():
     h = one_running(50, [1, 2], rounds=2)
     call = h.call(m.PauseArgs(mode="wait"))
