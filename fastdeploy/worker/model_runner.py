@@ -13,7 +13,7 @@ from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import ModelInfo, nothing
+from fastdeploy.core.runner import ModelInfo, Staging, nothing
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.model_config import ModelConfig
@@ -23,6 +23,7 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
+from fastdeploy.worker.delta_staging import DeltaStaging
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
@@ -144,13 +145,16 @@ class ModelRunner:
     def standby_nbytes(self) -> int:
         return self._standby.nbytes
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> WeightStaging:
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> Staging:
         """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
         serves."""
         if WEIGHT in self.asleep:
             raise WrongOrder("the weights are asleep: wake them up before an update")
-        if partial and self.weights is None:
-            raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
+        if (partial or delta) and self.weights is None:
+            kind = "a delta" if delta else "a partial update"
+            raise WrongOrder(f"{kind} needs complete weights to start from: send all tensors")
+        if delta:
+            return DeltaStaging(self.model, self._standby, self._serving, self._model_roots)
         take = self._give_up_weights if in_place else None
         return WeightStaging(self.model, self._standby, partial, self._serving, take, self._model_roots)
 
