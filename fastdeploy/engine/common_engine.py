@@ -88,7 +88,9 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(
+            runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s
+        )
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
@@ -124,7 +126,7 @@ class CommonEngine:
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
-            m.WakeArgs: lambda args, answer: self.sleeper.wake(args),
+            m.WakeArgs: self.sleeper.wake,
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
         }
@@ -211,8 +213,8 @@ class CommonEngine:
         this process as stuck.
 
         The loop sends the heartbeats, because a separate thread would go on when the loop hangs. So long work must call
-        this function between its pieces: each layer of a step, each slice of prompt logprobs, each piece of weights
-        that sleeps or wakes up. A piece takes milliseconds, or about a second on a slow machine. No request changes.
+        this function between its pieces: each layer of a step, each slice of prompt logprobs. A piece takes
+        milliseconds, or about a second on a slow machine. No request changes.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
