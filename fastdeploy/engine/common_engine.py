@@ -88,9 +88,7 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(
-            runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s
-        )
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)

@@ -181,7 +181,7 @@ class RemoteRunner:
         return self._move(m.BeginSleep(tuple(tags), discard))
 
     def sleep(self, tags: Collection[str], written: RemoteMove | None) -> int:
-        freed = self._steps.ask(m.Sleep(tuple(tags), written and written.number), _decoder(int))
+        freed = self._steps.ask(m.Sleep(tuple(tags), _number(written)), _decoder(int))
         self.asleep |= frozenset(tags)
         return freed
 
@@ -189,7 +189,7 @@ class RemoteRunner:
         return self._move(m.BeginWake(tuple(tags)))
 
     def wake(self, tags: Collection[str], read: RemoteMove | None) -> None:
-        self._steps.ask(m.Wake(tuple(tags), read and read.number), _decoder(type(None)))
+        self._steps.ask(m.Wake(tuple(tags), _number(read)), _decoder(type(None)))
         self.asleep -= frozenset(tags)
 
     def _move(self, call: m.BeginSleep | m.BeginWake) -> RemoteMove | None:
@@ -219,6 +219,10 @@ class RemoteRunner:
             return connection.ask(call, result)
         finally:
             connection.close()
+
+
+def _number(move: RemoteMove | None) -> int | None:
+    return None if move is None else move.number
 
 
 def _decoder(result: type[Result]) -> msgspec.msgpack.Decoder[Result]:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from fastdeploy.core.errors import WrongOrder
 from fastdeploy.core.runner import Runner, Staging, WeightMove
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.zmq_transport import new_socket
@@ -168,7 +169,9 @@ class RunnerServer:
             case m.Checksums():
                 return runner.checksums()
             case m.RunMove(number):
-                self._moves[number].run()
+                if (move := self._moves.get(number)) is None:
+                    raise WrongOrder("this move of the weights was given up before it began")
+                move.run()
         return None
 
     def _put(self, result: tuple[bytes, bytes] | None) -> None:

@@ -96,9 +96,7 @@ class Spill:
             self.nbytes += _write(self.fd, as_bytes(piece), check)
 
 
-def spill(
-    ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, check: Check
-) -> Spill:
+def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, check: Check) -> Spill:
     """Write the values to a file in ``folder`` ("" = the temporary folder). Raises OutOfSpace, and leaves no file
     then."""
     try:

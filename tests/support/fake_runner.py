@@ -154,12 +154,14 @@ class FakeStaging:
 
 
 class FakeMove:
-    """A move of sleeping weights. state: "begun", "ran" or "abandoned"."""
+    """A move of sleeping weights. state: "begun", "ran" or "abandoned". runs: set when ``run`` was called."""
 
     def __init__(self, runner: FakeRunner):
         self._runner, self.weights, self.state = runner, runner.weights, "begun"
+        self.runs = threading.Event()
 
     def run(self) -> None:
+        self.runs.set()
         assert self._runner.may_stage.wait(30)
         if self._runner.no_space:
             raise OutOfSpace("no room for the weights")
