@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit, hold_ids
+from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.staging_thread import MAX_LEFT_BEHIND
 from fastdeploy.inter_communicator import messages as m
@@ -234,6 +235,23 @@ def test_a_wake_up_without_memory_is_answered_and_may_be_repeated(when):
     assert h.reply(h.call_id).failure.code == "out_of_space" and h.state == "abandoned"
     assert h.runner.asleep == {"weight"} and hold_ids(h) == ["sleep"]
     h.runner.no_space = False
+    h.assert_runs_on()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("error", "code"), [(EngineError("has ended"), "engine_error"), (RuntimeError("?"), "weight_update_refused")]
+)
+def test_a_move_that_raises_is_answered_and_changes_nothing(way, error, code, monkeypatch):
+    h = Moving(way)
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(h.runner.moves[-1], "check", fails)
+    asleep = h.runner.asleep
+    assert h.goes_on().failure.code == code and h.state == "abandoned"
+    assert h.runner.asleep == asleep and h.status()["is_paused"] == (way == "read")
     h.assert_runs_on()
 
 

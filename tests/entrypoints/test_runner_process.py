@@ -114,6 +114,14 @@ def test_a_waiting_call_fails_when_the_process_dies(remote, tmp_path):
         remote.check_alive()
 
 
+def test_a_move_of_sleeping_weights_ends_with_the_process(remote):
+    move = remote.begin_sleep(("weight",), discard=False)
+    os.kill(child_of(os.getpid()), signal.SIGKILL)
+    with pytest.raises(EngineError, match="has ended"):
+        move.run()
+    move.abandon()
+
+
 def test_errors_keep_their_class_and_weights_are_updated_put_to_sleep_and_woken(remote, tmp_path):
     refused = remote.begin_update(False, False)
     with pytest.raises(WeightUpdateRefused):

@@ -163,11 +163,14 @@ class FakeMove:
     def run(self) -> None:
         self.runs.set()
         assert self._runner.may_stage.wait(30)
+        self.check()
+        self.state = "ran"
+
+    def check(self) -> None:
         if self._runner.no_space:
             raise OutOfSpace("no room for the weights")
         if self.state == "abandoned":
             raise WrongOrder("given up")
-        self.state = "ran"
 
     def abandon(self) -> None:
         self.state = "abandoned"
