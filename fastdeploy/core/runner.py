@@ -20,7 +20,8 @@ class ChunkReceipt(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos."""
+    """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
+    commit brings others."""
 
     name: str
     dtype: str

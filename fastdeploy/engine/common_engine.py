@@ -275,7 +275,8 @@ class CommonEngine:
         config = self.config
         limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
         limits["max_lora_rank"] = config.max_lora_rank
-        return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
+        model = self.info._replace(eos_token_ids=self.scheduler.eos_token_ids)._asdict()
+        return {**model, **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
         """Reset the engine for a trainer that starts over. See messages.ResetArgs."""

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFound
-from fastdeploy.core.runner import ChunkReceipt, Staging
+from fastdeploy.core.runner import ChunkReceipt, Staged, Staging
 from fastdeploy.core.weight_source import MAX_VERSION_CHARS
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.inter_communicator.messages import UpdateChunkArgs, UpdateWeightsArgs
@@ -71,7 +71,7 @@ class Session:
     nbytes: int = 0
     stage_s: float = 0.0
     ready_at: float = 0.0
-    staged: Any = None
+    staged: Staged | None = None
     answer: Answer | None = None
 
     @property

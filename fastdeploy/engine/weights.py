@@ -341,7 +341,7 @@ class WeightSessions:
                 self._end(session, error)
                 return
             session.advance(SessionEvent.CHECKED)
-            session.staged, session.ready_at = staged.weights, self._clock()
+            session.staged, session.ready_at = staged, self._clock()
             self._swap(session)
 
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))
@@ -355,6 +355,7 @@ class WeightSessions:
             self._end(session, error)
             return
         began = self._clock()
+        assert session.staged is not None
         report = self._switch.commit(session.staged, session.version, session.kv)
         session.staging = session.staged = None
         session.advance(SessionEvent.SWAP)

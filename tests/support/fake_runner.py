@@ -107,8 +107,8 @@ class FakeAdapterStaging:
 
 class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
-    and so is a repeated one. partial: k is added to the weights that serve. in_place: from the first part until the
-    commit the runner has no weights."""
+    and so is a repeated one. The folder "w<k>-eos<id>" names an EOS id. partial: k is added to the weights that serve.
+    in_place: from the first part until the commit the runner has no weights."""
 
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
         self._runner, self._partial, self._in_place = runner, partial, in_place
@@ -140,9 +140,10 @@ class FakeStaging:
         if not self.names and not self._partial:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         serving = self._runner.weights if self._partial else 0
-        last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
+        last, _, more = (self.names or ["w0"])[-1][1:].partition("-")
         weights = serving + int(last)
-        return Staged((weights, recompute != "recompute"), fingerprint_of(weights))
+        eos = (int(more.removeprefix("eos")),) if more.startswith("eos") else None
+        return Staged((weights, more != "recompute"), fingerprint_of(weights), eos)
 
     def abandon(self) -> None:
         self.abandoned = True
