@@ -32,6 +32,7 @@ from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.processes import process_runs
+from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.sleep import Sleeper
@@ -50,7 +51,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 class CommonEngine:
     """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
-    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped."""
+    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
+    the requests with retain_s; None = there is no next engine."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class CommonEngine:
         on_commit: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         runs: Callable[[int], bool] = process_runs,
+        retained_log: RetainedLog | None = None,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
@@ -77,7 +80,8 @@ class CommonEngine:
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory)
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
-        self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
+        retained_log = retained_log or RetainedLog()
+        self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
         self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
         self.pause = self.scopes.whole_pause
