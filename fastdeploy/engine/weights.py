@@ -88,6 +88,11 @@ class WeightSessions:
         self._ended = EndedSessions()
 
     @property
+    def thread(self) -> StagingThread:
+        """The thread of the jobs on the weights, one at a time."""
+        return self._thread
+
+    @property
     def staging_busy(self) -> bool:
         """True while a job of the staging thread runs or waits."""
         return self._thread.busy
