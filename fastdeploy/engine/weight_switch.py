@@ -24,7 +24,8 @@ class WeightSwitch:
         self._on_commit = on_commit
 
     def commit(self, staged: Staged, version: str | None, kv: str) -> dict[str, Any]:
-        """Change weights, ``weight_epoch``, label and KV namespace at once. Return the report."""
+        """Change weights, ``weight_epoch``, label, KV namespace and EOS ids at once. Return the report. The EOS ids
+        stay unless the source of the weights names some."""
         whole = self._scopes.whole
         before = whole.model.served
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]
@@ -34,6 +35,8 @@ class WeightSwitch:
         weight_epoch = before.weight_epoch + 1
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
         self._lifecycle.scheduler.weights_changed(whole.model, before, recompute)
+        if staged.eos_token_ids is not None:
+            self._lifecycle.scheduler.set_eos(staged.eos_token_ids)
         if self._on_commit is not None:
             self._on_commit(weight_epoch)
         return {

@@ -243,7 +243,10 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
     mode: of the pause. discard: the weights are not kept. After the wake-up the system hold "republish" is in force
     until new weights are committed.
-    timeout_s: after that the call fails with PauseTimeout. Then nothing has changed, and its hold is released."""
+    timeout_s: after that the call fails with PauseTimeout, also while the weights are being written. Then nothing has
+    changed, and its hold is released.
+
+    Another sleep waits for this one. A weight session that begins before the weights sleep makes the call fail."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"
@@ -252,8 +255,12 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep.
-    WrongOrder for a tag that does not sleep, and for kv_cache while the weights sleep."""
+    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep. The
+    reply comes when the weights are read back. StagingTimeout if that takes longer than --stage-timeout-s: the weights
+    sleep on, and the call may be repeated.
+
+    WrongOrder for a tag that does not sleep, or not yet; for kv_cache while the weights sleep; and during another
+    wake-up."""
 
     tags: tuple[str, ...] = ()
 

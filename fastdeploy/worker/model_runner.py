@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import ModelInfo, Staging, nothing
+from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.model_config import ModelConfig
@@ -27,7 +28,7 @@ from fastdeploy.worker.delta_staging import DeltaStaging
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
-from fastdeploy.worker.spill import Spill, spill
+from fastdeploy.worker.spill import Check, Spill, SpillMove, spill
 from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
 from fastdeploy.worker.standby import StandbyCopy
 
@@ -196,17 +197,23 @@ class ModelRunner:
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> SpillMove[Spill] | None:
+        """See ``Runner.begin_sleep``."""
         for tag in tags:
             if tag not in (WEIGHT, KV_CACHE):
                 raise InvalidField("tags", f"expected {WEIGHT} or {KV_CACHE}, got {tag!r}")
             if tag in self.asleep:
                 raise WrongOrder(f"{tag} sleeps already")
+        if WEIGHT not in tags or discard or self.weights is None:
+            return None
+        values = self.weights.values
+        return SpillMove(functools.partial(spill, self.ops, self.model.parameters, values, self._spill_dir))
+
+    def sleep(self, tags: Collection[str], written: SpillMove[Spill] | None) -> int:
+        """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
         before = resident_memory()
         if WEIGHT in tags:
-            if self.weights is not None and not discard:
-                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir, beat)
+            self._spill = written.take() if written is not None else None
             self.weights = None
             self._standby.drop()
         if KV_CACHE in tags:
@@ -216,8 +223,8 @@ class ModelRunner:
         give_back_freed_memory()
         return max(before - resident_memory(), 0)
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        """See ``Runner.wake``."""
+    def begin_wake(self, tags: Collection[str]) -> SpillMove[ModelWeights] | None:
+        """See ``Runner.begin_wake``."""
         for tag in tags:
             if tag not in self.asleep:
                 raise WrongOrder(f"{tag} does not sleep")
@@ -225,25 +232,26 @@ class ModelRunner:
         needed = (sleeping.nbytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
-        try:
-            weights = self._read_spill(sleeping, beat) if sleeping else None
-            cache = self._new_cache(self.info.num_blocks, self.info.block_size) if KV_CACHE in tags else None
-        except MemoryError as error:
-            raise OutOfSpace(f"no memory to wake up: {error}") from error
-        self.weights, self.cache = weights or self.weights, cache or self.cache
-        if sleeping is not None:
-            sleeping.close()
+        return None if sleeping is None else SpillMove(functools.partial(self._read_spill, sleeping))
+
+    def wake(self, tags: Collection[str], read: SpillMove[ModelWeights] | None) -> None:
+        """See ``Runner.wake``."""
+        if KV_CACHE in tags:
+            try:
+                self.cache = self._new_cache(self.info.num_blocks, self.info.block_size)
+            except MemoryError as error:
+                raise OutOfSpace(f"no memory for the KV cache: {error}") from error
+        if WEIGHT in tags:
+            self.weights = read.take() if read is not None else None
             self._spill = None
         self.asleep -= frozenset(tags)
-        give_back_freed_memory()
 
     def check_alive(self) -> None:
         """See ``Runner.check_alive``. Does nothing: this runner is part of the engine's process."""
 
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
-        if self._spill is not None:
-            self._spill.close()
+        self._spill = None
         del self.weights, self._standby, self.cache, self.model, self._adapters, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
@@ -260,9 +268,14 @@ class ModelRunner:
         self.weights = None
         return serving
 
-    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> ModelWeights:
-        with paddle.no_grad():
-            return self.model.assemble(sleeping.read(self.ops, beat))
+    def _read_spill(self, sleeping: Spill, check: Check) -> ModelWeights:
+        try:
+            with paddle.no_grad():
+                weights = self.model.assemble(sleeping.read(self.ops, check))
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory to wake up: {error}") from error
+        give_back_freed_memory()
+        return weights
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         c = self.config

@@ -111,6 +111,7 @@ def test_the_base_is_checked_again_at_the_commit_and_before_the_weights_are_repl
     chunk(h, session, "/d4", form=XOR)
     h.ask(m.SetVersionArgs("other"))
     assert commit(h, session).failure.code == "base_mismatch"
+    assert h.engine.weights.session.id == session, "the session is still open"
     h.ask(m.SetVersionArgs("0"))
     h.runner.may_stage.clear()
     call = h.call(m.CommitUpdateArgs(session))

@@ -251,6 +251,7 @@ class CheckedEngine(RuleBasedStateMachine):
         if self.h.runner.asleep:
             self.call(m.WakeArgs(), client)
             self.step()
+            self.finish_all_work()
         if not self.h.runner.has_weights:
             args = m.UpdateWeightsArgs(FolderSource("/w2"))
             self.call_and_note(args, client, None, False, ["/w2"])

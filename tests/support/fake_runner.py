@@ -112,9 +112,9 @@ class FakeAdapterStaging:
 
 class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
-    and so is a repeated one. partial: k is added to the weights that serve. in_place: from the first part until the
-    commit the runner has no weights. delta: parts are named "d<k>", have any form, and each adds its k to the weights
-    that serve.
+    and so is a repeated one. The folder "w<k>-eos<id>" names an EOS id. partial: k is added to the weights that serve.
+    in_place: from the first part until the commit the runner has no weights. delta: parts are named "d<k>", have any
+    form, and each adds its k to the weights that serve.
 
     All weights are one tensor "weights". form.fingerprints may name what ``tensor_fingerprint`` returns for it."""
 
@@ -162,7 +162,9 @@ class FakeStaging:
         if not self.names and not self._partial and not self.delta:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
         weights, keeps_kv = self._weights(self.names), not any(name.endswith("-recompute") for name in self.names[-1:])
-        return Staged((weights, keeps_kv), fingerprint_of(weights))
+        more = self.names[-1].partition("-")[2] if self.names else ""
+        eos = (int(more.removeprefix("eos")),) if more.startswith("eos") else None
+        return Staged((weights, keeps_kv), fingerprint_of(weights), eos)
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -173,6 +175,29 @@ class FakeStaging:
             raise WeightUpdateRefused("given up")
 
 
+class FakeMove:
+    """A move of sleeping weights. state: "begun", "ran" or "abandoned". runs: set when ``run`` was called."""
+
+    def __init__(self, runner: FakeRunner):
+        self._runner, self.weights, self.state = runner, runner.weights, "begun"
+        self.runs = threading.Event()
+
+    def run(self) -> None:
+        self.runs.set()
+        assert self._runner.may_stage.wait(30)
+        self.check()
+        self.state = "ran"
+
+    def check(self) -> None:
+        if self._runner.no_space:
+            raise OutOfSpace("no room for the weights")
+        if self.state == "abandoned":
+            raise WrongOrder("given up")
+
+    def abandon(self) -> None:
+        self.state = "abandoned"
+
+
 class FakeRunner:
     """``weights`` is an int, see FakeStaging. Sequences may use their KV after a commit of "w<k>", but not after a
     commit of "w<k>-recompute".
@@ -181,8 +206,8 @@ class FakeRunner:
     mixed_ok: keys of sequences whose KV may be of several weights, until they are computed again.
     fail_next: the next execute raises. step_s: the duration that StepResult names.
     poison: tokens behind which the logits are not finite. bad_weights: weights whose logits are never finite.
-    may_stage: staging waits until this is set, as it is at first. no_space: sleep and wake fail.
-    work_in_pieces(beat): called by sleep and wake. refreshes: completed calls of refresh_standby.
+    may_stage: staging, and moves of sleeping weights, wait until this is set, as it is at first. no_space: sleep and
+    wake fail. moves: of sleeping weights, in order. refreshes: completed calls of refresh_standby.
     faults: wrong calls on the staging thread, where an assertion would only be logged.
     adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
     """
@@ -210,7 +235,7 @@ class FakeRunner:
         self._adapters_of: dict[tuple[str, int], set[int]] = {}
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
-        self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
+        self.moves: list[FakeMove] = []
         self._known: dict[int, Known] = {}  # by the number of the sequence
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
@@ -343,25 +368,35 @@ class FakeRunner:
             raise WrongOrder("there are no whole weights")
         return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> FakeMove | None:
         assert not self.asleep & set(tags)
-        self.work_in_pieces(beat)
-        if self.no_space and "weight" in tags and not discard:
-            raise OutOfSpace("no room for the weights")
+        return self._move() if "weight" in tags and self.has_weights and not discard else None
+
+    def _move(self) -> FakeMove:
+        self.moves.append(FakeMove(self))
+        return self.moves[-1]
+
+    def sleep(self, tags: Collection[str], written: FakeMove | None) -> int:
+        assert not self.asleep & set(tags) and (written is None or written.state == "ran")
         if "weight" in tags:
-            self.has_weights, self._spilled = False, self.has_weights and not discard
+            assert written is None or written.weights == self.weights, "other weights were committed meanwhile"
+            self.has_weights, self._spilled = False, written is not None
             self.standby_nbytes = 0
         if "kv_cache" in tags:
             self.slots = [[None] * self.info.block_size for _ in self.slots]
         self.asleep |= set(tags)
         return 1000 * len(tags)
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
+    def begin_wake(self, tags: Collection[str]) -> FakeMove | None:
         assert set(tags) <= self.asleep
-        self.work_in_pieces(beat)
+        return self._move() if "weight" in tags and self._spilled else None
+
+    def wake(self, tags: Collection[str], read: FakeMove | None) -> None:
+        assert set(tags) <= self.asleep and (read is None or read.state == "ran")
         if self.no_space:
             raise OutOfSpace("no memory to wake up")
         if "weight" in tags:
+            assert (read is not None) == self._spilled
             self.has_weights = self._spilled
         self.asleep -= set(tags)
 

@@ -55,7 +55,7 @@ SYSTEM_HOLDS = {"sleep", "in_place", "republish"}
 # Calls that are answered when their work is done. All other calls are answered at once.
 LATER = (
     m.PauseArgs, m.SleepArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.WeightInfoArgs,
-    m.LoadAdapterArgs,
+    m.LoadAdapterArgs, m.WakeArgs,
 )  # fmt: skip
 ENDED = {"session_not_found", "session_expired"}
 REFUSALS: dict[type, set[str]] = {
@@ -67,8 +67,8 @@ REFUSALS: dict[type, set[str]] = {
     },
     m.AbortUpdateArgs: {"session_not_found"},
     m.WeightInfoArgs: {"wrong_order"},
-    m.SleepArgs: {"wrong_order", "out_of_space", "pause_timeout", "pause_interrupted"},
-    m.WakeArgs: {"wrong_order", "out_of_space"},
+    m.SleepArgs: {"wrong_order", "out_of_space", "pause_timeout", "pause_interrupted", "update_in_progress"},
+    m.WakeArgs: {"wrong_order", "out_of_space", "staging_timeout", "update_in_progress"},
     m.LoadAdapterArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "adapter_loaded"},
     m.UnloadAdapterArgs: {"model_not_found"},
     m.AbortArgs: {"model_not_found"},

@@ -15,7 +15,7 @@ from fastdeploy.core.weight_source import FileSource
 from fastdeploy.worker.model_runner import KV_CACHE, WEIGHT, ModelRunner
 from support.checkpoints import SPECS, random_tensors, write_checkpoint, write_safetensors
 from support.deltas import State, changed, checksums_of, over_all_of, state_of, widened, write_delta
-from support.step_driver import outputs
+from support.step_driver import outputs, sleep, wake
 from worker.conftest import OPS
 
 EVENTS = ["delta"] * 12 + ["full", "in place", "partial", "refused", "abandoned", "unseen", "sleep"]
@@ -52,8 +52,8 @@ class Chain:
                 staging.finish()
                 staging.abandon()
             case "sleep":
-                self.runner.sleep((WEIGHT, KV_CACHE), discard=False)
-                self.runner.wake((WEIGHT, KV_CACHE))
+                sleep(self.runner, WEIGHT, KV_CACHE)
+                wake(self.runner, WEIGHT, KV_CACHE)
         if self.rng.random() < 0.6:
             self.runner.refresh_standby()
         assert self.runner.fingerprint == over_all_of(self.state)

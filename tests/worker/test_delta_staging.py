@@ -19,7 +19,7 @@ from fastdeploy.core.weight_source import FolderSource, PartFormat
 from fastdeploy.worker.model_runner import ModelRunner
 from support.delta_trainer import Trainer
 from support.deltas import over_all_of, payload, state_of, write_delta
-from support.step_driver import outputs
+from support.step_driver import outputs, sleep, wake
 from worker.conftest import OPS
 
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv")
@@ -125,10 +125,10 @@ def test_plain_tensors_of_other_float_types_are_rounded(make_trainer):
 
 def test_a_delta_needs_complete_weights(make_trainer):
     trainer = make_trainer()
-    trainer.runner.sleep(("weight",), discard=True)
+    sleep(trainer.runner, "weight", discard=True)
     with pytest.raises(WrongOrder, match="asleep"):
         trainer.begin()
-    trainer.runner.wake(("weight",))
+    wake(trainer.runner, "weight")
     with pytest.raises(WrongOrder, match="a delta needs complete weights"):
         trainer.begin()
 

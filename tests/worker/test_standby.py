@@ -19,7 +19,7 @@ from fastdeploy.worker import standby as standby_module
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.standby import MARGIN, StandbyCopy
 from support.checkpoints import random_tensors
-from support.step_driver import outputs, update
+from support.step_driver import outputs, sleep, update, wake
 from worker.new_weights import NORM, SPEC, K, Q, V, new_tensors, sha
 
 
@@ -110,12 +110,12 @@ def test_a_copy_that_does_not_fit_is_reported_and_the_old_weights_serve_on(make_
 def test_sleeping_weights_give_the_standby_copy_back(make_runner, part):
     runner = make_runner("qwen2", standby_weights="on")
     runner.refresh_standby()
-    runner.sleep(("kv_cache",), discard=False)
+    sleep(runner, "kv_cache")
     assert runner.standby_nbytes > 0
-    runner.sleep(("weight",), discard=False)
+    sleep(runner, "weight")
     assert runner.standby_nbytes == 0
     runner.refresh_standby()  # without weights there is nothing to copy
-    runner.wake(("weight", "kv_cache"))
+    wake(runner, "weight", "kv_cache")
     assert runner.standby_nbytes == 0
     update(runner, part(new_tensors()))
     assert runner.standby_nbytes == nbytes(runner)
@@ -150,8 +150,8 @@ def test_any_order_of_updates_and_failures_serves_what_was_committed(make_runner
             names = rng.sample(sorted(new), rng.randint(1, 9)) if kind != "full" else list(new)
             staging = runner.begin_update(kind != "full", kind == "in place") if kind != "sleep" else None
             if staging is None:
-                runner.sleep(("weight",), discard=False)
-                runner.wake(("weight",))
+                sleep(runner, "weight")
+                wake(runner, "weight")
             elif kind == "refused":
                 broken = new[Q].copy()
                 broken[-1, -1] = np.inf
@@ -282,6 +282,15 @@ def test_a_refresh_that_ends_after_a_sleep_brings_nothing_back(copy):
     assert copy.nbytes == 0
 
 
+def test_weights_that_were_staged_before_the_last_commit_bring_no_copy_of_their_time(copy):
+    old, other = packed(1), packed(2)
+    copy.refresh(old)
+    loan = copy.lend()
+    copy.commit(copy.lend(), old, other, {})
+    copy.commit(loan, other, other, {})
+    assert copy.nbytes == 0
+
+
 def test_weights_that_serve_are_never_spare(copy):
     old, loan = packed(1), copy.lend()
     other = packed(2)
@@ -302,6 +311,14 @@ def test_what_a_failed_job_wrote_is_stale_and_the_rest_is_not(copy):
     loan = copy.lend()
     assert loan.spares["l"].missed is None and loan.spares["p"].missed == ()
     assert all(equal(loan.take_current(p, serving[p.key]), serving[p.key]) for p in (LINEAR, PLAIN))
+
+
+def test_after_an_update_in_place_the_whole_copy_is_stale(make_runner, part):
+    runner = make_runner("qwen2", standby_weights="on")
+    runner.refresh_standby()
+    update(runner, part(new_tensors()), in_place=True)
+    spares = runner._standby.lend().spares
+    assert len(spares) == len(linears(runner)) and all(spare.missed is None for spare in spares.values())
 
 
 def test_a_partial_update_leaves_the_rest_of_the_copy_equal(make_runner, part):
