@@ -10,21 +10,30 @@
 namespace fd {
 namespace {
 
-constexpr int64_t kSliceValues = 64 << 10;  // of an overwrite, for one thread
+constexpr int64_t kSliceBytes = 64 << 10;  // gaps of an overwrite, for one thread
+constexpr uint8_t kSkip = 255;             // the byte of a gap that goes on
 
-// u4 count, u4 gaps[count], values[count].
+// u4 count, values[count], gaps.
 struct Overwrite {
-  const char *gaps, *values;
-  int64_t count = 0;
+  const char* values;
+  const uint8_t* gaps;
+  int64_t count = 0, gap_bytes = 0;
 
-  // False if the payload has not the size that it tells.
+  // False if the payload has not the size that it tells, or ends within a gap.
   bool read(const DeltaItem& item, int64_t value_bytes) {
     if (item.payload_bytes < 4) return false;
     count = load_at<uint32_t>(item.payload, 0);
-    gaps = item.payload + 4;
-    values = gaps + 4 * count;
-    return item.payload_bytes == 4 + count * (4 + value_bytes);
+    values = item.payload + 4;
+    gaps = reinterpret_cast<const uint8_t*>(values + count * value_bytes);
+    gap_bytes = item.payload_bytes - 4 - count * value_bytes;
+    return gap_bytes >= count && (gap_bytes == 0 || gaps[gap_bytes - 1] != kSkip);
   }
+};
+
+// Sums over a slice of gaps: of its bytes, and of the values whose gap ends in it.
+struct Advance {
+  uint64_t index;
+  int64_t values;
 };
 
 // A flat position in a region. T: the bits of a value in the dtype of the ops.
@@ -63,46 +72,54 @@ class Cursor {
   int64_t row_ = 0, column_ = 0;
 };
 
-// Adds the gaps of a slice to *distance. Nothing is written to the region before all slices were checked.
+// Sums up a slice of gaps, and checks as many values. Nothing is written to the region before all slices were checked.
 template <typename T>
-Problem check_slice(const Overwrite& delta, int64_t first, int64_t count, uint64_t* distance) {
+Problem check_slice(const Overwrite& delta, const Piece& slice, Advance& sum) {
   constexpr T kInfinity = static_cast<T>(sizeof(T) == 2 ? 0x7f80 : 0x7f800000);
   constexpr T kMagnitude = static_cast<T>(sizeof(T) == 2 ? 0x7fff : 0x7fffffff);
-  uint64_t sum = 0;
-  uint32_t shortest = UINT32_MAX;
-  T largest = 0;
-  for (int64_t i = first; i < first + count; ++i) {
-    const uint32_t gap = load_at<uint32_t>(delta.gaps, i);
-    sum += gap;
-    shortest = std::min(shortest, i == 0 ? 1 : gap);
-    largest = std::max(largest, static_cast<T>(load_at<T>(delta.values, i) & kMagnitude));
+  const int64_t end = slice.first + slice.count;
+  uint32_t total = 0, ends = 0, standing = 0;  // at most 255 * kSliceBytes
+  for (int64_t i = slice.first; i < end; ++i) {
+    const bool goes_on = delta.gaps[i] == kSkip, begins = i > 0 && delta.gaps[i - 1] != kSkip;
+    total += delta.gaps[i];
+    ends += !goes_on;
+    standing += begins && delta.gaps[i] == 0;
   }
-  *distance = sum;
-  if (shortest == 0) return Problem::kMalformed;
+  sum = {total, ends};
+  T largest = 0;
+  for (int64_t i = slice.first; i < std::min(end, delta.count); ++i)
+    largest = std::max(largest, static_cast<T>(load_at<T>(delta.values, i) & kMagnitude));
+  if (standing > 0) return Problem::kMalformed;
   return largest < kInfinity ? Problem::kNone : Problem::kNotFinite;
 }
 
-// Writes a slice of an overwrite. index: the flat index of the value before it.
+// Writes the values whose gaps end in a slice. before: the sums over all earlier slices.
 template <typename T>
-Fingerprint write_slice(const Region& region, const Overwrite& delta, const Piece& slice, uint64_t index) {
+Fingerprint write_slice(const Region& region, const Overwrite& delta, const Piece& slice, const Advance& before) {
   constexpr int64_t kBatch = 64;  // values whose cache lines are fetched at the same time
   Cursor<T> cursor(region);
   Fingerprint total = {};
   BlockSums block;
-  cursor.advance(static_cast<int64_t>(index));
-  for (int64_t first = slice.first, last; first < slice.first + slice.count; first = last) {
+  cursor.advance(static_cast<int64_t>(before.index));
+  uint64_t index = before.index, gap = 0;
+  int64_t number = before.values;
+  for (int64_t at = slice.first, end = slice.first + slice.count; at < end;) {
     T* targets[kBatch];
-    last = std::min(first + kBatch, slice.first + slice.count);
-    for (int64_t i = first; i < last; ++i) {
-      targets[i - first] = cursor.advance(load_at<uint32_t>(delta.gaps, i));
-      __builtin_prefetch(targets[i - first], 1);
+    uint64_t indices[kBatch];
+    int64_t n = 0;
+    for (; n < kBatch && at < end; ++at) {
+      gap += delta.gaps[at];
+      if (delta.gaps[at] == kSkip) continue;
+      targets[n] = cursor.advance(static_cast<int64_t>(gap));
+      indices[n] = index += gap;
+      __builtin_prefetch(targets[n++], 1);
+      gap = 0;
     }
-    for (int64_t i = first; i < last; ++i) {
-      index += load_at<uint32_t>(delta.gaps, i);
-      const T value = load_at<T>(delta.values, i), old = std::exchange(*targets[i - first], value);
+    for (int64_t i = 0; i < n; ++i) {
+      const T value = load_at<T>(delta.values, number++), old = std::exchange(*targets[i], value);
       const uint64_t difference = uint64_t{value} - uint64_t{old};
-      const uint64_t word = sizeof(T) == 2 ? index / 2 : index, offset = word % kFingerprintBlock;
-      const uint64_t weighted = sizeof(T) == 2 ? difference << (index % 2 * 16) : difference;
+      const uint64_t word = sizeof(T) == 2 ? indices[i] / 2 : indices[i], offset = word % kFingerprintBlock;
+      const uint64_t weighted = sizeof(T) == 2 ? difference << (indices[i] % 2 * 16) : difference;
       if (static_cast<int64_t>(word / kFingerprintBlock) != block.block)
         block.move_to(static_cast<int64_t>(word / kFingerprintBlock), total);
       for (int s = 0; s < 2; ++s) block.sums.sums[s] += weighted * kWordKeys.keys[s][offset];
@@ -115,31 +132,36 @@ Fingerprint write_slice(const Region& region, const Overwrite& delta, const Piec
 template <typename T>
 void overwrite(const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results) {
   std::vector<Overwrite> deltas(static_cast<size_t>(count));
-  std::vector<Piece> pieces;
+  std::vector<Piece> pieces;  // of the bytes of gaps
   for (int64_t i = 0; i < count; ++i) {
     if (items[i].encoding != Encoding::kOverwrite) continue;
     if (!deltas[i].read(items[i], sizeof(T))) results[i].problem = Problem::kMalformed;
-    for (int64_t at = 0; results[i].problem == Problem::kNone && at < deltas[i].count; at += kSliceValues)
-      pieces.push_back({i, at, std::min(kSliceValues, deltas[i].count - at)});
+    for (int64_t at = 0; results[i].problem == Problem::kNone && at < deltas[i].gap_bytes; at += kSliceBytes)
+      pieces.push_back({i, at, std::min(kSliceBytes, deltas[i].gap_bytes - at)});
   }
-  std::vector<uint64_t> distances(pieces.size());
+  std::vector<Advance> sums(pieces.size());
+  const auto number_of = [&](const Piece& piece) { return static_cast<size_t>(&piece - pieces.data()); };
   work_off(pieces, stop, results, [&](const Piece& piece) {
-    uint64_t* distance = &distances[static_cast<size_t>(&piece - pieces.data())];
-    return StageResult{{}, check_slice<T>(deltas[piece.item], piece.first, piece.count, distance), 0};
+    return StageResult{{}, check_slice<T>(deltas[piece.item], piece, sums[number_of(piece)]), 0};
   });
-  std::vector<uint64_t> starts(pieces.size());  // the flat index of the value before each slice
+  std::vector<Advance> before(pieces.size());  // of each slice
+  Advance after = {};
   for (size_t i = 0; i < pieces.size(); ++i) {
     const int64_t item = pieces[i].item;
-    starts[i] = pieces[i].first == 0 ? 0 : starts[i - 1] + distances[i - 1];
-    const bool inside = starts[i] + distances[i] < static_cast<uint64_t>(items[item].region.size());
-    if (!inside) results[item].problem = std::max(results[item].problem, Problem::kMalformed);
+    before[i] = pieces[i].first == 0 ? Advance{} : after;
+    after = {before[i].index + sums[i].index, before[i].values + sums[i].values};
+    const bool last = i + 1 == pieces.size() || pieces[i + 1].item != item;
+    const bool fits = after.index < static_cast<uint64_t>(items[item].region.size());
+    if (!fits || (last && after.values != deltas[item].count))
+      results[item].problem = std::max(results[item].problem, Problem::kMalformed);
   }
   std::vector<bool> refused(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) refused[i] = results[i].problem != Problem::kNone;
   work_off(pieces, stop, results, [&](const Piece& piece) {
     if (refused[piece.item]) return StageResult{};
-    const uint64_t start = starts[static_cast<size_t>(&piece - pieces.data())];
-    return StageResult{write_slice<T>(items[piece.item].region, deltas[piece.item], piece, start), Problem::kNone, 0};
+    const Fingerprint change =
+        write_slice<T>(items[piece.item].region, deltas[piece.item], piece, before[number_of(piece)]);
+    return StageResult{change, Problem::kNone, 0};
   });
 }
 

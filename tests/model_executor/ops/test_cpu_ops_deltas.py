@@ -94,7 +94,7 @@ def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: Refere
 
 
 def test_a_large_tensor_is_cut_into_slices_that_add_up(ops: CpuOps, rng):
-    """Slices of an overwrite have 65,536 values, and pieces of a xor 256 KiB."""
+    """Slices of an overwrite have 64 KiB of gaps, and pieces of a xor 256 KiB."""
     base = finite(ops, rng, 1000, 1001)
     new = np.where(rng.random(base.size) < 0.3, finite(ops, rng, base.size), base.reshape(-1))
     for encoding in delta_format.ENCODINGS:
@@ -105,6 +105,30 @@ def test_a_large_tensor_is_cut_into_slices_that_add_up(ops: CpuOps, rng):
         assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
 
 
+@pytest.mark.parametrize(("before", "gap"), [(65_535, 255), (65_534, 510), (65_530, 3000), (65_536, 1), (65_535, 254)])
+def test_a_gap_may_go_on_in_the_next_slice(ops: CpuOps, rng, before: int, gap: int):
+    """The first 64 KiB of gaps end near value ``before``, behind which lies a longer gap."""
+    base = finite(ops, rng, 100, 1001)
+    new = base.reshape(-1).copy()
+    index = np.append(np.arange(before), [before - 1 + gap, before + gap])
+    new[index] ^= 1
+    weight = ops.pack_linear([floats(base)])
+    payload = delta_format.overwrite(index, new[index])
+    (result,) = ops.apply_deltas([DeltaItem(Region(100, 1001, weight), "overwrite", payload)], GO_ON)
+    np.testing.assert_array_equal(bits(ops, weight).reshape(-1), new)
+    assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
+
+
+def test_a_zero_gap_at_the_start_of_a_slice_is_refused(ops: CpuOps, rng):
+    base = finite(ops, rng, 100, 1001)
+    payload = delta_format.overwrite(np.arange(70_000), finite(ops, rng, 70_000))
+    payload[payload.size - 70_000 + 65_536] = 0
+    weight = ops.pack_linear([floats(base)])
+    item = DeltaItem(Region(100, 1001, weight), "overwrite", payload)
+    assert ops.apply_deltas([item], GO_ON) == [StageResult(ZERO, Problem.MALFORMED)]
+    np.testing.assert_array_equal(bits(ops, weight), base)
+
+
 @fixtures
 @given(data=st.data())
 def test_a_malformed_overwrite_is_refused_and_changes_nothing(ops: CpuOps, reference: ReferenceOps, data):
@@ -112,27 +136,27 @@ def test_a_malformed_overwrite_is_refused_and_changes_nothing(ops: CpuOps, refer
     size = rows * columns
     rng = np.random.default_rng(size)
     index = np.flatnonzero(rng.random(size) < 0.5)
-    payload = delta_format.overwrite(index, finite(ops, rng, index.size)).copy()
-    kind = data.draw(st.sampled_from(["cut", "grown", "count", "zero gap", "beyond", "far beyond", "wrapped"]), "kind")
-    gaps = payload[4 : 4 + 4 * index.size].view("<u4")
-    if kind in ("zero gap", "wrapped") and index.size < 3:
-        return
+    payload = delta_format.overwrite(index, finite(ops, rng, index.size))
+    kind = data.draw(st.sampled_from(["cut", "grown", "count", "zero gap", "beyond", "unfinished"]), "kind")
+    gaps = payload[payload.size - index.size :]  # all are below 255
     if kind == "cut":
         payload = payload[: data.draw(st.integers(0, payload.size - 1))]
     elif kind == "grown":
-        payload = np.concatenate([payload, np.zeros(data.draw(st.integers(1, 9)), np.uint8)])
+        more = st.lists(st.integers(0, 255), min_size=1, max_size=9)
+        payload = np.append(payload, np.array(data.draw(more), np.uint8))
     elif kind == "count":
         payload[:4].view("<u4")[:] = data.draw(st.sampled_from([index.size + 1, index.size + 2**31, 2**32 - 1]))
+    elif index.size < 2:
+        return
     elif kind == "zero gap":
         gaps[data.draw(st.integers(1, index.size - 1))] = 0
-    elif index.size == 0:
-        return
     elif kind == "beyond":
-        gaps[data.draw(st.integers(0, index.size - 1))] += size - int(index[-1])
-    elif kind == "far beyond":
-        gaps[data.draw(st.integers(0, index.size - 1))] = 2**32 - 1
-    else:  # the sum is inside again modulo 2**32
-        gaps[0], gaps[1] = 2**32 - 1, 1
+        more = size - int(index[-1])
+        payload = np.insert(payload, payload.size - index.size, [255] * (more // 255) + [more % 255])
+        payload[:4].view("<u4")[:] += 1
+        payload = np.insert(payload, 4, [0] * (2 if ops.dtype == "bfloat16" else 4))
+    else:
+        gaps[data.draw(st.integers(0, index.size - 1))] = 255
     base = finite(ops, rng, rows, columns)
     vector = np.zeros(size, np.float32)
     for either in (ops, reference):
