@@ -139,8 +139,8 @@ class Runner(Protocol):
 
     def refresh_standby(self) -> None:
         """Make the standby copy, if there is memory for it, or bring it up to the weights that serve, so that the next
-        delta needs to write only what it changes. Runs beside steps, like a Staging, and not at the same time as one.
-        Raises OutOfSpace."""
+        delta needs to write only what it changes. Runs beside steps, like a Staging, and not at the same time as one,
+        though ``begin_update`` may be called meanwhile. Raises OutOfSpace."""
 
     def begin_adapter(self) -> AdapterStaging:
         """Begin to stage an adapter, on any thread. Works in every state of the weights."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, SessionNotFound
+from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.runner import ChunkReceipt, Staging
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
-
-MAX_REMEMBERED = 64
 
 
 class SessionState(Enum):
@@ -129,31 +126,3 @@ class Session:
         }
         timings_ms = {name: round(value * 1000, 3) for name, value in seconds.items()}
         return {"session_id": self.id, "tensors": self.tensors, "nbytes": self.nbytes, "timings_ms": timings_ms}
-
-
-class EndedSessions:
-    """The latest MAX_REMEMBERED sessions that have ended, each with the error that later calls get."""
-
-    def __init__(self) -> None:
-        self._errors: OrderedDict[str, FastDeployError] = OrderedDict()
-        self._keys: dict[str, str] = {}  # session id by idempotency key
-
-    def __contains__(self, session_id: str) -> bool:
-        return session_id in self._errors
-
-    def add(self, session: Session, error: FastDeployError) -> None:
-        self._errors[session.id] = error
-        if session.begin.idempotency_key is not None:
-            self._keys[session.begin.idempotency_key] = session.id
-        if len(self._errors) > MAX_REMEMBERED:
-            self._errors.popitem(last=False)
-            self._keys = {key: session_id for key, session_id in self._keys.items() if session_id in self._errors}
-
-    def error(self, session_id: str) -> FastDeployError:
-        """Return the error for a call that names a session that is not open."""
-        return self._errors.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
-
-    def check_key(self, idempotency_key: str | None) -> None:
-        """Raise the error for a begin whose session has ended already."""
-        if idempotency_key in self._keys:
-            raise self._errors[self._keys[idempotency_key]]

@@ -20,10 +20,8 @@ from fastdeploy.core.errors import (
     EngineDead,
     EngineError,
     FastDeployError,
-    InvalidField,
     SessionExpired,
     SessionNotFound,
-    UpdateInProgress,
     WeightUpdateRefused,
     WrongOrder,
 )
@@ -33,6 +31,7 @@ from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
+from fastdeploy.engine.session_book import SessionBook
 from fastdeploy.engine.staging_thread import Job, StagingThread
 from fastdeploy.engine.weight_checks import (
     UpdateChecks,
@@ -44,7 +43,7 @@ from fastdeploy.engine.weight_checks import (
     check_result_is_named,
 )
 from fastdeploy.engine.weight_info import WeightInfo
-from fastdeploy.engine.weight_session import EndedSessions, Session, SessionEvent, SessionState
+from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
@@ -82,10 +81,13 @@ class WeightSessions:
         self._stage_timeout_s = stage_timeout_s
         self._thread = StagingThread(wake, clock)
         self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
-        self.session: Session | None = None
+        self._book = SessionBook()
         self.num_failed = 0
         self.last_commit_s = 0.0
-        self._ended = EndedSessions()
+
+    @property
+    def session(self) -> Session | None:
+        return self._book.session
 
     @property
     def thread(self) -> StagingThread:
@@ -110,20 +112,16 @@ class WeightSessions:
     def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
         """Open a session, or find the one that a begin with the same key has opened. Raises UpdateInProgress,
         VersionConflict, BaseMismatch, WrongOrder or InvalidField, or the error that ended the session of the key."""
-        session, key = self.session, args.idempotency_key
-        if session is None or key is None or key != session.begin.idempotency_key:
-            session = self._open(args)
-        elif args != session.begin:
-            raise InvalidField("idempotency_key", "expected a new key: a begin with other fields has used this one")
+        session = self._book.find_begun(args) or self._open(args)
         session.renew(self._clock())
         return {"session_id": session.id, **session.opened}
 
     def add_part(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
-        session_id = self._session_meant(args)
+        session_id = self._book.meant(args)
         if session_id is None:
             answer({"session_id": None}, None)
             return
-        session = self._find_open(session_id)
+        session = self._book.find_open(session_id)
         self._check_source(args)
         check_form(args.form, session.begin.base)
         check_label("version", args.version)
@@ -133,9 +131,9 @@ class WeightSessions:
 
     def check(self, args: m.CheckUpdateArgs) -> dict[str, Any]:
         """Raise the error that a part, or a begin with ``args.begin``, would raise."""
-        session_id = self._session_meant(args)
+        session_id = self._book.meant(args)
         if session_id is not None:
-            base = self._find_open(session_id).begin.base
+            base = self._book.find_open(session_id).begin.base
         else:
             self._check_begin(args.begin)
             base = args.begin.base
@@ -144,10 +142,10 @@ class WeightSessions:
         return {}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
-        session_id = self._session_meant(args)
+        session_id = self._book.meant(args)
         if session_id is None:
             raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
-        session = self._find_open(session_id)
+        session = self._book.find_open(session_id)
         check_label("version", args.version)
         check_kv(args.kv)
         check_fingerprint("fingerprint", args.fingerprint)
@@ -187,9 +185,9 @@ class WeightSessions:
         """End the session that the call names, or else the open one. A session that has ended already is no error."""
         session = self.session
         if args.session_id is not None and (session is None or session.id != args.session_id):
-            if args.session_id in self._ended:
+            if args.session_id in self._book.ended:
                 return {"aborted": []}
-            raise self._ended.error(args.session_id)
+            raise self._book.ended.error(args.session_id)
         if session is None:
             return {"aborted": []}
         self._end(session, SessionNotFound(f"weight session {session.id} was aborted"))
@@ -228,7 +226,7 @@ class WeightSessions:
 
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting call with ``error``, when the engine ends."""
-        session, self.session = self.session, None
+        session, self._book.session = self.session, None
         if session is not None and session.state is not SessionState.ENDED:
             session.advance(SessionEvent.END)
             session.answer_commit({}, error)
@@ -244,10 +242,7 @@ class WeightSessions:
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
         """Raise an error if no session can begin with ``args`` now. Returns the session's ``timeout_s``."""
         timeout_s = self._checks.check_fields(args)
-        self._ended.check_key(args.idempotency_key)
-        if self.session is not None:
-            owner, age = self.session.begin.placed_by, self._clock() - self.session.started_at
-            raise UpdateInProgress(f"{owner} opened a weight session {age:.1f} s ago; try again when it has ended")
+        self._book.check_free(args, self._clock())
         self._checks.check_state(args)
         return timeout_s
 
@@ -257,7 +252,7 @@ class WeightSessions:
         staging = self._runner.begin_update(args.partial, args.in_place, delta=args.base is not None)
         if args.in_place:
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
-        self.session = Session(
+        self._book.session = session = Session(
             id=f"weights-{uuid.uuid4().hex[:12]}",
             begin=args,
             opened=opened,
@@ -265,24 +260,6 @@ class WeightSessions:
             staging=staging,
             started_at=self._clock(),
         )
-        return self.session
-
-    def _session_meant(self, args: m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs) -> str | None:
-        """Return the session id in the call, or else the id of the open session if the same ``placed_by`` opened it."""
-        session = self.session
-        if args.session_id is not None or session is None or session.begin.placed_by != args.placed_by:
-            return args.session_id
-        return session.id
-
-    def _find(self, session_id: str) -> Session:
-        if self.session is None or self.session.id != session_id:
-            raise self._ended.error(session_id)
-        return self.session
-
-    def _find_open(self, session_id: str) -> Session:
-        session = self._find(session_id)
-        if session.state is not SessionState.OPEN:
-            raise WrongOrder(f"weight session {session.id} is being committed already")
         return session
 
     def _submit_part(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
@@ -293,7 +270,7 @@ class WeightSessions:
             session.stage_s += seconds
             session.renew(self._clock())
             if session.state is SessionState.ENDED:
-                error = error or self._ended.error(session.id)
+                error = error or self._book.ended.error(session.id)
             elif isinstance(error, WeightUpdateRefused):
                 why = f"weight session {session.id} ended because a part was refused: {error.message}"
                 self._end(session, SessionNotFound(why))
@@ -348,8 +325,7 @@ class WeightSessions:
         report = self._switch.commit(staged, session.version, session.kv)
         session.staging = None
         session.advance(SessionEvent.SWAP)
-        self.session = None
-        self._ended.add(session, SessionNotFound(f"weight session {session.id} was committed already"))
+        self._book.end(SessionNotFound(f"weight session {session.id} was committed already"))
         for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
             self._pause.release_system_hold(hold)
         ended = self._clock()
@@ -371,9 +347,8 @@ class WeightSessions:
         """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
         update must follow before any step. A running job of the session is abandoned, because it may hang."""
         session.advance(SessionEvent.END)
-        self.session = None
+        self._book.end(why)
         self.num_failed += 1
-        self._ended.add(session, why)
         self._thread.give_up(session, why)
         session.answer_commit(self._scope.weights_label(), why)
         staging, session.staging = session.open_staging, None

@@ -372,7 +372,11 @@ class EngineMachine(AdapterMachine):
             case "sleep":
                 self.call(m.SleepArgs(), client)
             case "begin":
+                seen = len(self.witness.replies)
                 self.call(args, client)
+                self.step()
+                again = [reply for call, reply in self.witness.replies[seen:] if call is args]
+                assert self.engine.weights.session is not session or all(reply.failure is None for reply in again)
             case "reset":
                 self.reset(data, None, 0)
         self.step()

@@ -12,6 +12,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE, Scope
 from fastdeploy.engine import pause as p
 from fastdeploy.engine import weight_session as w
+from fastdeploy.inter_communicator.messages import BeginUpdateArgs
 from support.harness import Harness
 
 
@@ -22,7 +23,9 @@ def request_in(state: r.RequestState) -> r.Request:
 
 
 def session_in(state: w.SessionState) -> w.Session:
-    return w.Session("s", None, None, "keep", False, False, 1.0, 1.0, None, "native", 0.0, 1.0, state)
+    session = w.Session("s", BeginUpdateArgs(), opened={}, timeout_s=1.0, staging=None, started_at=0.0)
+    session.state = state
+    return session
 
 
 def assert_follows(table, machine, attribute, advance, event) -> None:
