@@ -108,6 +108,15 @@ struct Words {
 
  private:
 #if defined(__AVX512F__)
+  // _mm512_reduce_add_epi64 of GCC adds signed numbers, and their overflow is undefined.
+  static uint64_t total(__m512i v) {
+    alignas(64) uint64_t lanes[8];
+    _mm512_store_si512(lanes, v);
+    uint64_t sum = 0;
+    for (const uint64_t lane : lanes) sum += lane;
+    return sum;
+  }
+
   int64_t add_vectors(const char* p, const uint32_t* keys0, const uint32_t* keys1, int64_t n, uint64_t* sums) {
     const __m512i magnitude = _mm512_set1_epi32(static_cast<int>(kMagnitude));
     __m512i even0 = _mm512_setzero_si512(), even1 = even0, odd0 = even0, odd1 = even0, most = even0;
@@ -122,8 +131,8 @@ struct Words {
       const __m512i sizes = _mm512_and_si512(words, magnitude);
       most = Bf16 ? _mm512_max_epu16(most, sizes) : _mm512_max_epu32(most, sizes);
     }
-    sums[0] += static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even0, odd0)));
-    sums[1] += static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(even1, odd1)));
+    sums[0] += total(_mm512_add_epi64(even0, odd0));
+    sums[1] += total(_mm512_add_epi64(even1, odd1));
     alignas(64) uint32_t lanes[16];
     _mm512_store_si512(lanes, most);
     for (const uint32_t lane : lanes) see(lane);
