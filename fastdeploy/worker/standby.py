@@ -161,7 +161,7 @@ class StandbyCopy:
             for key in (parameter.key for parameter in self._linears):
                 if key in old and old[key] is not new[key]:
                     spares[key] = _behind(as_linear(old[key]), missed.get(key))
-                elif key in unused and unused[key].weight is not new[key]:
+                elif key in unused:
                     spares[key] = unused[key] if key in old else Spare(unused[key].weight)
             self._loan, self._spares = None, self._kept(spares)
 

@@ -282,6 +282,15 @@ def test_a_refresh_that_ends_after_a_sleep_brings_nothing_back(copy):
     assert copy.nbytes == 0
 
 
+def test_weights_that_were_staged_before_the_last_commit_bring_no_copy_of_their_time(copy):
+    old, other = packed(1), packed(2)
+    copy.refresh(old)
+    loan = copy.lend()
+    copy.commit(copy.lend(), old, other, {})
+    copy.commit(loan, other, other, {})
+    assert copy.nbytes == 0
+
+
 def test_weights_that_serve_are_never_spare(copy):
     old, loan = packed(1), copy.lend()
     other = packed(2)
@@ -302,6 +311,14 @@ def test_what_a_failed_job_wrote_is_stale_and_the_rest_is_not(copy):
     loan = copy.lend()
     assert loan.spares["l"].missed is None and loan.spares["p"].missed == ()
     assert all(equal(loan.take_current(p, serving[p.key]), serving[p.key]) for p in (LINEAR, PLAIN))
+
+
+def test_after_an_update_in_place_the_whole_copy_is_stale(make_runner, part):
+    runner = make_runner("qwen2", standby_weights="on")
+    runner.refresh_standby()
+    update(runner, part(new_tensors()), in_place=True)
+    spares = runner._standby.lend().spares
+    assert len(spares) == len(linears(runner)) and all(spare.missed is None for spare in spares.values())
 
 
 def test_a_partial_update_leaves_the_rest_of_the_copy_equal(make_runner, part):
