@@ -13,8 +13,9 @@
 namespace fd {
 namespace {
 
-// The share of a core that is left to the work when a step wants the core too: about 15 %.
-constexpr int kNice = 7;
+// A thread of nice 10 has a tenth of the weight of one of nice 0 (110 to 1024, sched_prio_to_weight of the kernel).
+// Beside steps that want all cores, the work gets a tenth of them.
+constexpr int kNice = 10;
 
 void lower_priority() { setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kNice); }
 
