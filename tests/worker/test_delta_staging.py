@@ -105,7 +105,8 @@ def test_large_payloads_are_freed_once_they_are_applied(make_trainer, monkeypatc
         return apply(items, stop)
 
     monkeypatch.setattr(trainer.runner.ops, "apply_deltas", watched)
-    source, form = write_delta(trainer.folder / "part", trainer.state, trainer.next_state(Q, share=2), "xor", "zstd")
+    new = trainer.next_state(EMBEDDING, share=2)
+    source, form = write_delta(trainer.folder / "part", trainer.state, new, "xor", "zstd")
     staging = trainer.begin()
     staging.add(source, {}, form=form)
     gc.collect()
