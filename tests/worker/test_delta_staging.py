@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -91,6 +93,40 @@ def test_payloads_are_kept_for_the_standby_copy_only_while_they_are_small(make_t
     assert runner.standby_nbytes == weights
     trainer.publish(trainer.next_state(share=2), "dense", "zstd")
     assert runner.standby_nbytes == weights
+    trainer.check()
+
+
+def test_large_payloads_are_freed_once_they_are_applied(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    apply, seen = trainer.runner.ops.apply_deltas, []
+
+    def watched(items, stop):
+        seen.extend(weakref.ref(item.payload) for item in items)
+        return apply(items, stop)
+
+    monkeypatch.setattr(trainer.runner.ops, "apply_deltas", watched)
+    new = trainer.next_state(EMBEDDING, share=2)
+    source, form = write_delta(trainer.folder / "part", trainer.state, new, "xor", "zstd")
+    staging = trainer.begin()
+    staging.add(source, {}, form=form)
+    gc.collect()
+    assert [one() for one in seen] == [None]
+
+
+@pytest.mark.parametrize("first", [Q, K])
+def test_a_linear_that_was_written_in_part_is_copied_by_the_refresh(first, make_trainer):
+    trainer = make_trainer()
+    new, staging = trainer.next_state(Q, K, share=0.02), trainer.begin()
+    for name in (first, K if first == Q else Q):
+        if name == Q:
+            staging.add(trainer.source({Q: new[Q]}), {})
+        else:
+            source, form = write_delta(trainer.folder / "part", {K: trainer.state[K]}, {K: new[K]})
+            staging.add(source, {}, form=form)
+    trainer.runner.commit(staging.finish().weights)
+    trainer.state = new
+    trainer.runner.refresh_standby()
+    trainer.publish(trainer.next_state(Q, K))
     trainer.check()
 
 
