@@ -402,5 +402,5 @@ def test_a_publish_to_weights_that_sleep_says_how_to_wake_them(discard):
         refused = h.failure(args)
         assert refused.code == "wrong_order"
         assert "/v1/wakeup with tags=weight" in refused.message and "discard" in refused.message
-    assert h.ask(m.WakeArgs(("weight",))).failure is None
+    assert h.ask(m.WakeArgs(("weight",)), rounds=5).failure is None
     assert h.update("/w1").failure is None
