@@ -16,9 +16,28 @@ import errno
 import fcntl
 import os
 
-from fastdeploy.core.safe_files import open_regular
+import msgspec
+
+from fastdeploy.core.safe_files import open_regular, read_whole
 
 SYNC, LOCK, STATE = ".weight_sync", "lock", "state.json"
+MAX_STATE_BYTES = 1 << 16
+
+
+class _State(msgspec.Struct):
+    version: str
+
+
+def pulled_version(folder: str) -> int | None:
+    """Return the version that a pull has put into ``folder``, or None if the folder holds no whole one."""
+    try:
+        fd = open_regular(os.path.join(folder, SYNC, STATE))
+        try:
+            return int(msgspec.json.decode(read_whole(fd, MAX_STATE_BYTES), type=_State).version)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return None
 
 
 def lock_for_reading(folder: str) -> int | None:

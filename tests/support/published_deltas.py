@@ -85,7 +85,7 @@ def publish_slime(
     return folder
 
 
-def publish_skyrl(sync_dir: Path, version: int, old: Tensors, new: Tensors, **fields: Any) -> Path:
+def publish_skyrl(sync_dir: Path, version: int, old: Tensors, new: Tensors, /, **fields: Any) -> Path:
     """Write delta-NNNNNNNN, as SkyRL does. fields: of the manifest, to replace."""
     folder = sync_dir / f"delta-{version:08d}"
     folder.mkdir(parents=True)

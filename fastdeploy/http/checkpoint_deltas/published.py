@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,6 +24,8 @@ CHECKPOINT_FILES = frozenset({
     "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "vocab.json",
 })  # fmt: skip
+
+Parsed = TypeVar("Parsed")
 
 
 class Payload(NamedTuple):
@@ -155,6 +157,41 @@ def read_header(fd: int) -> Header:
         if not 0 <= begin <= end <= size - 8 - length:
             raise ValueError(f"tensor {name} does not lie in its {size} bytes: it was cut short")
     return Header(tensors, metadata, 8 + length)
+
+
+def published_header(version: int, folder: Folder, file: str) -> Header:
+    """Read the header of a published file. Raises WeightUpdateRefused."""
+    try:
+        fd = folder.open(file)
+    except OSError as error:
+        raise refused(version, file, f"cannot be opened: {error.strerror}") from error
+    try:
+        return read_header(fd)
+    except ValueError as error:
+        raise refused(version, file, str(error)) from error
+    finally:
+        os.close(fd)
+
+
+def read_published_json(version: int, folder: Folder, file: str, kind: type[Parsed]) -> Parsed:
+    """Parse a published JSON file as ``kind``. Raises WeightUpdateRefused."""
+    try:
+        return msgspec.json.decode(folder.read(file, MAX_JSON_BYTES), type=kind)
+    except OSError as error:
+        raise refused(version, file, f"cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise refused(version, file, f"cannot be read: {error}") from error
+
+
+def place_payload(
+    version: int, file: str, header: Header, tensor: str, key: str, algorithm: str, checksum: str
+) -> Payload:
+    """Return the payload of ``tensor``, which ``file`` has under the name ``key``. Raises WeightUpdateRefused."""
+    info = header.tensors.get(key)
+    if info is None or info.dtype != "U8":
+        got = "nothing" if info is None else f"one of dtype {info.dtype}"
+        raise refused(version, file, f"tensor {tensor}: expected a payload of dtype U8 under {key!r}, got {got}")
+    return Payload(tensor, file, header.start + info.data_offsets[0], info.nbytes, algorithm, checksum)
 
 
 def read_payload(folder: Folder, payload: Payload) -> np.ndarray:

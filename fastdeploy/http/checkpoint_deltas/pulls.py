@@ -104,7 +104,7 @@ def _usable(local: LocalFolder, stream: Stream, target: int, model: str) -> int 
     try:
         with stream.open(applied) as published:
             same = published.identity() == state.source
-    except WeightUpdateRefused:
+    except (InvalidField, WeightUpdateRefused):
         # Trainers may remove versions that all have pulled. The checksums of the next version tell the rest.
         return applied if applied < target else None
     return applied if same else None

@@ -27,13 +27,14 @@ from fastdeploy.core.errors import InvalidField, WeightUpdateRefused
 from fastdeploy.core.safe_files import ANYWHERE, Folder
 from fastdeploy.http.checkpoint_deltas.published import (
     INDEX,
-    MAX_JSON_BYTES,
     Delta,
     Payload,
     Published,
     check_delta,
     check_format,
-    read_header,
+    place_payload,
+    published_header,
+    read_published_json,
     refused,
     whole_version,
 )
@@ -96,10 +97,13 @@ def _opened(version: int, folder: Folder) -> Published:
             # A network file system may show the files of a delta before its index.
             raise refused(version, INDEX, "is missing, and only a single model.safetensors needs none")
         return whole_version(version, folder)
-    index = _decode(version, lambda: msgspec.json.decode(folder.read(INDEX, MAX_JSON_BYTES), type=Index))
+    index = read_published_json(version, folder, INDEX, Index)
     if "delta_encoding" not in index.metadata:
         return whole_version(version, folder)
-    metadata = _decode(version, lambda: msgspec.convert(index.metadata, Metadata))
+    try:
+        metadata = msgspec.convert(index.metadata, Metadata)
+    except msgspec.ValidationError as error:
+        raise refused(version, INDEX, f"metadata: {error}") from error
     for field, value, expected in (
         ("version", metadata.version, version),
         ("base_version", metadata.base_version, version - 1),
@@ -123,32 +127,11 @@ def _opened(version: int, folder: Folder) -> Published:
 
 def _payloads(version: int, folder: Folder, file: str, tensors: set[str], algorithm: str) -> Iterable[Payload]:
     """Return the payloads of one file. Raises WeightUpdateRefused if the file has other tensors than the index says."""
-    try:
-        fd = folder.open(file)
-    except OSError as error:
-        raise refused(version, file, f"cannot be opened: {error.strerror}") from error
-    try:
-        header = read_header(fd)
-    except ValueError as error:
-        raise refused(version, file, str(error)) from error
-    finally:
-        os.close(fd)
+    header = published_header(version, folder, file)
     if odd := sorted(header.tensors.keys() ^ tensors):
         where = "the index alone" if odd[0] in tensors else "the file alone"
         raise refused(version, file, f"tensor {odd[0]} is in {where}")
-    for tensor, info in sorted(header.tensors.items()):
-        if info.dtype != "U8":
-            raise refused(version, file, f"tensor {tensor}: expected a payload of dtype U8, got {info.dtype}")
+    for tensor in sorted(tensors):
         if tensor not in header.metadata:
             raise refused(version, file, f"tensor {tensor} has no checksum in the metadata of the file")
-        begin = header.start + info.data_offsets[0]
-        yield Payload(tensor, file, begin, info.nbytes, algorithm, header.metadata[tensor])
-
-
-def _decode(version: int, decode: Any) -> Any:
-    try:
-        return decode()
-    except OSError as error:
-        raise refused(version, INDEX, f"cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise refused(version, INDEX, f"cannot be read: {error}") from error
+        yield place_payload(version, file, header, tensor, tensor, algorithm, header.metadata[tensor])
