@@ -12,8 +12,9 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -37,7 +38,7 @@ from fastdeploy.http.checkpoint_deltas.published import (
 OWN, PART = "files.json", "part"  # in .weight_sync, besides the lock and the state
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SLICE_BYTES = 64 << 20  # bytes copied between two checks whether the pull was given up
-MAX_THREADS = 8  # that patch tensors
+CORES, MAX_THREADS = os.cpu_count() or 1, 8  # threads that patch tensors
 FIELD = "local_checkpoint_dir"
 
 
@@ -123,24 +124,17 @@ class LocalFolder:
                 if payload.nbytes > 6 * place.nbytes + 1024:
                     raise _bad(published, payload, f"has a payload too large for its {place.nbytes} bytes")
             self._unfinished()
-            failed = [False]
+            errors: list[BaseException] = []
 
             def check() -> None:
                 self._check()
-                if failed[0]:
+                if errors:
                     raise WeightUpdateRefused("another tensor was refused")
 
             def work(payload: Payload) -> None:
-                try:
-                    _patch_tensor(published, delta.encoding, payload, places[payload.tensor], check)
-                except BaseException:
-                    failed[0] = True
-                    raise
+                _patch_tensor(published, delta.encoding, payload, places[payload.tensor], check)
 
-            workers = min(MAX_THREADS, os.cpu_count() or 1)
-            with ThreadPoolExecutor(workers, thread_name_prefix="patch") as pool:
-                jobs = [pool.submit(work, payload) for payload in delta.payloads]
-            errors = [error for job in jobs if (error := job.exception()) is not None]
+            _on_threads(work, delta.payloads, errors)
             if errors:
                 raise min(errors, key=lambda error: not isinstance(error, PatchRefused))
 
@@ -231,6 +225,29 @@ def copy_bytes(source: int, target: int, check: Callable[[], None]) -> None:
     while count := os.sendfile(target, source, done, SLICE_BYTES):
         done += count
         check()
+
+
+def _on_threads(work: Callable[[Payload], None], payloads: Sequence[Payload], errors: list[BaseException]) -> None:
+    """Call ``work`` for each payload, and add what it raises to ``errors``. No payload is begun after an error. The
+    threads are daemons, since they may hang in a read of a dead mount, and the process must be able to end."""
+    rest = deque(payloads)
+
+    def loop() -> None:
+        while not errors:
+            try:
+                payload = rest.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
+                work(payload)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=loop, name="patch", daemon=True) for _ in range(min(MAX_THREADS, CORES))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _open_own(name: str, folder: int) -> int:

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from safetensors.numpy import load_file, save_file
 
-from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused
 from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.http.checkpoint_deltas.pulls import pull_version
 from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
@@ -252,6 +252,17 @@ def test_wrong_bytes_are_refused_by_tensor_and_the_folder_cannot_be_loaded_until
         path.write_bytes(raw)
     host.pulled(1)
     os.close(lock_for_reading(str(host.local)))
+
+
+def test_a_full_disk_leaves_an_unfinished_folder_that_the_next_pull_builds_anew(host, monkeypatch):
+    host.pulled(0)
+    host.publish()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda _fd, _data, _offset: 7)  # as much as had room
+        with pytest.raises(OutOfSpace, match="local_checkpoint_dir"):
+            host.pull(1)
+    assert host.state() is None
+    host.pulled(1)
 
 
 def test_a_folder_that_is_not_what_its_state_says_is_built_anew(host):

@@ -133,7 +133,7 @@ def test_without_a_root_to_write_to_the_first_call_says_which_flag_gives_one(mod
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"sync_dir": "gs://bucket/x"}, "sync_dir"), ({"uri": "s3://bucket/x"}, "uri"), ({"sync_dir": "sync"}, "sync_dir"),
+    [({"sync_dir": "sync"}, "sync_dir"), ({"uri": "x"}, "uri"),
      ({"sync_dir": None}, "sync_dir"), ({"sync_dir": "/usr"}, "version 1"), ({"target_version": -1}, "target_version"),
      ({"target_version": 10**9}, "target_version"), ({"target_version": None}, "target_version")],
 )  # fmt: skip
@@ -187,3 +187,10 @@ def test_a_version_without_changes_has_no_payload_file(run):
     run.steps.append(run.steps[0])
     publish_skyrl(run.sync, 1, *run.steps)
     run.fetched(1)
+
+
+@pytest.mark.parametrize("field", ["sync_dir", "uri"])
+def test_a_cloud_address_is_refused_as_one(run, field):
+    run.init()
+    for address in ("gs://bucket/x", "s3://bucket/x"):
+        refused(run.fetch(1, **{field: address}), field, "cloud")
