@@ -1,213 +1,170 @@
 #!/usr/bin/env python
-"""Measure what a weight update costs running generations: time per phase and source, with and without a pause.
+"""Measure what a weight update costs running generations: time, bytes and tokens, by source, beside vLLM's reload.
 
-    python benchmarks/weight_update.py --url http://127.0.0.1:8180 --folder ~/.cache/fastdeploy-peers/q05
-    python benchmarks/weight_update.py --url http://127.0.0.1:8001 --folder ... --dialect vllm
+    python benchmarks/weight_update.py --model-path ~/.cache/fastdeploy-peers/q05 --json updates.json
+    python benchmarks/weight_update.py --model-path ... --engines ours --only folder,delta --repeats 9
 
-``--streams`` generations run. Updates alternate between a slightly changed copy of --folder (made once, in --scratch)
-and the folder itself. Exits 1 if a stream ended or a token has the wrong version, 2 if the server cannot be driven.
+Starts this engine and vLLM. In each repeat, this engine gets every kind of update, live and paused, and then vLLM gets
+its reload of the same folder, paused. ``--streams`` generations run on the engine that is measured, for ``--quiet-s``
+seconds before the update. Whole updates alternate between a slightly changed copy of the checkpoint and the checkpoint
+itself. A delta flips the lowest bit of 1 % or 3 % of all values, at random places.
+
+Exits 1 if a stream ended or a token has the wrong version, 2 if the first engine cannot be started or driven.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.lib.client import Client, Stream
-from benchmarks.lib.dialect import DIALECTS, FAILURES, Dialect
+from benchmarks.adapters import one_of
+from benchmarks.lib.checkpoint import Checkpoint
+from benchmarks.lib.client import Client
+from benchmarks.lib.contenders import RunningEngines
+from benchmarks.lib.dialect import DIALECTS, FAILURES
+from benchmarks.lib.engines import ENGINES, Engine
 from benchmarks.lib.perturb import perturbed_copy
 from benchmarks.lib.report import Printer, machine, write_json
-from benchmarks.lib.timeline import median_step
-from benchmarks.lib.update import SOURCES, VllmReload
-from benchmarks.lib.workload import completion, prompt_ids
+from benchmarks.lib.update import Delta, Folder, SharedMemory, Source, Upload, VllmReload
+from benchmarks.lib.update_run import Row, measure, medians, show
 
-BEFORE, AFTER = 16, 8  # tokens of every stream before the update, and under the new weights
-# Titles of the table, and the times of Row that they show.
-SHOWN = {"quiesce": "quiesce", "transfer": "transfer", "check+pack": "stage", "commit": "commit", "recompute":
-         "recompute", "first token": "first_token", "total": "total", "no token for": "silent"}  # fmt: skip
+SERVED = "base"
+FOLDER, SHARED, UPLOAD, DELTA, IN_PLACE = KINDS = ("folder", "shared-memory", "upload", "delta", "in-place")
+Makers = dict[str, Callable[[Client], Source]]
 
 
-@dataclass
-class Row:
-    """One update; times in seconds. quiesce: until the pause was answered. first_token: from the end of the last call
-    to the first token of the new weights. recompute: the part of that time beyond one step, if KV was dropped. total:
-    all calls. silent: longest time without a token of any stream. step: time between tokens of a stream before."""
+@dataclass(frozen=True)
+class Variant:
+    """One kind of update. source: a key of the sources of its engine."""
 
     source: str
     paused: bool
-    kv: str
-    in_place: bool
-    quiesce: float = 0.0
-    transfer: float = 0.0
-    stage: float = 0.0
-    commit: float = 0.0
-    recompute: float = 0.0
-    first_token: float = 0.0
-    total: float = 0.0
-    silent: float = 0.0
-    step: float = 0.0
-    tokens_meanwhile: int = 0
-    recomputed: int | None = None
-    wrong: list[str] = field(default_factory=list)
+    kv: str = "keep"
+    in_place: bool = False
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8180")
-    add("--dialect", choices=DIALECTS, default="native")
-    add("--folder", type=Path, required=True, help="the checkpoint that is served, one model.safetensors")
-    add("--scratch", type=Path, help="where the changed copy goes (a temporary folder)")
-    add("--model", help="default: the first one that the server lists")
-    add("--streams", type=int, default=8)
-    add("--prompt-tokens", type=int, default=512)
-    add("--repeats", type=int, default=3)
-    add("--seed", type=int, default=0)
-    add("--json", metavar="FILE", help="write everything seen; - for stdout")
-    return parser.parse_args(argv)
+def variants(kinds: Sequence[str]) -> list[Variant]:
+    """Return the updates of this engine, in the order in which they are measured."""
+    found = [Variant(kind, paused) for kind in (FOLDER, SHARED, UPLOAD) if kind in kinds for paused in (True, False)]
+    if FOLDER in kinds:
+        found.append(Variant(FOLDER, False, kv="recompute"))
+    if IN_PLACE in kinds:
+        found.append(Variant(FOLDER, True, in_place=True))
+    if DELTA in kinds:
+        found += [Variant(name, paused) for name in DELTAS for paused in (True, False)]
+    return found
 
 
-def update_variants(dialect: str) -> list[tuple[str, bool, str, bool]]:
-    """Return (source, paused, kv, in_place) of every update that is measured."""
-    if dialect == "vllm":
-        return [("folder", True, "keep", True)]
-    live = [(source, paused, "keep", False) for source in SOURCES for paused in (False, True)]
-    return [*live, ("folder", False, "recompute", False), ("folder", True, "keep", True)]
+DELTAS = {"1": (0.01, "none"), "1z": (0.01, "zstd"), "3": (0.03, "none"), "3z": (0.03, "zstd")}
 
 
-class UpdateBenchmark:
-    """Updates one server again and again, from ``folders`` in turn."""
+def makers(kinds: Sequence[str], checkpoints: Sequence[Checkpoint]) -> Makers:
+    """Return the makers of this engine's sources."""
+    found: Makers = {
+        kind: partial(of, checkpoints=checkpoints)
+        for kind, of in ((FOLDER, Folder), (SHARED, SharedMemory), (UPLOAD, Upload))
+    }
+    if DELTA in kinds:
+        for name, (share, compression) in DELTAS.items():
+            found[name] = partial(Delta, checkpoints=checkpoints, share=share, compression=compression)
+    return found
 
-    def __init__(self, dialect: Dialect, model: str, args: argparse.Namespace, folders: list[Path]):
-        self._dialect = dialect
-        self._model = model
-        self._args = args
-        self._folders = folders
-        self._updates = 0
 
-    async def measure(self, source: str, paused: bool, kv: str, in_place: bool) -> Row:
-        row = Row(source, paused, kv, in_place)
-        self._updates += 1
-        folder = self._folders[self._updates % len(self._folders)]
-        native = self._dialect.name == "native"
-        updater = (SOURCES[source] if native else VllmReload)(self._dialect.client, folder)
-        streams = await self._start()
+async def run_repeats(
+    args: argparse.Namespace, running: RunningEngines, checkpoints: Sequence[Checkpoint], say: Callable[[str], None]
+) -> dict[str, list[list[Row]]]:
+    """Return the rows by engine, then by variant, one for each repeat."""
+    plans = {"ours": variants(args.only), "vllm": [Variant(FOLDER, True)]}
+    sources: dict[str, dict[str, Source]] = {}
+    rows: dict[str, list[list[Row]]] = {}
+    number = 0
+
+    async def all_variants(name: str, client: Client) -> None:
+        nonlocal number
+        if name not in sources:
+            made = (
+                makers(args.only, checkpoints)
+                if name == "ours"
+                else {FOLDER: partial(VllmReload, checkpoints=checkpoints)}
+            )
+            sources[name] = {source: maker(client) for source, maker in made.items()}
+            rows[name] = [[] for _ in plans[name]]
+        dialect = DIALECTS["native" if name == "ours" else "vllm"](client)
+        for variant, found in zip(plans[name], rows[name], strict=True):
+            number += 1
+            source = sources[name][variant.source]
+            row = await measure(dialect, source, variant.paused, variant.kv, variant.in_place, number, SERVED, args)
+            found.append(row)
+            say(f"{name}: {row.source}, {'paused' if row.paused else 'live'}: {row.total:.2f} s")
+
+    for _ in range(args.repeats):
+        for contender in list(running.contenders):
+            with running.removed_on_failure(contender):
+                await contender.run(partial(all_variants, contender.engine.name))
+    return {name: found for name, found in rows.items() if name in {c.engine.name for c in running.contenders}}
+
+
+def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer) -> int:
+    running = RunningEngines(printer.say)
+    with tempfile.TemporaryDirectory(prefix="weight-update-", dir=args.scratch) as scratch:
+        changed = Path(scratch) / "changed"
+        printer.say(f"making a changed copy of {args.model_path}")
+        perturbed_copy(args.model_path, changed, scale=0.01)
+        checkpoints = [Checkpoint(args.model_path.resolve()), Checkpoint(changed)]
         try:
-            began = time.perf_counter()
-            if paused:
-                await self._dialect.pause("keep", clear_cache=False, timeout_s=60)
-                row.quiesce = time.perf_counter() - began
-            version = f"update-{self._updates}"
-            times = await updater.update(version, kv, in_place)
-            if paused:
-                await self._dialect.resume()
-            ended = time.perf_counter()
-            await asyncio.gather(*(s.wait_tokens(s.log.num_tokens + AFTER) for s in streams))
-            self._fill(row, streams, began, ended, version if native else None)
+            with running.started(engines, args.ready_s):
+                rows = asyncio.run(run_repeats(args, running, checkpoints, printer.say))
         finally:
-            for stream in streams:
-                stream.cancel()
-        row.transfer, row.stage, row.commit, row.total = times.transfer, times.stage, times.commit, ended - began
-        row.recomputed = times.report.get("tokens_to_recompute")
-        if row.recomputed:
-            row.recompute = max(row.first_token - row.step, 0.0)
-            row.first_token -= row.recompute
-        return row
-
-    async def _start(self) -> list[Stream]:
-        args, streams = self._args, []
-        for i in range(args.streams):
-            prompt = prompt_ids(args.seed, self._updates * args.streams + i, args.prompt_tokens)
-            body = completion(self._model, prompt, 2000, f"update-{args.seed}-{self._updates}-{i}")
-            if self._dialect.name == "vllm":
-                body.pop("request_id")
-            streams.append(await self._dialect.client.stream("/v1/completions", body, f"s{i}"))
-        await asyncio.gather(*(stream.wait_tokens(BEFORE) for stream in streams))
-        return streams
-
-    def _fill(self, row: Row, streams: list[Stream], began: float, ended: float, version: str | None) -> None:
-        logs = [stream.log for stream in streams]
-        arrivals = sorted(event.at for log in logs for event in log.tokens)
-        around = [at for at in arrivals if at >= began - 1.0]
-        row.silent = max((b - a for a, b in zip(around, around[1:], strict=False)), default=0.0)
-        row.step = median_step(logs, 0.0, began)
-        row.tokens_meanwhile = sum(began < at < ended for at in arrivals)
-        firsts = []
-        for log in logs:
-            if log.error or log.finals:
-                row.wrong.append(f"{log.request_id} ended: {log.error or log.reason}")
-            # vLLM does not label tokens: the first one after the update is taken for new.
-            is_new = [event.at > ended if version is None else event.last_version == version for event in log.tokens]
-            if not any(is_new):
-                row.wrong.append(f"{log.request_id} has no token of {version}")
-                continue
-            first = is_new.index(True)
-            firsts.append(log.tokens[first].at)
-            if not all(is_new[first:]):
-                row.wrong.append(f"{log.request_id}: an old label after {version}")
-        row.first_token = max(min(firsts, default=ended) - ended, 0.0)
-
-
-def medians(rows: list[Row]) -> Row:
-    """Return the medians of the repeats of one variant."""
-    first = rows[0]
-    result = replace(first, wrong=[line for row in rows for line in row.wrong])
-    for name in (*SHOWN.values(), "step"):
-        setattr(result, name, median(getattr(row, name) for row in rows))
-    result.tokens_meanwhile = int(median(row.tokens_meanwhile for row in rows))
-    if first.recomputed is not None:
-        result.recomputed = int(median(row.recomputed or 0 for row in rows))
-    return result
-
-
-def show(printer: Printer, rows: list[Row]) -> None:
-    header = ("source", "paused", "kv", *(f"{title} ms" for title in SHOWN), "tokens meanwhile", "recomputed")
-    table = []
-    for row in rows:
-        times = [f"{1000 * getattr(row, name):.1f}" for name in SHOWN.values()]
-        kv = row.kv + (", in place" if row.in_place else "")
-        more = [str(row.tokens_meanwhile), "-" if row.recomputed is None else str(row.recomputed)]
-        table.append([row.source, "yes" if row.paused else "no", kv, *times, *more])
-    printer.table("weight updates (medians)", header, table)
-
-
-async def run(args: argparse.Namespace, printer: Printer) -> int:
-    dialect = DIALECTS[args.dialect](Client(args.url))
-    model, _ = await dialect.model(args.model)
-    with tempfile.TemporaryDirectory() as temporary:
-        changed = (args.scratch or Path(temporary)) / "changed"
-        if not changed.exists():
-            printer.say(f"making a changed copy of {args.folder}")
-            perturbed_copy(args.folder, changed, scale=0.01, seed=args.seed)
-        bench = UpdateBenchmark(dialect, model, args, [args.folder.resolve(), changed.resolve()])
-        rows = []
-        for variant in update_variants(args.dialect):
-            each = [await bench.measure(*variant) for _ in range(args.repeats)]
-            rows.append(medians(each))
-            printer.say(f"{variant}: {rows[-1].total:.2f} s, no token for {rows[-1].silent:.3f} s")
-    show(printer, rows)
+            for checkpoint in checkpoints:
+                checkpoint.close()
+    found = {name: [medians(repeats) for repeats in each] for name, each in rows.items()}
+    show(printer, found, f"{args.model_path.name}, {args.streams} streams, medians of {args.repeats}")
     if args.json:
-        write_json(args.json, {"url": args.url, "machine": machine(), "rows": [asdict(row) for row in rows]})
-    wrong = [line for row in rows for line in row.wrong]
+        options = {name: str(value) for name, value in vars(args).items()}
+        head = {"machine": machine(), "options": options, "engines": {e.name: e.version for e in engines}}
+        each = {name: [[asdict(row) for row in repeats] for repeats in kinds] for name, kinds in rows.items()}
+        write_json(args.json, head | {"rows": each})
+    wrong = [f"{name}: {line}" for name, each in found.items() for row in each for line in row.wrong]
     for line in wrong:
         printer.say(f"WRONG: {line}")
     return 1 if wrong else 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="a Hugging Face folder with one model.safetensors")
+    add("--engines", type=one_of(["ours", "vllm"]), default=["ours", "vllm"], help="default: both, if installed")
+    add("--only", type=one_of(KINDS), default=list(KINDS), help=f"default: {','.join(KINDS)}")
+    add("--streams", type=int, default=8)
+    add("--prompt-tokens", type=int, default=512)
+    add("--quiet-s", type=float, default=3.0, help="seconds of undisturbed generation before each update")
+    add("--repeats", type=int, default=5)
+    add("--scratch", type=Path, help="parent of the folder for the changed copy (the temporary folder)")
+    add("--ready-s", type=float, default=600.0, help="limit of an engine's start, in seconds (%(default)g)")
+    add("--json", metavar="FILE", help="write everything seen; - for stdout")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     args, printer = parse(argv), Printer()
+    engines = [ENGINES[name](args.model_path, SERVED) for name in args.engines]
+    for engine in engines:
+        if engine.missing:
+            printer.say(f"without a peer: {engine.missing}")
     try:
-        return asyncio.run(run(args, printer))
-    except (*FAILURES, ValueError) as error:
-        printer.say(f"cannot drive {args.url}: {type(error).__name__}: {error}")
+        return run([engine for engine in engines if not engine.missing], args, printer)
+    except (*FAILURES, ValueError, subprocess.CalledProcessError) as error:
+        printer.say(f"cannot go on: {type(error).__name__}: {error}")
         return 2
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -148,6 +149,19 @@ class Client:
         except ValueError:
             parsed = raw
         return Reply(exchange.response.status, parsed)
+
+    def upload(self, path: str, data: bytes, timeout: float = 600.0) -> tuple[int, Any]:
+        """Send ``data`` as octet-stream, and return the status and the parsed reply. Blocks, and copies nothing. Raises
+        OSError or WireError."""
+        connection = HTTPConnection(self._host, self._port, timeout=timeout)
+        try:
+            connection.request("POST", self._prefix + path, data, {"Content-Type": "application/octet-stream"})
+            reply = connection.getresponse()
+            return reply.status, json.loads(reply.read())
+        except (HTTPException, ValueError) as error:
+            raise WireError(f"POST {path}: {error}") from error
+        finally:
+            connection.close()
 
     async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Stream:
         """Send a streamed request; return when it is written, without waiting for an answer. Its

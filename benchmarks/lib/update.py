@@ -1,60 +1,76 @@
-"""Timed weight updates as a trainer makes them: one class per source, and vLLM's reload of a folder."""
+"""Timed weight updates as a trainer makes them: whole, by three sources, and as deltas. Also vLLM's reload."""
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import time
-import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+from benchmarks.lib.checkpoint import Checkpoint, Flips
 from benchmarks.lib.client import Client
 from benchmarks.lib.dialect import ServerError
-from benchmarks.lib.perturb import WEIGHTS
-
-SHM = Path("/dev/shm")
-CHUNK_BYTES = 128 << 20  # of one upload
 
 
 @dataclass
 class UpdateTimes:
     """Times of one update, in seconds. transfer: from the trainer to the server. stage: checking and packing at the
-    server, while steps go on. commit: the swap of the weights. report: the server's reply to the commit."""
+    server, while steps go on. commit: the swap of the weights. nbytes: sent, or read by the server. report: the
+    server's reply to the commit."""
 
     transfer: float = 0.0
     stage: float = 0.0
     commit: float = 0.0
+    nbytes: int = 0
     report: dict[str, Any] = field(default_factory=dict)
 
 
 class Source:
-    """A way of sending new weights to the server. folder: contains one model.safetensors."""
+    """A way of sending new weights to the server. ``checkpoints`` are sent in turn, so that each update changes the
+    weights."""
 
     name: str
 
-    def __init__(self, client: Client, folder: Path):
+    def __init__(self, client: Client, checkpoints: Sequence[Checkpoint]):
         self._client = client
-        self._folder = folder
+        self._checkpoints = checkpoints
+        self._sent = 0
 
-    async def send(self, session_id: str) -> list[dict[str, Any]]:
-        """Make the chunk calls of an open session; return their results."""
-        raise NotImplementedError
+    async def prepare(self) -> None:
+        """Bring the server to the weights that the next update starts from. Not measured."""
 
     async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
-        """Begin a session, send the chunks, commit. Raises ServerError with the server's answer."""
-        begin = await self.call("begin", {"version": version, "kv": kv, "in_place": in_place})
+        """Begin a session, send the weights, commit. Raises ServerError with the server's answer."""
+        self._sent += 1
+        checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
+        return await self._session({"version": version, "kv": kv, "in_place": in_place}, checkpoint)
+
+    async def _session(self, options: dict[str, Any], checkpoint: Checkpoint) -> UpdateTimes:
+        begin = await self.call("begin", options)
         sending = time.perf_counter()
-        replies = await self.send(begin["session_id"])
+        reply = await self.send(begin["session_id"], checkpoint)
         sent = time.perf_counter() - sending
         report = await self.call("commit", {"session_id": begin["session_id"]})
         timings = report["timings_ms"]
-        staged = sum(reply["stage_ms"] for reply in replies) / 1000
-        return UpdateTimes(max(sent - staged, 0.0), timings["stage"] / 1000, timings["commit"] / 1000, report)
+        transfer = max(sent - reply["stage_ms"] / 1000, 0.0)
+        return UpdateTimes(transfer, timings["stage"] / 1000, timings["commit"] / 1000, reply["nbytes"], report)
 
-    async def call(self, action: str, body: Any, query: str = "") -> dict[str, Any]:
-        return (await self._post(f"/v1/weights/{action}{query}", body))["result"]
+    async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Make the chunk call of an open session; return its result."""
+        raise NotImplementedError
+
+    async def upload(self, data: bytes, query: dict[str, Any]) -> dict[str, Any]:
+        """Make a chunk call with ``data`` as its body, on a thread and a connection of its own."""
+        path = f"/v1/weights/chunk?{urlencode(query)}"
+        status, body = await asyncio.to_thread(self._client.upload, path, data)
+        if status != 200:
+            raise ServerError(f"{path}: HTTP {status}: {str(body)[:300]}")
+        return body["result"]
+
+    async def call(self, action: str, body: Any) -> dict[str, Any]:
+        return (await self._post(f"/v1/weights/{action}", body))["result"]
 
     async def _post(self, path: str, body: Any) -> Any:
         reply = await self._client.call("POST", path, body, timeout=600)
@@ -68,73 +84,76 @@ class Folder(Source):
 
     name = "folder"
 
-    async def send(self, session_id: str) -> list[dict[str, Any]]:
-        return [await self.call("chunk", {"session_id": session_id, "model_path": str(self._folder)})]
+    async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        return await self.call("chunk", {"session_id": session_id, "model_path": str(checkpoint.folder)})
 
 
 class Upload(Source):
-    """The trainer uploads safetensors chunks from its memory over HTTP."""
+    """The trainer uploads the file from its memory over HTTP, in one body. The server packs while it receives, so
+    ``stage`` is a part of the time that the upload takes."""
 
     name = "upload"
 
-    def __init__(self, client: Client, folder: Path):
-        super().__init__(client, folder)
-        self._chunks = split_safetensors((folder / WEIGHTS).read_bytes(), CHUNK_BYTES)
-
-    async def send(self, session_id: str) -> list[dict[str, Any]]:
-        return [await self.call("chunk", chunk, f"?session_id={session_id}") for chunk in self._chunks]
+    async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        return await self.upload(checkpoint.data, {"session_id": session_id})
 
 
 class SharedMemory(Source):
-    """The trainer writes a shared memory segment and sends its name. The time to write is part of ``transfer``."""
+    """The trainer has its weights in a shared memory segment, and sends its name."""
 
     name = "shared memory"
 
-    def __init__(self, client: Client, folder: Path):
-        super().__init__(client, folder)
-        self._data = (folder / WEIGHTS).read_bytes()
-
-    async def send(self, session_id: str) -> list[dict[str, Any]]:
-        segment = SHM / f"weight-update-{uuid.uuid4().hex}"
-        try:
-            fd = os.open(segment, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                view = memoryview(self._data)
-                while view:
-                    view = view[file.write(view) :]
-            return [await self.call("chunk", {"session_id": session_id, "shared_memory": segment.name})]
-        finally:
-            segment.unlink(missing_ok=True)
+    async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        with checkpoint.segment() as name:
+            return await self.call("chunk", {"session_id": session_id, "shared_memory": name})
 
 
-SOURCES: dict[str, type[Source]] = {kind.name: kind for kind in (Folder, Upload, SharedMemory)}
+class Delta(Source):
+    """The trainer uploads the values that changed since its last publication: a share of all values, at random places.
+    Each update flips the lowest bit of the same values, so two updates give the first weights again."""
+
+    def __init__(self, client: Client, checkpoints: Sequence[Checkpoint], share: float, compression: str):
+        super().__init__(client, checkpoints)
+        self.name = f"delta {share:.0%}" + (f", {compression}" if compression != "none" else "")
+        self._flips = Flips(checkpoints[0], share, compression)
+        self._compression = compression
+
+    async def prepare(self) -> None:
+        """Publish the whole base, unless the server has it or the other state of this delta already."""
+        serves = (await self._client.call("GET", "/v1/weights")).body["result"]["fingerprint"]
+        if serves not in self._flips.fingerprints:
+            body = {"model_path": str(self._checkpoints[0].folder)}
+            serves = (await self._post("/v1/update_weights", body))["result"]["fingerprint"]
+        self._sent = self._flips.fingerprints.index(serves)
+
+    async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+        base, self._sent = self._sent % 2, self._sent + 1
+        options = {
+            "version": version,
+            "kv": kv,
+            "base_fingerprint": self._flips.fingerprints[base],
+            "fingerprint": self._flips.fingerprints[1 - base],
+        }
+        times = await self._session(options, self._checkpoints[0])
+        times.nbytes = len(self._flips.frames[base])
+        return times
+
+    async def send(self, session_id: str, checkpoint: Checkpoint) -> dict[str, Any]:
+        query = {"session_id": session_id, "encoding": "overwrite", "compression": self._compression}
+        return await self.upload(self._flips.frames[(self._sent - 1) % 2], query)
 
 
 class VllmReload(Source):
     """vLLM's update (VLLM_SERVER_DEV_MODE=1): reload_weights by /collective_rpc, then a reset of the prefix cache. vLLM
     must be paused, since it loads into the served tensors."""
 
+    name = "folder"
+
     async def update(self, version: str, kv: str, in_place: bool = False) -> UpdateTimes:
+        self._sent += 1
+        checkpoint = self._checkpoints[self._sent % len(self._checkpoints)]
         began = time.perf_counter()
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}, "timeout": 600}
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint.folder)}, "timeout": 600}
         await self._post("/collective_rpc", body)
         await self._post("/reset_prefix_cache", None)
-        return UpdateTimes(stage=time.perf_counter() - began)
-
-
-def split_safetensors(data: bytes, limit: int) -> list[bytes]:
-    """Split ``data`` into complete safetensors files of at most about ``limit`` bytes each."""
-    base = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:base])
-    header.pop("__metadata__", None)
-    pieces: list[tuple[dict[str, Any], bytearray]] = []
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        if not pieces or len(pieces[-1][1]) + end - start > limit:
-            pieces.append(({}, bytearray()))
-        entries, tensors = pieces[-1]
-        entries[name] = {**entry, "data_offsets": [len(tensors), len(tensors) + end - start]}
-        tensors += data[base + start : base + end]
-    heads = [json.dumps(entries).encode() for entries, _ in pieces]
-    heads = [head + b" " * (-len(head) % 8) for head in heads]
-    return [len(h).to_bytes(8, "little") + h + tensors for h, (_, tensors) in zip(heads, pieces, strict=True)]
+        return UpdateTimes(stage=time.perf_counter() - began, nbytes=len(checkpoint.data))

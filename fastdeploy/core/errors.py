@@ -92,6 +92,10 @@ class AttachedElsewhere(RequestError, code="attached_elsewhere", status=409):
     """A later request with this id took over (retain_s)."""
 
 
+class ResultLost(RequestError, code="result_lost", status=410):
+    """The engine that kept this result has died (retain_s)."""
+
+
 class RequestTooLarge(RequestError, code="request_too_large", status=413):
     """The body is larger than --max-body-mb, or an upload larger than --max-upload-mb."""
 

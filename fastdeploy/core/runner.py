@@ -20,7 +20,8 @@ class ChunkReceipt(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos."""
+    """Facts about the model that the engine needs. eos_token_ids: any of them ends a request unless ignore_eos, until a
+    commit brings others."""
 
     name: str
     dtype: str
@@ -81,10 +82,21 @@ class AdapterStaging(Protocol):
         """Return the argument of ``commit_adapter`` or ``discard_adapter``."""
 
 
+class WeightMove(Protocol):
+    """A copy of the weights to a file when they go to sleep, or back to memory when they wake up."""
+
+    def run(self) -> None:
+        """Make the copy. Called once, on another thread, beside steps. Changes nothing that serves, and may hang in the
+        file. Raises OutOfSpace, or WrongOrder after ``abandon``."""
+
+    def abandon(self) -> None:
+        """Free the copy, without waiting for a ``run`` that hangs."""
+
+
 class Runner(Protocol):
     """A worker that runs the model. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread, a
-    Staging and ``checksums`` on other threads, beside steps. Only a commit changes the results of ``execute`` (in
-    place: nothing may execute from the first ``add`` to the commit).
+    Staging, a WeightMove and ``checksums`` on other threads, beside steps. Only a commit changes the results of
+    ``execute`` (in place: nothing may execute from the first ``add`` to the commit).
 
     fingerprint: over all tensors that serve; None without complete weights. standby_nbytes: memory of the standby copy,
     the packed weights that do not serve. New weights are written into it, and the old weights become the next one.
@@ -148,16 +160,24 @@ class Runner(Protocol):
         """Return the sha256 (hex) of each tensor that serves, over its bytes in the serving dtype. Raises WrongOrder
         without complete weights."""
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """Give the memory of ``tags`` ("weight", "kv_cache") back to the system, and return its bytes. Weights are
-        written to a file unless ``discard``. Adapters keep their memory until they are dropped. ``beat`` is called
-        between the pieces of long work. Raises OutOfSpace if the file has no room, and WrongOrder for a tag that
-        sleeps; then nothing has changed."""
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> WeightMove | None:
+        """Begin to write the weights to a file, if ``tags`` ("weight", "kv_cache") names them. None: there is nothing
+        to write, since ``discard`` is set or the weights are not complete. Raises WrongOrder for a tag that sleeps."""
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        """Take the memory again, with the same weights bit for bit (after a discard: none, until a commit) and an empty
-        KV cache. ``beat``: as for ``sleep``. Raises OutOfSpace if memory is short, and WrongOrder for a tag that does
-        not sleep; then nothing has changed."""
+    def sleep(self, tags: Collection[str], written: Any) -> int:
+        """Give the memory of ``tags`` back to the system, and return its bytes. written: the WeightMove of
+        ``begin_sleep``, which has run, or None: the weights are lost then. Nothing may have been committed since.
+        Adapters keep their memory until they are dropped. Cannot fail."""
+        ...
+
+    def begin_wake(self, tags: Collection[str]) -> WeightMove | None:
+        """Begin to read the weights back, if ``tags`` names them. None: there is no file of them. Raises OutOfSpace if
+        memory is short, and WrongOrder for a tag that does not sleep."""
+
+    def wake(self, tags: Collection[str], read: Any) -> None:
+        """Take the memory of ``tags`` again, with an empty KV cache and the same weights bit for bit. read: the
+        WeightMove of ``begin_wake``, which has run, or None: there are no weights until a commit then. Raises
+        OutOfSpace if memory is short; then nothing has changed."""
 
     def check_alive(self) -> None:
         """Raise EngineError if the runner can never answer again, since its process has ended."""

@@ -32,10 +32,11 @@ from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add
 from fastdeploy.engine.inbox import Inbox
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.processes import process_runs
+from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.sleep import Sleeper
-from fastdeploy.engine.weight_session import check_label
+from fastdeploy.engine.weight_checks import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.engine.weights import WeightSessions
@@ -50,7 +51,8 @@ log = logging.getLogger("fastdeploy.engine")
 
 class CommonEngine:
     """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
-    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped."""
+    for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
+    the requests with retain_s; None = there is no next engine."""
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class CommonEngine:
         on_commit: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         runs: Callable[[int], bool] = process_runs,
+        retained_log: RetainedLog | None = None,
     ):
         info = runner.info
         assert info.num_blocks * info.block_size >= info.max_model_len, "the KV cache must hold at least one request"
@@ -77,7 +80,8 @@ class CommonEngine:
         self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory)
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
-        self.retention = Retention(config.max_retained, config.max_retained_mb << 20)
+        retained_log = retained_log or RetainedLog()
+        self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
         self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
         self.pause = self.scopes.whole_pause
@@ -88,7 +92,7 @@ class CommonEngine:
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
         self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
-        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, self.send_heartbeats, clock)
+        self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
@@ -124,7 +128,7 @@ class CommonEngine:
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
-            m.WakeArgs: lambda args, answer: self.sleeper.wake(args),
+            m.WakeArgs: self.sleeper.wake,
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
         }
@@ -136,6 +140,7 @@ class CommonEngine:
     def run(self) -> None:
         """Run the loop until ``stop``. Every open request and call is answered at the end. Raises EngineError if a step
         failed: the process must be replaced."""
+        self.weights.refresh_standby()
         try:
             while not self._stopping:
                 self.run_once(block=True)
@@ -211,8 +216,8 @@ class CommonEngine:
         this process as stuck.
 
         The loop sends the heartbeats, because a separate thread would go on when the loop hangs. So long work must call
-        this function between its pieces: each layer of a step, each slice of prompt logprobs, each piece of weights
-        that sleeps or wakes up. A piece takes milliseconds, or about a second on a slow machine. No request changes.
+        this function between its pieces: each layer of a step, each slice of prompt logprobs. A piece takes
+        milliseconds, or about a second on a slow machine. No request changes.
         """
         now = self._clock()
         if now >= self._next_heartbeat:
@@ -275,7 +280,8 @@ class CommonEngine:
         config = self.config
         limits = {"max_waiting": config.max_waiting, "max_num_seqs": config.max_num_seqs}
         limits["max_lora_rank"] = config.max_lora_rank
-        return {**self.info._asdict(), **limits, **self.scopes.whole.weights_label()}
+        model = self.info._replace(eos_token_ids=self.scheduler.eos_token_ids)._asdict()
+        return {**model, **limits, **self.scopes.whole.weights_label()}
 
     def _reset(self, args: m.ResetArgs) -> dict[str, Any]:
         """Reset the engine for a trainer that starts over. See messages.ResetArgs."""

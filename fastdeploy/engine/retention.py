@@ -3,6 +3,7 @@
 The engine keeps the results and not an API server, so any API server can ask for them, and any API server may die. A
 request whose client is gone is *detached*: it runs on, and its outputs accumulate. API servers find stop strings, so a
 detached request runs to its EOS or its length. An API server that attaches later finds the stop string in the replay.
+The results die with the engine, and the next engine says so (retained_log.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fastdeploy.core.errors import DuplicateRequest, InvalidField, QueueFull
 from fastdeploy.core.outputs import Logprob, Span, merge_spans
 from fastdeploy.core.request import Group, RequestTable
 from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.inter_communicator.messages import Output
 
 DETACHED = ""  # the client of a detached request
@@ -102,10 +104,12 @@ class Retention:
     of all results, also of live requests. Beyond a limit, the results of requests that ended first are dropped. Results
     of live requests are never dropped: ``check_room`` refuses further requests instead.
 
-    nbytes: memory, about. num_dropped: results that were dropped before their retain_s was over.
+    log: names the results for the next engine. nbytes: memory, about. num_dropped: results that were dropped before
+    their retain_s was over.
     """
 
-    def __init__(self, max_ended: int, max_bytes: int):
+    def __init__(self, max_ended: int, max_bytes: int, log: RetainedLog):
+        self._log = log
         self._max_ended = max_ended
         self._max_bytes = max_bytes
         self.nbytes = 0
@@ -123,6 +127,7 @@ class Retention:
     def track(self, group: Group) -> None:
         if group.add.retain_s > 0:
             record = self._records[group.add.request_id] = Record(group)
+            self._log.began(group.add)
             self.nbytes += record.nbytes
             self._members.setdefault(group.client_id, set()).add(group.add.request_id)
 
@@ -135,7 +140,9 @@ class Retention:
 
     def find(self, add: AddRequest) -> Record | None:
         """Return the record of this request, if it was sent before. Raises DuplicateRequest if a retained request has
-        the same id, or the same id for clients, but another body."""
+        the same id, or the same id for clients, but another body; and ResultLost if the request was sent to an engine
+        that has died."""
+        self._log.check(add)
         record = self._records.get(add.request_id)
         sibling = self._records.get(next(iter(self._members.get(add.group or add.request_id, ())), ""))
         for known in (record, sibling):
@@ -152,6 +159,7 @@ class Retention:
         record.add(output)
         self.nbytes += record.nbytes - before
         if record.ended:
+            self._log.ended(record.group.add)
             self._ended_nbytes += record.nbytes
             self._ended[output.request_id] = record
             if len(self._expiries) > 2 * max(len(self._ended), MIN_PRUNE):
@@ -174,15 +182,17 @@ class Retention:
             self._drop(record)
 
     def forget_ended(self) -> None:
-        """Drop the results of all requests that have ended."""
+        """Drop the results of all requests that have ended, also those that dead engines had."""
         for record in list(self._ended.values()):
             self._drop(record)
+        self._log.forget_lost()
 
     def _is_kept(self, record: Record) -> bool:
         return self._ended.get(record.group.add.request_id) is record
 
     def _drop(self, record: Record) -> None:
         request_id, name = record.group.add.request_id, record.group.client_id
+        self._log.dropped(record.group.add)
         self.nbytes -= record.nbytes
         self._ended_nbytes -= record.nbytes
         del self._ended[request_id]

@@ -90,12 +90,18 @@ def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
 def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPipe, lifeline: Lifeline) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
+    from fastdeploy.engine.retained_log import RetainedLog
     from fastdeploy.engine.warm_up import warm_up
 
     transport = ZmqRouterTransport(ipc_dir.endpoint(socket_dir))
     boot_id = uuid.uuid4().hex
     engine = CommonEngine(
-        config, runner, transport, boot_id, lambda weight_epoch: events.send("commit", weight_epoch=weight_epoch)
+        config,
+        runner,
+        transport,
+        boot_id,
+        lambda weight_epoch: events.send("commit", weight_epoch=weight_epoch),
+        retained_log=RetainedLog(ipc_dir.retained_log(socket_dir)),
     )
     lifeline.stop = engine.stop
     warm_up(runner, engine.scheduler.pacer)

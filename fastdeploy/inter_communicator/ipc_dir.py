@@ -1,4 +1,4 @@
-"""The private folder of the engine's socket. The supervisor makes it, and the last process to end removes it."""
+"""The private folder of the engine's socket and log. The supervisor makes it; the last process to end removes it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastdeploy.core import envs
 
 PREFIX = "fastdeploy-"
 SOCKET = "engine.sock"
+RETAINED_LOG = "retained.log"
 
 
 def create() -> str:
@@ -20,6 +21,11 @@ def create() -> str:
 def endpoint(path: str) -> str:
     """Return the ZMQ address of the engine's socket inside ``path``."""
     return f"ipc://{os.path.join(path, SOCKET)}"
+
+
+def retained_log(path: str) -> str:
+    """Return the file in which an engine names its retained requests for the next engine."""
+    return os.path.join(path, RETAINED_LOG)
 
 
 def remove(path: str) -> None:

@@ -108,7 +108,8 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id}.
+    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id, "fingerprint" and
+    "dtype" as in WeightInfoArgs}.
 
     expected_version: the update is refused unless this version serves, now and at the commit.
     kv: keep or recompute the KV of requests in flight.
@@ -121,8 +122,8 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     part changes stay.
     fingerprint: the commit is refused unless the new weights have this fingerprint over all tensors. A delta must name
     it, here or at the commit.
-    idempotency_key: a second begin with the same key gets the reply of the first, as long as its session is open, and
-    the reason of its end afterwards.
+    idempotency_key: a second begin with the same key and fields gets the reply of the first and renews the lease, as
+    long as the session is open. Afterwards it gets the reason of the session's end.
     """
 
     version: str | None = None
@@ -158,11 +159,12 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
     session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
-    Reply: {}, or the error of the refusal. Changes nothing."""
+    form: of the part. Reply: {}, or the error of the refusal. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
     placed_by: str = ""
+    form: PartFormat = PLAIN
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -241,7 +243,10 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tags: of "weight" and "kv_cache"; none = all that are awake. WrongOrder for a tag that sleeps.
     mode: of the pause. discard: the weights are not kept. After the wake-up the system hold "republish" is in force
     until new weights are committed.
-    timeout_s: after that the call fails with PauseTimeout. Then nothing has changed, and its hold is released."""
+    timeout_s: after that the call fails with PauseTimeout, also while the weights are being written. Then nothing has
+    changed, and its hold is released.
+
+    Another sleep waits for this one. A weight session that begins before the weights sleep makes the call fail."""
 
     tags: tuple[str, ...] = ()
     mode: str = "keep"
@@ -250,16 +255,20 @@ class SleepArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep.
-    WrongOrder for a tag that does not sleep, and for kv_cache while the weights sleep."""
+    """Take memory again. The hold "sleep" is released when no tag sleeps any more. tags: none = all that sleep. The
+    reply comes when the weights are read back. StagingTimeout if that takes longer than --stage-timeout-s: the weights
+    sleep on, and the call may be repeated.
+
+    WrongOrder for a tag that does not sleep, or not yet; for kv_cache while the weights sleep; and during another
+    wake-up."""
 
     tags: tuple[str, ...] = ()
 
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "dtype": of the
-    weights, "session": {...} or null, "asleep": [tags]}. checksums: reply also
-    {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
+    weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}. checksums: reply
+    also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     checksums: bool = False
 

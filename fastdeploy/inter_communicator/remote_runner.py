@@ -107,6 +107,19 @@ class RemoteAdapterStaging:
         return self._number
 
 
+class RemoteMove:
+    """A ``WeightMove`` of a runner in another process."""
+
+    def __init__(self, runner: RemoteRunner, number: int):
+        self._runner, self.number = runner, number
+
+    def run(self) -> None:
+        self._runner.ask_beside(m.RunMove(self.number), _decoder(type(None)))
+
+    def abandon(self) -> None:
+        self._runner.abandon_move(self.number)
+
+
 class RemoteRunner:
     """A ``Runner`` that a RunnerServer serves from ``folder``. Every method raises EngineError once the runner's
     process has ended.
@@ -164,14 +177,29 @@ class RemoteRunner:
     def checksums(self) -> dict[str, str]:
         return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        freed = self._steps.ask(m.Sleep(tuple(tags), discard), _decoder(int), _on_tick(beat))
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> RemoteMove | None:
+        return self._move(m.BeginSleep(tuple(tags), discard))
+
+    def sleep(self, tags: Collection[str], written: RemoteMove | None) -> int:
+        freed = self._steps.ask(m.Sleep(tuple(tags), _number(written)), _decoder(int))
         self.asleep |= frozenset(tags)
         return freed
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        self._steps.ask(m.Wake(tuple(tags)), _decoder(type(None)), _on_tick(beat))
+    def begin_wake(self, tags: Collection[str]) -> RemoteMove | None:
+        return self._move(m.BeginWake(tuple(tags)))
+
+    def wake(self, tags: Collection[str], read: RemoteMove | None) -> None:
+        self._steps.ask(m.Wake(tuple(tags), _number(read)), _decoder(type(None)))
         self.asleep -= frozenset(tags)
+
+    def _move(self, call: m.BeginSleep | m.BeginWake) -> RemoteMove | None:
+        number = self._steps.ask(call, msgspec.msgpack.Decoder(int | None))
+        return None if number is None else RemoteMove(self, number)
+
+    def abandon_move(self, number: int) -> None:
+        """Free a copy of the weights that is not wanted. Does nothing once the runner's process has ended."""
+        with contextlib.suppress(EngineError):
+            self._steps.ask(m.AbandonMove(number), _decoder(type(None)))
 
     def check_alive(self) -> None:
         if select.select([self._died_fd], [], [], 0)[0]:
@@ -193,12 +221,8 @@ class RemoteRunner:
             connection.close()
 
 
-def _on_tick(beat: Callable[[], None]) -> Callable[[], bool]:
-    def beat_only() -> bool:
-        beat()
-        return False
-
-    return beat_only
+def _number(move: RemoteMove | None) -> int | None:
+    return None if move is None else move.number
 
 
 def _decoder(result: type[Result]) -> msgspec.msgpack.Decoder[Result]:

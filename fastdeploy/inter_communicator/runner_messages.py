@@ -1,7 +1,8 @@
 """Messages between an engine and a runner in another process, and the names of their sockets.
 
     steps    DEALER <-> DEALER. The calls of the engine's loop, one after the other: steps, commits, sleep.
-    beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums.
+    beside   DEALER <-> ROUTER. Calls that run beside steps, each on a connection of its own: staging, checksums, the
+             file of sleeping weights.
 
 The answer to a call is one Failed, or one Done with None or the result that the call's docstring names. On ``steps``,
 Tick messages may come before the answer, while the call runs.
@@ -80,15 +81,43 @@ class DropAdapters(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[int, ...]
 
 
-class Sleep(msgspec.Struct, frozen=True, tag=True):
-    """``Runner.sleep``. Answered by the number of bytes that were given back."""
+class BeginSleep(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.begin_sleep``. Answered by the number of the new WeightMove, or by None."""
 
     tags: tuple[str, ...]
     discard: bool
 
 
-class Wake(msgspec.Struct, frozen=True, tag=True):
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.sleep``. move: number of the WeightMove. Answered by the number of bytes that were given back."""
+
     tags: tuple[str, ...]
+    move: int | None
+
+
+class BeginWake(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.begin_wake``. Answered by the number of the new WeightMove, or by None."""
+
+    tags: tuple[str, ...]
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.wake``. move: see Sleep."""
+
+    tags: tuple[str, ...]
+    move: int | None
+
+
+class AbandonMove(msgspec.Struct, frozen=True, tag=True):
+    """``WeightMove.abandon``. move: see Sleep."""
+
+    move: int
+
+
+class RunMove(msgspec.Struct, frozen=True, tag=True):
+    """``WeightMove.run``. move: see Sleep."""
+
+    move: int
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -181,5 +210,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 StepReply = Tick | Done | Failed
 AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
-StepCall = Execute | Info | HasWeights | WeightFacts | BeginUpdate | Commit | AdapterCall | Sleep | Wake | Close
-BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums
+SleepCall = BeginSleep | Sleep | BeginWake | Wake | AbandonMove
+StepCall = Execute | Info | HasWeights | WeightFacts | BeginUpdate | Commit | AdapterCall | SleepCall | Close
+BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums | RunMove

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from fastdeploy.core.runner import Runner, Staging
+from fastdeploy.core.errors import WrongOrder
+from fastdeploy.core.runner import Runner, Staging, WeightMove
 from fastdeploy.inter_communicator import runner_messages as m
 from fastdeploy.inter_communicator.zmq_transport import new_socket
 
@@ -45,6 +46,7 @@ class RunnerServer:
         self._numbers = count(1)
         self._stagings: dict[int, Staging] = {}
         self._staged: dict[int, Any] = {}
+        self._moves: dict[int, WeightMove] = {}
         self._adapters: dict[int, Any] = {}  # read, and neither committed nor discarded
 
     def serve(self, load: Callable[[], Runner]) -> None:
@@ -91,11 +93,25 @@ class RunnerServer:
                 runner.discard_adapter(self._adapters.pop(number))
             case m.DropAdapters(adapters):
                 runner.drop_adapters(adapters)
-            case m.Sleep(tags, discard):
-                return runner.sleep(tags, discard, self._beat)
-            case m.Wake(tags):
-                runner.wake(tags, self._beat)
+            case m.BeginSleep(tags, discard):
+                return self._number(runner.begin_sleep(tags, discard))
+            case m.Sleep(tags, number):
+                return runner.sleep(tags, self._moves.pop(number) if number is not None else None)
+            case m.BeginWake(tags):
+                return self._number(runner.begin_wake(tags))
+            case m.Wake(tags, number):
+                runner.wake(tags, self._moves[number] if number is not None else None)
+                self._moves.pop(number, None)
+            case m.AbandonMove(number):
+                self._moves.pop(number).abandon()
         return None
+
+    def _number(self, move: WeightMove | None) -> int | None:
+        if move is None:
+            return None
+        number = next(self._numbers)
+        self._moves[number] = move
+        return number
 
     def _is_given_up(self) -> bool:
         now = time.monotonic()
@@ -104,9 +120,6 @@ class RunnerServer:
         self._next_tick = now + self._tick_s
         self._steps.send(self._tick)
         return self._answers.decode(self._steps.recv()).give_up
-
-    def _beat(self) -> None:
-        self._is_given_up()
 
     # ------------------------------------------------------------------ beside steps
 
@@ -155,6 +168,10 @@ class RunnerServer:
                 return m.StagedAdapter(number, info)
             case m.Checksums():
                 return runner.checksums()
+            case m.RunMove(number):
+                if (move := self._moves.get(number)) is None:
+                    raise WrongOrder("this move of the weights was given up before it began")
+                move.run()
         return None
 
     def _put(self, result: tuple[bytes, bytes] | None) -> None:

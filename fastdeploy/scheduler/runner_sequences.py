@@ -10,10 +10,13 @@ from fastdeploy.core.runner import ModelInfo
 
 
 class RunnerSequences:
-    """Makes the chunks of a plan. A chunk tells the runner only what the runner does not know of a request."""
+    """Makes the chunks of a plan. A chunk tells the runner only what the runner does not know of a request.
+
+    eos_token_ids: a new sequence may not draw these before it has min_tokens."""
 
     def __init__(self, info: ModelInfo):
-        self._info = info
+        self.eos_token_ids = info.eos_token_ids
+        self._vocab_size = info.vocab_size
         self._free: list[int] = []  # numbers that the runner knows and that no request has
         self._num_numbers = 0
 
@@ -43,7 +46,8 @@ class RunnerSequences:
         )
 
     def forget(self, request: Request) -> None:
-        """Take back the number of a request that leaves the batch. The next chunk of the request tells all again."""
+        """Take back the number of a request. The next chunk of the request tells the runner all again, and the request
+        keeps its KV."""
         if request.sequence is not None:
             self._free.append(request.sequence)
             request.sequence = None
@@ -61,8 +65,8 @@ class RunnerSequences:
         sampling = request.sampling
         banned: tuple[int, ...] = ()
         if sampling.min_tokens:
-            known = self._info.eos_token_ids + sampling.stop_token_ids
-            banned = tuple(token for token in known if token < self._info.vocab_size)
+            known = self.eos_token_ids + sampling.stop_token_ids
+            banned = tuple(token for token in known if token < self._vocab_size)
         banned_before = request.num_prompt_tokens + sampling.min_tokens if banned else 0
         return NewSequence(request.key, sampling, request.num_new_prompt_tokens, banned, banned_before)
 

@@ -283,7 +283,7 @@ class Scheduler:
         sampling = request.sampling
         if token in sampling.stop_token_ids:
             self.end(request, FinishReason.STOP, stop_reason=token)
-        elif token in self.info.eos_token_ids and not sampling.ignore_eos:
+        elif token in self.eos_token_ids and not sampling.ignore_eos:
             self.end(request, FinishReason.STOP)
         elif num_output_tokens >= request.max_output_tokens:
             self.end(request, FinishReason.LENGTH)
@@ -353,6 +353,19 @@ class Scheduler:
             else:
                 request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self.kv.forget_prefixes(None if base else {before.kv_namespace})
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Any of these ids ends a request, unless ignore_eos is set."""
+        return self._sequences.eos_token_ids
+
+    def set_eos(self, token_ids: tuple[int, ...]) -> None:
+        """End requests at these ids from the next token on. The runner is told anew of each request in the batch that
+        must not draw an EOS id yet (min_tokens)."""
+        self._sequences.eos_token_ids = token_ids
+        for request in (*self.running, *self.frozen):
+            if request.num_output_tokens < request.sampling.min_tokens:
+                self._sequences.forget(request)
 
     def check_integrity(self) -> None:
         """Assert that the state is consistent. See ``RequestLifecycle.check_integrity`` for when this runs."""

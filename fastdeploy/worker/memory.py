@@ -5,16 +5,27 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def free_memory() -> int:
     """Return the bytes that this process may still allocate: those free on the machine, or in its cgroup if fewer."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
+    in_cgroup = _free_in_cgroup(CGROUP)
+    return free if in_cgroup is None else min(free, in_cgroup)
+
+
+def _free_in_cgroup(folder: Path) -> int | None:
+    """Return the bytes that a cgroup (version 2) may still allocate; None without a limit. Files that were read count
+    as used memory, but those that are not in use (inactive_file) give way."""
+    limit = folder / "memory.max"
     text = limit.read_text().strip() if limit.exists() else "max"
-    if text != "max":
-        free = min(free, int(text) - int(limit.with_name("memory.current").read_text()))
-    return max(free, 0)
+    if text == "max":
+        return None
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int((folder / "memory.current").read_text()) - int(stat["inactive_file"])
+    return max(int(text) - max(used, 0), 0)
 
 
 def resident_memory() -> int:

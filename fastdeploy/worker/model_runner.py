@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,10 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
-from fastdeploy.core.fingerprint import Fingerprint, over_all
+from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.runner import ModelInfo, nothing
+from fastdeploy.core.runner import ModelInfo, Staging
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.model_executor.model_config import ModelConfig
@@ -23,11 +24,13 @@ from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, PackedAdapter
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
+from fastdeploy.worker.delta_staging import DeltaStaging
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
-from fastdeploy.worker.spill import Spill, spill
-from fastdeploy.worker.staging import StagedWeights, WeightStaging
+from fastdeploy.worker.spill import Check, Spill, SpillMove, spill
+from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
+from fastdeploy.worker.standby import StandbyCopy
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
@@ -45,7 +48,7 @@ class ModelRunner:
     most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
     that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
     ("" = the temporary folder). model_roots: folders of new weights must lie below one of these. max_lora_rank: the
-    largest rank of an adapter.
+    largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -65,6 +68,7 @@ class ModelRunner:
         spill_dir: str = "",
         model_roots: Sequence[str] = ANYWHERE,
         max_lora_rank: int = 64,
+        standby_weights: str = "auto",
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -96,9 +100,11 @@ class ModelRunner:
         self._spill: Spill | None = None
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
+        self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=num_blocks * block_bytes)
         self.weights: ModelWeights | None = None
         self._fingerprints: Mapping[str, Fingerprint] = {}
-        staging = WeightStaging(self.model, partial=False, serving=self._values)
+        self._fingerprint: str | None = None
+        staging = WeightStaging(self.model, self._standby, partial=False, serving=self._serving)
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
         self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
@@ -134,29 +140,42 @@ class ModelRunner:
 
     @property
     def fingerprint(self) -> str | None:
-        return None if self.weights is None else over_all(self._fingerprints)
+        return None if self.weights is None else self._fingerprint
 
     @property
     def standby_nbytes(self) -> int:
-        return 0
+        return self._standby.nbytes
 
-    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> WeightStaging:
+    def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> Staging:
         """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
         serves."""
         if WEIGHT in self.asleep:
             raise WrongOrder("the weights are asleep: wake them up before an update")
-        if partial and self.weights is None:
-            raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
+        if (partial or delta) and self.weights is None:
+            kind = "a delta" if delta else "a partial update"
+            raise WrongOrder(f"{kind} needs complete weights to start from: send all tensors")
+        if delta:
+            return DeltaStaging(self.model, self._standby, self._serving, self._model_roots)
         take = self._give_up_weights if in_place else None
-        return WeightStaging(self.model, partial, self._values, take, self._model_roots)
+        return WeightStaging(self.model, self._standby, partial, self._serving, take, self._model_roots)
 
     def commit(self, weights: StagedWeights) -> None:
-        """Exchange the weights. The old weights are freed here, as the runner holds the last reference to them."""
+        """Exchange the weights. The old ones become the standby copy, or are freed here."""
         assert WEIGHT not in self.asleep
-        self.weights, self._fingerprints = weights
+        old = {} if self.weights is None else self.weights.values
+        self.weights, self._fingerprints, self._fingerprint = weights.weights, weights.fingerprints, weights.fingerprint
+        self._standby.commit(weights.loan, old, self.weights.values, weights.missed)
 
     def refresh_standby(self) -> None:
-        """See ``Runner.refresh_standby``."""
+        """See ``Runner.refresh_standby``. Does nothing without complete weights."""
+        weights = self.weights
+        if weights is None:
+            return
+        try:
+            with paddle.no_grad():
+                self._standby.refresh(weights.values)
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory for the standby copy of the weights: {error}") from error
 
     def begin_adapter(self) -> AdapterStaging:
         """See ``Runner.begin_adapter``."""
@@ -178,18 +197,25 @@ class ModelRunner:
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
-        """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> SpillMove[Spill] | None:
+        """See ``Runner.begin_sleep``."""
         for tag in tags:
             if tag not in (WEIGHT, KV_CACHE):
                 raise InvalidField("tags", f"expected {WEIGHT} or {KV_CACHE}, got {tag!r}")
             if tag in self.asleep:
                 raise WrongOrder(f"{tag} sleeps already")
+        if WEIGHT not in tags or discard or self.weights is None:
+            return None
+        values = self.weights.values
+        return SpillMove(functools.partial(spill, self.ops, self.model.parameters, values, self._spill_dir))
+
+    def sleep(self, tags: Collection[str], written: SpillMove[Spill] | None) -> int:
+        """See ``Runner.sleep``. The returned bytes are the difference in resident memory before and after."""
         before = resident_memory()
         if WEIGHT in tags:
-            if self.weights is not None and not discard:
-                self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir, beat)
+            self._spill = written.take() if written is not None else None
             self.weights = None
+            self._standby.drop()
         if KV_CACHE in tags:
             self.cache = None
         self.ops.free_scratch()
@@ -197,8 +223,8 @@ class ModelRunner:
         give_back_freed_memory()
         return max(before - resident_memory(), 0)
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
-        """See ``Runner.wake``."""
+    def begin_wake(self, tags: Collection[str]) -> SpillMove[ModelWeights] | None:
+        """See ``Runner.begin_wake``."""
         for tag in tags:
             if tag not in self.asleep:
                 raise WrongOrder(f"{tag} does not sleep")
@@ -206,40 +232,50 @@ class ModelRunner:
         needed = (sleeping.nbytes if sleeping else 0) + (self._cache_bytes if KV_CACHE in tags else 0)
         if needed > (free := free_memory()):
             raise OutOfSpace(f"waking up takes {needed / 2**30:.1f} GiB, only {free / 2**30:.1f} GiB are free")
-        try:
-            weights = self._read_spill(sleeping, beat) if sleeping else None
-            cache = self._new_cache(self.info.num_blocks, self.info.block_size) if KV_CACHE in tags else None
-        except MemoryError as error:
-            raise OutOfSpace(f"no memory to wake up: {error}") from error
-        self.weights, self.cache = weights or self.weights, cache or self.cache
-        if sleeping is not None:
-            sleeping.close()
+        return None if sleeping is None else SpillMove(functools.partial(self._read_spill, sleeping))
+
+    def wake(self, tags: Collection[str], read: SpillMove[ModelWeights] | None) -> None:
+        """See ``Runner.wake``."""
+        if KV_CACHE in tags:
+            try:
+                self.cache = self._new_cache(self.info.num_blocks, self.info.block_size)
+            except MemoryError as error:
+                raise OutOfSpace(f"no memory for the KV cache: {error}") from error
+        if WEIGHT in tags:
+            self.weights = read.take() if read is not None else None
             self._spill = None
         self.asleep -= frozenset(tags)
-        give_back_freed_memory()
 
     def check_alive(self) -> None:
         """See ``Runner.check_alive``. Does nothing: this runner is part of the engine's process."""
 
     def close(self) -> None:
         """Free weights and KV cache; the runner cannot be used afterwards."""
-        if self._spill is not None:
-            self._spill.close()
-        del self.weights, self.cache, self.model, self._adapters, self._sampler, self.ops
+        self._spill = None
+        del self.weights, self._standby, self.cache, self.model, self._adapters, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
         if self.weights is None:
             raise WrongOrder("there are no complete weights")
         return self.weights.values
 
-    def _give_up_weights(self) -> Mapping[str, Value]:
-        """Give the weights up for an update in place. Nothing can execute from here to its commit."""
-        weights, self.weights = self.weights, None
-        return {} if weights is None else weights.values
+    def _serving(self) -> Serving:
+        return Serving(self._values(), self._fingerprints)
 
-    def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> ModelWeights:
-        with paddle.no_grad():
-            return self.model.assemble(sleeping.read(self.ops, beat))
+    def _give_up_weights(self) -> Serving:
+        """Give the weights up for an update in place. Nothing can execute from here to its commit."""
+        serving = Serving({}, {}) if self.weights is None else self._serving()
+        self.weights = None
+        return serving
+
+    def _read_spill(self, sleeping: Spill, check: Check) -> ModelWeights:
+        try:
+            with paddle.no_grad():
+                weights = self.model.assemble(sleeping.read(self.ops, check))
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory to wake up: {error}") from error
+        give_back_freed_memory()
+        return weights
 
     def _new_cache(self, num_blocks: int, block_size: int) -> KVCache:
         c = self.config

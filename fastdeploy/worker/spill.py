@@ -4,89 +4,132 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from fastdeploy.core.errors import OutOfSpace
+from fastdeploy.core.errors import EngineError, OutOfSpace, WrongOrder
 from fastdeploy.model_executor.ops.interface import Ops
 from fastdeploy.model_executor.parameters import SLICE, Parameter, Value, as_bytes, as_linear
 
 PIECE = 1 << 26  # bytes that are read or written at once, in about 0.1 s on a slow disk
 
+Check = Callable[[], None]  # raises WrongOrder once the copy is abandoned
+Copy = TypeVar("Copy")
 
-@dataclass
+
+class SpillMove(Generic[Copy]):
+    """Implements ``WeightMove`` (core/runner.py). work: makes the copy, and calls its argument between pieces."""
+
+    def __init__(self, work: Callable[[Check], Copy]):
+        self._work: Callable[[Check], Copy] | None = work  # refers to the weights that serve
+        self._copy: Copy | None = None
+        self._abandoned = False
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """See ``WeightMove.run``."""
+        work, self._work = self._work, None
+        self._check()
+        assert work is not None
+        copy = work(self._check)
+        with self._lock:
+            self._check()
+            self._copy = copy
+
+    def take(self) -> Copy:
+        """Return the copy, and keep no reference to it. ``run`` must have ended."""
+        copy, self._copy = self._copy, None
+        assert copy is not None
+        return copy
+
+    def abandon(self) -> None:
+        """See ``WeightMove.abandon``."""
+        with self._lock:
+            self._abandoned = True
+            self._work = self._copy = None
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise WrongOrder("this copy of the weights was given up while it was made")
+
+
 class Spill:
     """Unpacked rows of all linears in the file ``fd``, in the order of ``linears``: (key, rows, columns, bias). Norms
-    and biases, which are thousands of times smaller, stay in memory. nbytes: size of the file."""
+    and biases, which are thousands of times smaller, stay in memory. nbytes: size of the file. The file is freed with
+    the last reference to the spill: a read that hangs must not come back to another file of the same number."""
 
-    fd: int
-    linears: list[tuple[str, int, int, np.ndarray | None]]
-    vectors: dict[str, Value]
-    nbytes: int
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.linears: list[tuple[str, int, int, np.ndarray | None]] = []
+        self.vectors: dict[str, Value] = {}
+        self.nbytes = 0
+        self.close = weakref.finalize(self, os.close, fd)
 
-    def read(self, ops: Ops, beat: Callable[[], None]) -> dict[str, Value]:
-        """Return the values with the bits that they had before the sleep. ``beat`` is called after each piece. Raises
-        MemoryError."""
+    def read(self, ops: Ops, check: Check) -> dict[str, Value]:
+        """Return the values with the bits that they had before the sleep. ``check`` is called after each piece. Raises
+        MemoryError, and EngineError if the file cannot be read."""
         dtype = np.uint16 if ops.dtype == "bfloat16" else np.float32
         values = dict(self.vectors)
         offset = 0
         for key, rows, columns, bias in self.linears:
             array = np.empty((rows, columns), dtype)
-            _read_into(self.fd, as_bytes(array), offset, beat)
+            _read_into(self.fd, as_bytes(array), offset, check)
             offset += array.nbytes
             values[key] = ops.pack_linear([array], None if bias is None else [bias])
             del array  # freed before the next one is allocated
-            beat()
+            check()
         return values
 
-    def close(self) -> None:
-        """Free the file."""
-        os.close(self.fd)
+    def add(self, ops: Ops, parameter: Parameter, value: Value, check: Check) -> None:
+        """Append the value of one parameter. ``check`` is called after each piece. Raises OSError or MemoryError."""
+        if parameter.is_vector:
+            self.vectors[parameter.key] = value
+            return
+        linear = as_linear(value)
+        self.linears.append((parameter.key, linear.out_features, linear.in_features, ops.unpack_bias(linear)))
+        for row in range(0, linear.out_features, SLICE):
+            piece = ops.unpack_linear(linear, row, min(row + SLICE, linear.out_features))
+            self.nbytes += _write(self.fd, as_bytes(piece), check)
 
 
-def spill(
-    ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, beat: Callable[[], None]
-) -> Spill:
-    """Write the values to a file in ``folder`` ("" = the temporary folder). ``beat`` is called after each piece. Raises
-    OutOfSpace, and leaves no file then."""
+def spill(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Value], folder: str, check: Check) -> Spill:
+    """Write the values to a file in ``folder`` ("" = the temporary folder). Raises OutOfSpace, and leaves no file
+    then."""
     try:
         fd, path = tempfile.mkstemp(prefix="fastdeploy-", dir=folder or None)
+        written = Spill(fd)
         os.unlink(path)
     except OSError as error:
         raise OutOfSpace(f"the sleeping weights cannot be written to {folder!r}: {error.strerror}") from error
-    linears: list[tuple[str, int, int, np.ndarray | None]] = []
-    vectors, nbytes = {}, 0
     try:
         for parameter in parameters:
-            if parameter.is_vector:
-                vectors[parameter.key] = values[parameter.key]
-                continue
-            value = as_linear(values[parameter.key])
-            linears.append((parameter.key, value.out_features, value.in_features, ops.unpack_bias(value)))
-            for row in range(0, value.out_features, SLICE):
-                piece = ops.unpack_linear(value, row, min(row + SLICE, value.out_features))
-                nbytes += _write(fd, as_bytes(piece), beat)
+            written.add(ops, parameter, values[parameter.key], check)
     except (OSError, MemoryError) as error:
-        os.close(fd)
-        raise OutOfSpace(f"no room for the sleeping weights after {nbytes} bytes: {error}") from error
-    return Spill(fd, linears, vectors, nbytes)
+        written.close()
+        raise OutOfSpace(f"no room for the sleeping weights after {written.nbytes} bytes: {error}") from error
+    return written
 
 
-def _write(fd: int, data: memoryview, beat: Callable[[], None]) -> int:
+def _write(fd: int, data: memoryview, check: Check) -> int:
     done = 0
     while done < len(data):
         done += os.write(fd, data[done : done + PIECE])
-        beat()
+        check()
     return done
 
 
-def _read_into(fd: int, buffer: memoryview, offset: int, beat: Callable[[], None]) -> None:
+def _read_into(fd: int, buffer: memoryview, offset: int, check: Check) -> None:
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done : done + PIECE]], offset + done)
+        try:
+            count = os.preadv(fd, [buffer[done : done + PIECE]], offset + done)
+        except OSError as error:
+            raise EngineError(f"the file of the sleeping weights cannot be read: {error.strerror}") from error
         if count == 0:
-            raise OSError("the file of the sleeping weights was cut short")
+            raise EngineError("the file of the sleeping weights was cut short")
         done += count
-        beat()
+        check()

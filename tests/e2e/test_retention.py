@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import uuid
 
@@ -72,3 +74,22 @@ def test_a_deadline_ends_a_request_with_the_tokens_it_has(server):
     choice = reply.json["choices"][0]
     assert reply.status == 200 and choice["finish_reason"] == "abort" and choice["stop_reason"] == "deadline"
     assert 0 < len(choice["token_ids"]) < 4000
+
+
+def test_after_the_death_of_the_engine_a_retained_result_is_lost_and_not_computed_again(start_server):
+    server = start_server("--workers", "2").wait_ready()
+    server.post("/v1/completions", body("ended", max_tokens=5)).ok()
+    running = send(server, body("running"))
+    until(lambda: tokens_made(server) > 20, 30, "the request runs")
+    running.close()
+    os.kill(server.engine_pid, signal.SIGKILL)
+    until(lambda: server.get("/ready").status != 200, 20, "the engine is gone")
+    server.wait_ready()
+    for _ in range(4):  # both API servers are asked
+        for fields in (body("ended", max_tokens=5), body("running"), body("running", stream=True)):
+            reply = server.post("/v1/completions", fields)
+            assert reply.status == 410 and reply.json["error"]["code"] == "result_lost", reply.body
+    assert tokens_made(server) == 0
+    server.post("/v1/completions", body("ended-2", max_tokens=5)).ok()
+    server.post("/v1/reset", {})
+    server.post("/v1/completions", body("ended", max_tokens=5)).ok()

@@ -7,9 +7,10 @@ import pytest
 from support.harness import Harness
 
 OVER_ZMQ = {
-    "test_common_engine", "test_concurrent_pauses", "test_deadlines", "test_in_place", "test_inbox",
+    "test_common_engine", "test_concurrent_pauses", "test_deadlines", "test_eos_update", "test_in_place", "test_inbox",
     "test_label_and_reset", "test_non_finite", "test_pause", "test_pause_admission", "test_pause_fence",
-    "test_pause_holds", "test_pause_timeouts", "test_sleep", "test_weight_session", "test_weight_update",
+    "test_pause_holds", "test_pause_timeouts", "test_sleep", "test_sleep_moves",
+    "test_weight_session", "test_weight_update",
 }  # fmt: skip
 
 

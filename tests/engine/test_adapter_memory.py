@@ -304,7 +304,7 @@ def test_a_sleep_frees_the_adapters_that_nobody_uses():
     freed = h.ask(m.SleepArgs(("weight",)), rounds=10).result["freed_bytes"]
     assert freed == 1000 + (1 << 20) and contents(h) == [1], "the frozen request keeps its own"
     assert h.load_adapter("a3", 3).failure is None and contents(h) == [1]
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     h.run_out()
     assert_exact(h, "r", 1, 20)
     for k in (2, 3):

@@ -20,7 +20,7 @@ def test_a_hold_of_an_adapter_ends_with_its_ttl_and_by_its_name_alone():
     h.resume()
     h.resume("mine")
     h.ask(m.SleepArgs(), rounds=5)
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     h.run_rounds(3)
     assert [s["holds"][0]["named"] for s in paused_adapters(h)] == [False, True]
     h.now += 60.0
@@ -52,7 +52,7 @@ def test_the_number_of_holds_is_bounded_over_all_adapters_and_leaves_those_of_th
         assert h.pause(mode="keep", scope=scope, hold_id="x").failure is None, "the same hold"
     assert h.pause(mode="keep").failure is None, "the tenants cannot keep the engine from being paused"
     assert h.ask(m.SleepArgs(), rounds=5).failure is None, "the engine's own holds are not counted"
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     resume(h, A, "x")
     assert h.pause(mode="keep", scope=B).failure is None
 

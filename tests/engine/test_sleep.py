@@ -22,7 +22,7 @@ def sleep(h: Harness, *tags: str, rounds: int = 50, **args) -> m.Reply:
 
 
 def wake(h: Harness, *tags: str) -> m.Reply:
-    return h.ask(m.WakeArgs(tags))
+    return h.ask(m.WakeArgs(tags), rounds=3)
 
 
 def busy(rounds: int = 3, **config) -> Harness:
@@ -161,7 +161,7 @@ def test_tags_may_sleep_and_wake_one_by_one_but_weights_must_wake_first():
     h = Harness()
     sleep(h, "weight")
     assert sleep(h, "kv_cache").result["asleep"] == ["kv_cache", "weight"]
-    refused = h.ask(m.WakeArgs(("kv_cache",))).failure
+    refused = h.ask(m.WakeArgs(("kv_cache",)), rounds=3).failure
     assert refused.code == "wrong_order" and h.runner.asleep == {"weight", "kv_cache"}
     assert wake(h, "weight").result["asleep"] == ["kv_cache"]
     assert hold_ids(h) == ["sleep"], "one tag still sleeps"
@@ -242,7 +242,7 @@ def test_a_wake_up_without_enough_memory_changes_nothing_and_may_be_repeated():
     h = Harness()
     sleep(h)
     h.runner.no_space = True
-    assert h.ask(m.WakeArgs()).failure.code == "out_of_space"
+    assert h.ask(m.WakeArgs(), rounds=3).failure.code == "out_of_space"
     assert h.runner.asleep == {"weight", "kv_cache"} and h.status()["is_paused"]
     h.runner.no_space = False
     assert wake(h).failure is None
@@ -364,6 +364,6 @@ def test_discard_does_not_concern_kv():
 @pytest.mark.parametrize("tag", ["weight", "kv_cache"])
 def test_the_fake_runner_refuses_a_step_while_anything_sleeps(tag):
     runner = FakeRunner()
-    runner.sleep((tag,), False)
+    runner.sleep((tag,), None)
     with pytest.raises(AssertionError, match="without weights or KV"):
         runner.execute(None)

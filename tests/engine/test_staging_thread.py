@@ -203,12 +203,12 @@ def test_a_sleep_that_waits_for_a_read_times_out_and_releases_its_hold(h, tags):
     assert not hold_ids(h) and not h.status()["rejecting_new_requests"]
     h.run_out()
     assert h.stream("r").reason == "length"
-    assert h.ask(m.WakeArgs()).failure.code == "wrong_order", "nothing sleeps"
+    assert h.ask(m.WakeArgs(), rounds=3).failure.code == "wrong_order", "nothing sleeps"
     h.now += 60.0
     h.run_rounds(2)
     assert h.reply(checksums).failure.code == "staging_timeout"
     assert h.ask(m.SleepArgs(tags), rounds=3).failure is None, "a sleep does not wait for a read that timed out"
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     assert_serves(h, 0)
 
 
@@ -222,7 +222,7 @@ def test_if_one_of_two_waiting_sleeps_times_out_the_hold_of_the_other_stays(h):
     h.mend()
     h.run_rounds(3)
     assert h.reply(long).result["asleep"] == ["kv_cache"] and hold_ids(h) == ["sleep"]
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     assert not hold_ids(h)
     assert_serves(h, 0)
 
@@ -235,7 +235,7 @@ def test_a_sleep_that_waits_for_a_hanging_read_goes_on_after_a_reset(h):
     h.ask(m.ResetArgs())
     h.run_rounds(3)
     assert h.reply(hanging).failure.code == "session_not_found" and h.reply(call).result["asleep"] == ["kv_cache"]
-    h.ask(m.WakeArgs())
+    h.ask(m.WakeArgs(), rounds=3)
     assert not hold_ids(h)
     assert_serves(h, 0)
 

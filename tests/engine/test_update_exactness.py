@@ -207,3 +207,18 @@ def test_a_request_ends_at_its_eos_after_a_pause_and_an_update(folders, tmp_path
     ended = generate(folder, ignore_eos=False)
     assert ended.tokens == undisturbed.tokens[: at + 1] and ended.reason == "stop"
     assert switch_point(ended) == k < at
+
+
+def test_a_runner_that_is_told_of_a_request_anew_gives_it_the_same_bits(folders):
+    streams = []
+    for told_anew in (False, True):
+        h = engine_on(folders[0], max_num_batched_tokens=16)
+        for i in range(3):
+            target(h, i, min_tokens=LENGTH, ignore_eos=False)
+        for _ in range(20):
+            h.run_rounds()
+            if told_anew:
+                h.engine.scheduler.set_eos(h.engine.scheduler.eos_token_ids)
+        h.run_out()
+        streams.append([(h.stream(f"t{i}").tokens, h.stream(f"t{i}").logprobs) for i in range(3)])
+    assert streams[0] == streams[1]

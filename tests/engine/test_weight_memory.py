@@ -112,3 +112,13 @@ def test_sleep_frees_the_weights(h, folder):
     assert h.ask(m.SleepArgs(("weight",)), rounds=5).failure is None
     assert h.runner.alive == 0
     assert h.ask(m.WakeArgs(("weight",)), rounds=2).failure is None
+
+
+def test_metrics_tell_the_memory_of_the_standby_copy(folder):
+    h = Harness(WatchedRunner(str(folder), num_blocks=40, dtype="float32", standby_weights="on"))
+    assert h.metric("standby_weight_bytes") == 0
+    assert h.update(folder).failure is None
+    weights = h.runner.weights.values.values()
+    assert h.metric("standby_weight_bytes") == sum(w.nbytes for w in weights if hasattr(w, "out_features"))
+    assert h.ask(m.SleepArgs(("weight",)), rounds=5).failure is None
+    assert h.metric("standby_weight_bytes") == 0

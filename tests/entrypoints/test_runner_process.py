@@ -20,7 +20,7 @@ from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator.remote_runner import RemoteRunner
 from support.adapters import cases, simple, write_adapter
 from support.checkpoints import SPECS, prompt
-from support.step_driver import Driver, Sequence, load
+from support.step_driver import Driver, Sequence, load, sleep, wake
 
 SETTINGS = {"num_gpu_blocks_override": 64, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 PROMPTS = [[(7 * i + 3 * j) % 50 for j in range(5 + 9 * i)] for i in range(7)]
@@ -114,6 +114,14 @@ def test_a_waiting_call_fails_when_the_process_dies(remote, tmp_path):
         remote.check_alive()
 
 
+def test_a_move_of_sleeping_weights_ends_with_the_process(remote):
+    move = remote.begin_sleep(("weight",), discard=False)
+    os.kill(child_of(os.getpid()), signal.SIGKILL)
+    with pytest.raises(EngineError, match="has ended"):
+        move.run()
+    move.abandon()
+
+
 def test_errors_keep_their_class_and_weights_are_updated_put_to_sleep_and_woken(remote, tmp_path):
     refused = remote.begin_update(False, False)
     with pytest.raises(WeightUpdateRefused):
@@ -125,9 +133,9 @@ def test_errors_keep_their_class_and_weights_are_updated_put_to_sleep_and_woken(
     receipt = staging.add(FolderSource(str(MODEL_DIR)), {})
     assert not remote.has_weights and receipt.tensors == len(before)
     remote.commit(staging.finish().weights)
-    remote.sleep(("weight", "kv_cache"), discard=False)
+    sleep(remote, "weight", "kv_cache")
     assert remote.asleep == {"weight", "kv_cache"} and not remote.has_weights
-    remote.wake(("weight", "kv_cache"))
+    wake(remote, "weight", "kv_cache")
     assert remote.asleep == frozenset() and remote.checksums() == before
 
 

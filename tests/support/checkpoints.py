@@ -147,8 +147,8 @@ def bfloat16_bits(array: np.ndarray) -> np.ndarray:
 
 
 def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """float32, float16, int8, or bfloat16 given as uint16."""
-    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8"}
+    """float32, float16, int8, uint8, or bfloat16 given as uint16."""
+    names = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int8": "I8", "uint8": "U8"}
     header, offset = {}, 0
     for name, array in tensors.items():
         header[name] = {

@@ -72,6 +72,11 @@ def fingerprint_of(weights: int) -> str:
     return hashlib.sha256(f"weights {weights}".encode()).hexdigest()
 
 
+def tensor_fingerprint(weights: int) -> str:
+    """Return the fingerprint of the only tensor of the weights ``weights``."""
+    return hashlib.sha256(f"tensor {weights}".encode()).hexdigest()[:32]
+
+
 def write_adapter(folder: Path, content: str) -> str:
     """Write a PEFT folder for the fake runner, and return its path. content: see FakeAdapterStaging."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +112,14 @@ class FakeAdapterStaging:
 
 class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
-    and so is a repeated one. partial: k is added to the weights that serve. in_place: from the first part until the
-    commit the runner has no weights."""
+    and so is a repeated one. The folder "w<k>-eos<id>" names an EOS id. partial: k is added to the weights that serve.
+    in_place: from the first part until the commit the runner has no weights. delta: parts are named "d<k>", have any
+    form, and each adds its k to the weights that serve.
 
-    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
-        self._runner, self._partial, self._in_place = runner, partial, in_place
+    All weights are one tensor "weights". form.fingerprints may name what ``tensor_fingerprint`` returns for it."""
+
+    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool, delta: bool = False):
+        self._runner, self._partial, self._in_place, self.delta = runner, partial, in_place, delta
         self.names: list[str] = []
         self.abandoned, self.was_abandoned = False, threading.Event()
 
@@ -125,24 +133,38 @@ class FakeStaging:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
+        assert self.delta or form.is_plain, "a form that only a delta session takes"
         if name == "garbage":
             raise ValueError("an unexpected error of a reader")
-        if not name.startswith("w") or name in self.names:
+        if not name.startswith("d" if self.delta else "w") or name in self.names:
             raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
+        self._check_fingerprints(form.fingerprints, self._weights([*self.names, name]))
         if self._in_place:
             self._runner.has_weights = False
         self.names.append(name)
         return ChunkReceipt(3, 12)
 
+    def _check_fingerprints(self, expected: Mapping[str, str], weights: int) -> None:
+        for name, fingerprint in expected.items():
+            if (name, fingerprint) != ("weights", tensor_fingerprint(weights)):
+                raise WeightUpdateRefused(f"tensor {name}: its fingerprint is {tensor_fingerprint(weights)}")
+
+    def _weights(self, names: list[str]) -> int:
+        """Return the weights that these parts make."""
+        numbers = [int(name[1:].partition("-")[0]) for name in names]
+        if self.delta:
+            return self._runner.weights + sum(numbers)
+        return (numbers[-1] if numbers else 0) + (self._runner.weights if self._partial else 0)
+
     def finish(self) -> Staged:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
-        if not self.names and not self._partial:
+        if not self.names and not self._partial and not self.delta:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
-        serving = self._runner.weights if self._partial else 0
-        last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
-        weights = serving + int(last)
-        return Staged((weights, recompute != "recompute"), fingerprint_of(weights))
+        weights, keeps_kv = self._weights(self.names), not any(name.endswith("-recompute") for name in self.names[-1:])
+        more = self.names[-1].partition("-")[2] if self.names else ""
+        eos = (int(more.removeprefix("eos")),) if more.startswith("eos") else None
+        return Staged((weights, keeps_kv), fingerprint_of(weights), eos)
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -153,6 +175,29 @@ class FakeStaging:
             raise WeightUpdateRefused("given up")
 
 
+class FakeMove:
+    """A move of sleeping weights. state: "begun", "ran" or "abandoned". runs: set when ``run`` was called."""
+
+    def __init__(self, runner: FakeRunner):
+        self._runner, self.weights, self.state = runner, runner.weights, "begun"
+        self.runs = threading.Event()
+
+    def run(self) -> None:
+        self.runs.set()
+        assert self._runner.may_stage.wait(30)
+        self.check()
+        self.state = "ran"
+
+    def check(self) -> None:
+        if self._runner.no_space:
+            raise OutOfSpace("no room for the weights")
+        if self.state == "abandoned":
+            raise WrongOrder("given up")
+
+    def abandon(self) -> None:
+        self.state = "abandoned"
+
+
 class FakeRunner:
     """``weights`` is an int, see FakeStaging. Sequences may use their KV after a commit of "w<k>", but not after a
     commit of "w<k>-recompute".
@@ -161,8 +206,9 @@ class FakeRunner:
     mixed_ok: keys of sequences whose KV may be of several weights, until they are computed again.
     fail_next: the next execute raises. step_s: the duration that StepResult names.
     poison: tokens behind which the logits are not finite. bad_weights: weights whose logits are never finite.
-    may_stage: staging waits until this is set, as it is at first. no_space: sleep and wake fail.
-    work_in_pieces(beat): called by sleep and wake.
+    may_stage: staging, and moves of sleeping weights, wait until this is set, as it is at first. no_space: sleep and
+    wake fail. moves: of sleeping weights, in order. refreshes: completed calls of refresh_standby.
+    faults: wrong calls on the staging thread, where an assertion would only be logged.
     adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
     """
 
@@ -181,6 +227,7 @@ class FakeRunner:
         self.may_stage.set()
         self.has_weights, self.no_space = True, False
         self.standby_nbytes = self.refreshes = 0
+        self.faults: list[str] = []
         self._spilled = False
         self.asleep: frozenset[str] = frozenset()
         self.adapters: dict[int, Packed] = {}
@@ -188,7 +235,7 @@ class FakeRunner:
         self._adapters_of: dict[tuple[str, int], set[int]] = {}
         self.stagings: list[FakeStaging] = []
         self.mixed_ok: set[tuple[str, int]] = set()
-        self.work_in_pieces: Callable[[Callable[[], None]], object] = lambda beat: beat()
+        self.moves: list[FakeMove] = []
         self._known: dict[int, Known] = {}  # by the number of the sequence
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
 
@@ -282,12 +329,18 @@ class FakeRunner:
 
     def refresh_standby(self) -> None:
         assert self.may_stage.wait(30)
+        if "weight" in self.asleep or not self.has_weights:
+            self.faults.append("a refresh without weights")
+        if self.no_space:
+            raise OutOfSpace("no room for the standby copy")
         self.refreshes += 1
+        self.standby_nbytes = MIB
 
     def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> FakeStaging:
-        if "weight" in self.asleep or (partial and not self.has_weights):
+        if "weight" in self.asleep or ((partial or delta) and not self.has_weights):
             raise WrongOrder("asleep, or nothing to complete")
-        self.stagings.append(FakeStaging(self, partial, in_place))
+        assert not (delta and (partial or in_place))
+        self.stagings.append(FakeStaging(self, partial, in_place, delta))
         return self.stagings[-1]
 
     def commit(self, weights: Any) -> None:
@@ -315,24 +368,35 @@ class FakeRunner:
             raise WrongOrder("there are no whole weights")
         return {"weights": hashlib.sha256(str(self.weights).encode()).hexdigest()}
 
-    def sleep(self, tags: Collection[str], discard: bool, beat: Callable[[], None] = nothing) -> int:
+    def begin_sleep(self, tags: Collection[str], discard: bool) -> FakeMove | None:
         assert not self.asleep & set(tags)
-        self.work_in_pieces(beat)
-        if self.no_space and "weight" in tags and not discard:
-            raise OutOfSpace("no room for the weights")
+        return self._move() if "weight" in tags and self.has_weights and not discard else None
+
+    def _move(self) -> FakeMove:
+        self.moves.append(FakeMove(self))
+        return self.moves[-1]
+
+    def sleep(self, tags: Collection[str], written: FakeMove | None) -> int:
+        assert not self.asleep & set(tags) and (written is None or written.state == "ran")
         if "weight" in tags:
-            self.has_weights, self._spilled = False, self.has_weights and not discard
+            assert written is None or written.weights == self.weights, "other weights were committed meanwhile"
+            self.has_weights, self._spilled = False, written is not None
+            self.standby_nbytes = 0
         if "kv_cache" in tags:
             self.slots = [[None] * self.info.block_size for _ in self.slots]
         self.asleep |= set(tags)
         return 1000 * len(tags)
 
-    def wake(self, tags: Collection[str], beat: Callable[[], None] = nothing) -> None:
+    def begin_wake(self, tags: Collection[str]) -> FakeMove | None:
         assert set(tags) <= self.asleep
-        self.work_in_pieces(beat)
+        return self._move() if "weight" in tags and self._spilled else None
+
+    def wake(self, tags: Collection[str], read: FakeMove | None) -> None:
+        assert set(tags) <= self.asleep and (read is None or read.state == "ran")
         if self.no_space:
             raise OutOfSpace("no memory to wake up")
         if "weight" in tags:
+            assert (read is not None) == self._spilled
             self.has_weights = self._spilled
         self.asleep -= set(tags)
 

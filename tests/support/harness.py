@@ -21,6 +21,7 @@ from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.common_engine import CommonEngine
+from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, nothing, write_adapter
 from support.runner_thread import serve_in_thread
@@ -81,7 +82,7 @@ class Harness:
 
     runner_over_zmq = False
 
-    def __init__(self, runner: FakeRunner | None = None, **config):
+    def __init__(self, runner: FakeRunner | None = None, retained_log: RetainedLog | None = None, **config):
         self.runner = runner or FakeRunner()
         self.transport = ListTransport()
         self.close = nothing  # ends the runner's thread, where the runner is remote
@@ -98,6 +99,7 @@ class Harness:
             boot_id="boot",
             clock=lambda: self.now,
             runs=lambda pid: pid in self.running_pids,
+            retained_log=retained_log,
         )
         self._calls = count(1)
         self._folder: Path | None = None
@@ -197,6 +199,7 @@ class Harness:
             self.engine.adapters.check_integrity()
             if isinstance(self.runner, FakeRunner):
                 assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
+                assert not self.runner.faults
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:

@@ -145,3 +145,19 @@ def stage(runner: ModelRunner, *sources: Source | Path, partial: bool = False, i
 def update(runner: ModelRunner, *sources: Source | Path, partial: bool = False, in_place: bool = False) -> None:
     """Stage the sources and commit them."""
     runner.commit(stage(runner, *sources, partial=partial, in_place=in_place))
+
+
+def sleep(runner: Runner, *tags: str, discard: bool = False) -> int:
+    """Write the weights if they are kept, and give the memory back. Returns its bytes."""
+    written = runner.begin_sleep(tags, discard)
+    if written is not None:
+        written.run()
+    return runner.sleep(tags, written)
+
+
+def wake(runner: Runner, *tags: str) -> None:
+    """Read the weights if a file has them, and take the memory again."""
+    read = runner.begin_wake(tags)
+    if read is not None:
+        read.run()
+    runner.wake(tags, read)

@@ -14,7 +14,7 @@ from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import PREFIX, adapter_tensors, cases, config_of, simple, write_adapter
 from support.checkpoints import SPECS, bfloat16_bits, prompt
 from support.runner_thread import serve_in_thread
-from support.step_driver import Driver, Sequence, load
+from support.step_driver import Driver, Sequence, load, sleep, wake
 from support.torch_adapters import adapted_greedy, save_adapter
 
 SPEC = SPECS["qwen2"]
@@ -216,9 +216,9 @@ def test_without_target_modules_the_modules_of_the_file_are_targeted(runner, tmp
 def test_an_adapter_is_read_and_committed_while_the_weights_sleep(runner, tmp_path):
     folder = write_adapter(tmp_path / "a", SPEC, GOOD)
     before = output(runner, load(runner, 1, folder))
-    runner.sleep(("weight", "kv_cache"), discard=False)
+    sleep(runner, "weight", "kv_cache")
     served = load(runner, 2, folder)
-    runner.wake(("weight", "kv_cache"))
+    wake(runner, "weight", "kv_cache")
     assert output(runner, served) == before
 
 

@@ -12,7 +12,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.plan import BlockCopy, StepPlan
 from fastdeploy.core.sampling_params import SamplingParams
 from support.checkpoints import SPECS, prompt
-from support.step_driver import GREEDY, Driver, Sequence, fresh, update
+from support.step_driver import GREEDY, Driver, Sequence, fresh, sleep, update
 from support.torch_generation import save
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
@@ -159,7 +159,7 @@ def test_a_block_table_too_short_for_its_tokens_is_refused(make_runner):
 def test_the_scratch_of_the_ops_sleeps_too(make_runner, monkeypatch):
     runner, calls = make_runner("qwen2"), []
     monkeypatch.setattr(runner.ops, "free_scratch", lambda: calls.append(runner.cache))
-    runner.sleep(("kv_cache",), discard=False)
+    sleep(runner, "kv_cache")
     assert calls == [None]
 
 

@@ -20,7 +20,7 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
 from support.adapters import cases, write_adapter
 from support.checkpoints import SPECS, prompt, write_checkpoint
-from support.step_driver import Driver, Sequence, load, stage, update
+from support.step_driver import Driver, Sequence, load, sleep, stage, update, wake
 from support.torch_adapters import adapted_greedy, adapted_prompt_logprobs
 
 FLOAT32 = [name for name, spec in SPECS.items() if spec.dtype == "float32"]
@@ -188,8 +188,8 @@ def test_the_bits_of_an_adapter_stay_over_a_sleep(make_runner, adapters):
     runner = make_runner("qwen3")
     served = load(runner, 1, adapters["qwen3"]["rank8"])
     before = Driver(runner).generate([_sequence(17, served)], 8)[0].trace
-    runner.sleep(("weight", "kv_cache"), discard=False)
-    runner.wake(("weight", "kv_cache"))
+    sleep(runner, "weight", "kv_cache")
+    wake(runner, "weight", "kv_cache")
     assert Driver(runner).generate([_sequence(17, served)], 8)[0].trace == before
 
 

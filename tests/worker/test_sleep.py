@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import os
 import resource
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
+from fastdeploy.core.errors import EngineError, InvalidField, OutOfSpace, WrongOrder
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.ops import get_ops
@@ -20,7 +22,7 @@ from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker import model_runner
 from fastdeploy.worker.model_runner import ModelRunner
 from support.checkpoints import SPECS, bfloat16_bits, random_tensors, write_checkpoint, write_safetensors
-from support.step_driver import outputs, update
+from support.step_driver import outputs, sleep, update, wake
 
 MIB = 1 << 20
 
@@ -31,11 +33,11 @@ def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runne
     runner = make_runner(name, spill_dir=str(tmp_path))
     before, checksums = outputs(runner), runner.checksums()
     for _ in range(2):
-        runner.sleep(tags, discard=False)
+        sleep(runner, *tags)
         assert runner.asleep == set(tags) and runner.has_weights == ("weight" not in tags)
         with pytest.raises(WrongOrder):
             runner.execute(StepPlan(0, [], []))
-        runner.wake(tags)
+        wake(runner, *tags)
         assert runner.asleep == set() and runner.has_weights
         assert outputs(runner) == before and runner.checksums() == checksums
     assert list(tmp_path.iterdir()) == []
@@ -47,28 +49,28 @@ def test_a_partial_update_survives_a_sleep(make_runner, tmp_path):
     write_safetensors(tmp_path / "x", {name: new})
     update(runner, FileSource(str(tmp_path / "x")), partial=True)
     before, checksums = outputs(runner), runner.checksums()
-    runner.sleep(("weight",), discard=False)
-    runner.wake(("weight",))
+    sleep(runner, "weight")
+    wake(runner, "weight")
     assert outputs(runner) == before and runner.checksums() == checksums
 
 
 def test_the_tags_sleep_and_wake_apart(make_runner):
     runner = make_runner("qwen2")
     before = outputs(runner)
-    runner.sleep(("kv_cache",), discard=False)
-    runner.sleep(("weight",), discard=False)
-    runner.wake(("weight",))
+    sleep(runner, "kv_cache")
+    sleep(runner, "weight")
+    wake(runner, "weight")
     assert runner.asleep == {"kv_cache"} and runner.checksums()
-    runner.wake(("kv_cache",))
+    wake(runner, "kv_cache")
     assert outputs(runner) == before
 
 
 def test_the_file_of_sleeping_weights_has_no_name_and_is_closed_on_wake_up(make_runner, tmp_path):
     runner = make_runner("qwen2", spill_dir=str(tmp_path))
-    runner.sleep(("weight",), discard=False)
+    sleep(runner, "weight")
     assert list(tmp_path.iterdir()) == []
     descriptors = len(os.listdir("/proc/self/fd"))
-    runner.wake(("weight",))
+    wake(runner, "weight")
     assert len(os.listdir("/proc/self/fd")) == descriptors - 1
 
 
@@ -76,16 +78,16 @@ def test_an_unknown_tag_or_one_in_the_wrong_state_is_refused_and_nothing_changes
     runner = make_runner("qwen2")
     before = outputs(runner)
     with pytest.raises(WrongOrder):
-        runner.wake(("weight",))
+        wake(runner, "weight")
     with pytest.raises(InvalidField, match="tags"):
-        runner.sleep(("weight", "adapters"), discard=False)
-    runner.sleep(("kv_cache",), discard=False)
+        sleep(runner, "weight", "adapters")
+    sleep(runner, "kv_cache")
     with pytest.raises(WrongOrder):
-        runner.sleep(("weight", "kv_cache"), discard=False)
+        sleep(runner, "weight", "kv_cache")
     with pytest.raises(WrongOrder):
-        runner.wake(("weight", "kv_cache"))
+        wake(runner, "weight", "kv_cache")
     assert runner.asleep == {"kv_cache"} and runner.has_weights
-    runner.wake(("kv_cache",))
+    wake(runner, "kv_cache")
     assert outputs(runner) == before
 
 
@@ -94,10 +96,10 @@ def test_discarded_weights_are_gone_until_a_whole_update(make_runner, tmp_path):
     spec = replace(SPECS["qwen2"], seed=99)
     folder = write_checkpoint(tmp_path / "new", spec)
     fresh = outputs(make_runner(folder))
-    runner.sleep(("weight",), discard=True)
+    sleep(runner, "weight", discard=True)
     with pytest.raises(WrongOrder):
         runner.begin_update(False, False)
-    runner.wake(("weight",))
+    wake(runner, "weight")
     assert runner.asleep == set() and not runner.has_weights
     for call in (lambda: runner.execute(StepPlan(0, [], [])), runner.checksums):
         with pytest.raises(WrongOrder):
@@ -111,13 +113,13 @@ def test_discarded_weights_are_gone_until_a_whole_update(make_runner, tmp_path):
 def test_no_update_begins_while_the_weights_sleep_but_one_does_while_the_kv_cache_sleeps(make_runner, tmp_path):
     runner = make_runner("qwen2")
     folder = write_checkpoint(tmp_path / "new", replace(SPECS["qwen2"], seed=99))
-    runner.sleep(("weight", "kv_cache"), discard=False)
+    sleep(runner, "weight", "kv_cache")
     for partial in (True, False):
         with pytest.raises(WrongOrder):
             runner.begin_update(partial, False)
-    runner.wake(("weight",))
+    wake(runner, "weight")
     update(runner, folder)
-    runner.wake(("kv_cache",))
+    wake(runner, "kv_cache")
     assert outputs(runner) == outputs(make_runner(folder))
 
 
@@ -135,7 +137,7 @@ def test_a_full_disk_refuses_the_sleep_and_changes_nothing(make_runner, tmp_path
     descriptors = sorted(os.listdir("/proc/self/fd"))
     file_size_limit(50_000)
     with pytest.raises(OutOfSpace):
-        runner.sleep(("kv_cache", "weight"), discard=False)
+        sleep(runner, "kv_cache", "weight")
     assert runner.asleep == set() and runner.weights is weights and runner.cache is cache
     assert list(tmp_path.iterdir()) == [] and sorted(os.listdir("/proc/self/fd")) == descriptors
     assert outputs(runner) == before
@@ -144,7 +146,7 @@ def test_a_full_disk_refuses_the_sleep_and_changes_nothing(make_runner, tmp_path
 def test_a_spill_folder_that_is_not_there_refuses_the_sleep(make_runner, tmp_path):
     runner = make_runner("qwen2", spill_dir=str(tmp_path / "gone"))
     with pytest.raises(OutOfSpace, match="gone"):
-        runner.sleep(("weight",), discard=False)
+        sleep(runner, "weight")
     assert runner.asleep == set() and runner.has_weights
 
 
@@ -152,7 +154,7 @@ def test_a_spill_folder_that_is_not_there_refuses_the_sleep(make_runner, tmp_pat
 def test_a_wake_up_without_enough_memory_fails_and_can_be_repeated(shortage, make_runner, monkeypatch):
     runner = make_runner("qwen2")
     before, calls = outputs(runner), []
-    runner.sleep(("weight", "kv_cache"), discard=False)
+    sleep(runner, "weight", "kv_cache")
 
     def fails_late(*args):
         calls.append(args)
@@ -167,9 +169,9 @@ def test_a_wake_up_without_enough_memory_fails_and_can_be_repeated(shortage, mak
         else:
             patch.setattr(runner.ops, "pack_linear" if "packing" in shortage else "new_kv_cache", fails_late)
         with pytest.raises(OutOfSpace):
-            runner.wake(("weight", "kv_cache"))
+            wake(runner, "weight", "kv_cache")
     assert runner.asleep == {"weight", "kv_cache"} and not runner.has_weights and runner.cache is None
-    runner.wake(("weight", "kv_cache"))
+    wake(runner, "weight", "kv_cache")
     assert outputs(runner) == before
 
 
@@ -181,18 +183,23 @@ def _measure(folder: str, ops: str, dtype: str) -> None:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
 
     runner = ModelRunner(
-        folder, dtype=dtype, num_blocks=3000, ops=ReferenceOps(dtype) if ops == "reference" else get_ops(dtype)
+        folder,
+        dtype=dtype,
+        num_blocks=3000,
+        ops=ReferenceOps(dtype) if ops == "reference" else get_ops(dtype),
+        standby_weights="on",
     )
+    runner.refresh_standby()
     blocks = list(range(2999))
     runner.ops.copy_blocks(runner.cache, blocks[::-1], [block + 1 for block in blocks[::-1]])  # touch all pages
     outputs(runner)
     weights = sum(value.nbytes for value in runner.weights.values.values() if hasattr(value, "out_features"))
-    report = {"before": resident(), "weights": weights, "cache": runner.cache.nbytes}
-    report["freed"] = runner.sleep(("weight",), discard=False)
+    report = {"before": resident(), "weights": weights, "cache": runner.cache.nbytes, "standby": runner.standby_nbytes}
+    report["freed"] = sleep(runner, "weight")
     report["asleep"] = resident()
-    runner.wake(("weight",))
+    wake(runner, "weight")
     report["awake"] = resident()
-    report["freed_again"] = runner.sleep(("weight", "kv_cache"), discard=False)
+    report["freed_again"] = sleep(runner, "weight", "kv_cache")
     report["both"] = resident()
     print(json.dumps(report))
 
@@ -211,18 +218,110 @@ def test_sleep_returns_the_memory_to_the_system(ops, dtype, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["weights"] > 40 * MIB
-    assert report["before"] - report["asleep"] > 0.9 * report["weights"]
-    assert report["freed"] > 0.9 * report["weights"]
-    assert report["awake"] < report["before"] + 20 * MIB, "wake-up takes more memory than sleep returned"
+    assert report["standby"] == report["weights"] > 40 * MIB
+    assert report["before"] - report["asleep"] > 0.9 * 2 * report["weights"]
+    assert report["freed"] > 0.9 * 2 * report["weights"]
+    most_awake = report["before"] - report["standby"] + 20 * MIB
+    assert report["awake"] < most_awake, "wake-up takes more memory than sleep returned"
     assert report["awake"] - report["both"] > 0.9 * (report["weights"] + report["cache"]), "the KV cache kept pages"
     assert report["freed_again"] > 0.9 * (report["weights"] + report["cache"])
 
 
-def test_sleep_and_wake_call_beat_between_pieces_of_the_weights(make_runner):
+def test_steps_and_updates_go_on_while_the_weights_are_written(make_runner, tmp_path, monkeypatch):
     runner = make_runner("qwen2")
-    linears = sum(not parameter.is_vector for parameter in runner.model.parameters)
-    beats: list[str] = []
-    runner.sleep(("weight",), False, lambda: beats.append("sleep"))
-    runner.wake(("weight",), lambda: beats.append("wake"))
-    assert beats.count("sleep") >= linears and beats.count("wake") >= linears
+    before, new = outputs(runner), write_checkpoint(tmp_path / "new", replace(SPECS["qwen2"], seed=99))
+    unpack, seen = runner.ops.unpack_linear, []
+
+    def unpack_beside_steps(*args):
+        seen.append(outputs(runner) == before)
+        return unpack(*args)
+
+    written = runner.begin_sleep(("weight",), discard=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.ops, "unpack_linear", unpack_beside_steps)
+        written.run()
+    assert seen and all(seen)
+    written.abandon()
+    update(runner, new)
+    sleep(runner, "weight")
+    wake(runner, "weight")
+    assert outputs(runner) == outputs(make_runner(new)) != before
+
+
+@pytest.mark.parametrize("way", ["sleep", "wake"])
+def test_a_move_that_is_abandoned_stops_at_the_next_piece_and_frees_its_copy(way, make_runner, monkeypatch):
+    runner = make_runner("qwen2")
+    before = outputs(runner)
+    if way == "wake":
+        sleep(runner, "weight")
+    move = runner.begin_wake(("weight",)) if way == "wake" else runner.begin_sleep(("weight",), False)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    name = "preadv" if way == "wake" else "write"
+    call, calls = getattr(os, name), []
+
+    def abandoned_meanwhile(*args):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            move.abandon()
+        return call(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, abandoned_meanwhile)
+        with pytest.raises(WrongOrder):
+            move.run()
+    gc.collect()  # pytest keeps the frames of the error
+    assert len(calls) == 2 and len(os.listdir("/proc/self/fd")) == descriptors
+    if way == "wake":
+        wake(runner, "weight")
+    assert outputs(runner) == before
+
+
+def test_a_copy_that_is_ready_and_not_wanted_is_freed(make_runner):
+    runner = make_runner("qwen2")
+    before, descriptors = outputs(runner), len(os.listdir("/proc/self/fd"))
+    written = runner.begin_sleep(("weight",), discard=False)
+    written.run()
+    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    written.abandon()
+    assert len(os.listdir("/proc/self/fd")) == descriptors and outputs(runner) == before
+
+
+def test_a_read_that_hangs_keeps_the_file_so_that_no_other_gets_its_number(make_runner, monkeypatch):
+    runner = make_runner("qwen2")
+    before = outputs(runner)
+    sleep(runner, "weight")
+    hanging, preadv, numbers = runner.begin_wake(("weight",)), os.preadv, []
+
+    def hangs(fd, *args):
+        if not numbers:
+            numbers.append(fd)
+            hanging.abandon()
+            wake(runner, "weight")
+            numbers.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return preadv(fd, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", hangs)
+        with pytest.raises(WrongOrder):
+            hanging.run()
+    assert "fastdeploy-" in numbers[1] and outputs(runner) == before
+
+
+@pytest.mark.parametrize("how", ["cut short", "input/output error"])
+def test_a_file_that_cannot_be_read_fails_the_wake_up_and_nothing_changes(how, make_runner, monkeypatch):
+    runner = make_runner("qwen2")
+    before = outputs(runner)
+    sleep(runner, "weight")
+
+    def fails(*args):
+        if how == "cut short":
+            return 0
+        raise OSError(errno.EIO, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        with pytest.raises(EngineError, match=how):
+            wake(runner, "weight")
+    assert runner.asleep == {"weight"} and not runner.has_weights
+    wake(runner, "weight")
+    assert outputs(runner) == before

@@ -47,21 +47,26 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, UpdateWeightsBody)
         if body.names_no_source and not is_upload(request):
             return await call(_relabel(body))
-        begin = m.BeginUpdateArgs(body.version, body.expected_version, body.kv, body.partial, body.in_place)
-        async with _source(request, context, body, m.CheckUpdateArgs(begin=begin)) as source:
-            return await call(m.UpdateWeightsArgs(source, **body.rest()))
+        fields = body.rest()
+        begin = {name: fields[name] for name in m.BeginUpdateArgs.__struct_fields__ if name in fields}
+        check = m.CheckUpdateArgs(begin=m.BeginUpdateArgs(**begin), form=body.form)
+        async with _source(request, context, body, check) as source:
+            return await call(m.UpdateWeightsArgs(source, **fields))
 
     @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
     async def weight_info(request: Request) -> Response:
         body = await read(request, WeightInfoBody)
         return await call(m.WeightInfoArgs(checksums=body.checksums))
 
-    add_call(router, client, "/v1/weights/begin", BeginBody, m.BeginUpdateArgs)
+    @router.post("/v1/weights/begin", openapi_extra=takes(BeginBody, query=True))
+    async def begin(request: Request) -> Response:
+        body = await read(request, BeginBody)
+        return await call(m.BeginUpdateArgs(**body.options()))
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, ChunkBody)
-        async with _source(request, context, body, m.CheckUpdateArgs(body.session_id)) as source:
+        async with _source(request, context, body, m.CheckUpdateArgs(body.session_id, form=body.form)) as source:
             return await call(m.UpdateChunkArgs(source=source, **body.rest()))
 
     add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
@@ -88,8 +93,8 @@ async def _source(
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
-    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum", "timeout_s"):
-        if getattr(body, field):
+    for field, about in UpdateWeightsBody.model_fields.items():
+        if field != "version" and getattr(body, field) != about.default:
             raise InvalidField(field, "expected with new weights only: model_path, shared_memory or an upload")
     if body.version is None:
         raise InvalidField("model_path", "expected model_path, shared_memory, an octet-stream body, or a version")

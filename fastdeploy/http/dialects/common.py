@@ -165,7 +165,7 @@ async def server_arguments(context: ServingContext, request: Request) -> dict[st
     info = await client.call(m.WeightInfoArgs())
     return {
         **msgspec.to_builtins(config),
-        **client.model_info,
+        **await client.call(m.ModelInfoArgs()),
         **model_fields(context),
         "host": host,
         "port": port,

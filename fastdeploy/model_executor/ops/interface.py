@@ -182,7 +182,8 @@ class StageItem(NamedTuple):
 
 
 class DeltaItem(NamedTuple):
-    """A change of a region that holds the base. encoding, payload (uint8): see core/delta_format.py."""
+    """A change of a region that holds the base. encoding, payload (uint8): see core/delta_format.py. Nobody may write
+    to the payload meanwhile: it is checked before it is applied."""
 
     region: Region
     encoding: str
@@ -240,8 +241,8 @@ class Ops(Protocol):
         MALFORMED or not finite may be applied in part. A region with neither a linear nor a vector is not allowed."""
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
-        """Copy rows [first, last) and their bias to the same rows of a weight of the same shape. Releases the GIL, and
-        may run at the same time as all other ops that do not use ``target``."""
+        """Copy rows [first, last) and their bias to the same rows of a weight of the same shape, on all cores, as
+        ``stage`` does. Releases the GIL, and may run at the same time as all other ops that do not use ``target``."""
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         """Copy rows [first, last) of a packed weight in ``self.dtype`` (bfloat16 as uint16 bits). Packing the copy

@@ -1,23 +1,33 @@
+"""Measured weight updates: the times that the streams saw, and the deltas that are sent."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from safetensors.numpy import load, save
+from safetensors.numpy import load, save_file
 
+from benchmarks.lib.checkpoint import Checkpoint, Flips
 from benchmarks.lib.timeline import StreamLog, TokenEvent
-from benchmarks.lib.update import split_safetensors
-from benchmarks.weight_update import Row, UpdateBenchmark, medians
+from benchmarks.lib.update_run import Row, fill, medians
+from fastdeploy.core import delta_format
+from fastdeploy.core.fingerprint import fingerprint, over_all
 
 
-@pytest.mark.parametrize("limit", [1, 100, 10_000])
-def test_the_chunks_of_an_upload_contain_every_tensor_once(limit):
-    tensors = {f"t{i}": np.arange(i + 1, dtype=np.float32) for i in range(12)}
-    pieces = [load(piece) for piece in split_safetensors(save(tensors), limit)]
-    assert len(pieces) == {1: 12, 10_000: 1}.get(limit, len(pieces))
-    together = [(name, array) for piece in pieces for name, array in piece.items()]
-    assert sorted(name for name, _ in together) == sorted(tensors)
-    for name, array in together:
-        np.testing.assert_array_equal(array, tensors[name])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_two_flips_give_the_checkpoint_again(tmp_path, compression):
+    tensors = {f"t{i}": np.random.default_rng(i).random((i + 1, 500), np.float32) for i in range(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    flips = Flips(Checkpoint(tmp_path), 0.1, compression)
+    state = {name: array.reshape(-1).view(np.uint32).copy() for name, array in tensors.items()}
+    for frame, reached in zip(flips.frames, reversed(flips.fingerprints), strict=True):
+        for name, payload in load(frame).items():
+            if compression == "zstd":
+                payload = delta_format.decompress(payload, 1 << 20)
+            index, values = delta_format.read_overwrite(payload, state[name].size, 4)
+            assert 0 < index.size < 0.15 * state[name].size
+            state[name][index] = values
+        assert over_all({name: fingerprint(bits) for name, bits in state.items()}) == reached
+    assert flips.fingerprints[0] != flips.fingerprints[1]
 
 
 class Seen:
@@ -34,24 +44,25 @@ class Seen:
             self.log.finals.append((2.0, final))
 
 
-def fill(*streams) -> Row:
+def filled(*streams) -> Row:
     row = Row("folder", False, "keep", False)
-    UpdateBenchmark(None, "m", None, [])._fill(row, list(streams), 0.95, 1.4, "new")
+    fill(row, list(streams), 0.0, 0.95, 1.4, "new")
     return row
 
 
 def test_the_silence_and_the_first_token_are_those_of_the_streams():
-    row = fill(Seen(), Seen())
+    row = filled(Seen(), Seen())
     assert row.silent == pytest.approx(0.5) and row.first_token == pytest.approx(0.1)
-    assert row.step == pytest.approx(0.1) and row.tokens_meanwhile == 2 and not row.wrong
+    assert row.step == pytest.approx(0.1) and not row.wrong
+    assert row.speed_before == pytest.approx(20) and row.speed_meanwhile == pytest.approx(20)
 
 
 def test_a_stream_that_ended_or_has_an_old_version_is_reported():
-    assert "ended" in fill(Seen(final="abort")).wrong[0]
-    assert "no token of new" in fill(Seen(labels=("old", "old"))).wrong[0]
+    assert "ended" in filled(Seen(final="abort")).wrong[0]
+    assert "no token of new" in filled(Seen(labels=("old", "old"))).wrong[0]
     late = Seen()
     late.log.tokens[-1].weight_versions = [{"version": "old", "start": 0, "end": 1}]
-    assert "old label" in fill(late).wrong[0]
+    assert "old label" in filled(late).wrong[0]
 
 
 def test_one_row_has_the_medians_of_the_repeats():

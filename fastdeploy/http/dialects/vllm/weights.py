@@ -119,6 +119,7 @@ class WeightUpdates:
         is committed at once."""
         source, info = part
         fields = {"version": info.weight_version, **info.model_dump(include={"checksums", "verify_checksum"})}
+        fields["form"] = info.form
         if not await self._is_for_no_session(info):
             receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
             if receipt["session_id"] is not None:
@@ -156,7 +157,7 @@ async def read_part(request: Request, context: ServingContext, weights: WeightUp
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
-        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)
+        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
         async with spooled_upload(request, context, check) as source:
             yield Part(source, info)
     else:

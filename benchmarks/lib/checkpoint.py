@@ -1,0 +1,96 @@
+"""A checkpoint of one safetensors file in a trainer's memory, and deltas of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.perturb import WEIGHTS
+from fastdeploy.core import delta_format
+from fastdeploy.core.fingerprint import change, fingerprint, over_all
+from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
+
+KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
+
+
+class Checkpoint:
+    """folder: contains one model.safetensors, of bfloat16 or float32 tensors."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @cached_property
+    def data(self) -> bytes:
+        """The file."""
+        return (self.folder / WEIGHTS).read_bytes()
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield name and bits of each tensor, flat."""
+        base = 8 + int.from_bytes(self.data[:8], "little")
+        header: dict[str, Any] = json.loads(self.data[8:base])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            kind = KINDS[entry["dtype"]]
+            yield name, np.frombuffer(self.data, kind, (end - start) // kind.itemsize, base + start)
+
+    @cached_property
+    def _segment(self) -> Path:
+        path = Path(SHARED_MEMORY) / f"weight-update-{uuid.uuid4().hex}"
+        with new_file(path, 0o600) as file:
+            write_all(file, self.data)
+        return path
+
+    @contextmanager
+    def segment(self) -> Iterator[str]:
+        """Yield the name of a shared memory segment with the file. It is written once, and removed by ``close``."""
+        yield self._segment.name
+
+    def close(self) -> None:
+        """Remove the segment."""
+        if "_segment" in self.__dict__:
+            os.unlink(self._segment)
+            del self._segment
+
+
+class Flips:
+    """Deltas between a checkpoint and a second state, which has another lowest bit in a ``share`` of all values.
+
+    frames: two safetensors files of overwrites: from the checkpoint to the second state, and back. fingerprints: of the
+    checkpoint and of the second state."""
+
+    def __init__(self, checkpoint: Checkpoint, share: float, compression: str = "none", seed: int = 0):
+        rng = np.random.default_rng(seed)
+        payloads: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
+        before, after = {}, {}
+        for name, bits in checkpoint.tensors():
+            count = rng.binomial(bits.size, share)
+            index = np.unique(rng.integers(0, bits.size, count))
+            old = bits[index]
+            new = old ^ 1
+            for found, values in zip(payloads, (new, old), strict=True):
+                payload = delta_format.overwrite(index, values)
+                found[name] = delta_format.compress(payload) if compression == "zstd" else payload
+            before[name] = fingerprint(bits)
+            after[name] = before[name] + change(index, old, new)
+        self.frames = tuple(encode(found) for found in payloads)
+        self.fingerprints = [over_all(before), over_all(after)]
+
+
+def encode(payloads: dict[str, np.ndarray]) -> bytes:
+    """Return a safetensors file of uint8 tensors."""
+    header, end = {}, 0
+    for name, payload in payloads.items():
+        start, end = end, end + payload.size
+        header[name] = {"dtype": "U8", "shape": [payload.size], "data_offsets": [start, end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    return b"".join([len(head).to_bytes(8, "little"), head, *(payload.tobytes() for payload in payloads.values())])
