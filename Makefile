@@ -1,6 +1,7 @@
 # make demo   set everything up in .venv, build the custom ops, run the main job
 # make test   the test suite        make test-quick  without Paddle and processes
 #                                   make test-slow   the long tests
+#                                   make test-slime  those with slime, from its repository
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
 # make lint   formatting, lint and types
@@ -10,8 +11,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+# slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
+SLIME_REPOSITORY ?= https://github.com/THUDM/slime
+SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo serve test test-quick test-slow oracles fuzz ops lint clean
+.PHONY: demo serve test test-quick test-slow test-slime oracles fuzz ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -32,7 +36,10 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime" --timeout 1800 $(ARGS)
+
+test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
+	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
 
 # Random requests, bodies and checkpoints against a real server, for some five minutes.
 fuzz: $(VENV)/.test ops
@@ -82,6 +89,13 @@ $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-deps verl==0.9.1 areal==1.0.4 sglang-router==0.3.2 trl==1.16.0
 	$(FRAMEWORKS)/bin/python -m pip install -q --no-deps --ignore-requires-python skyrl==0.4.0
 	$(FRAMEWORKS)/bin/python -m pip install -q -r tests/frameworks/requirements.txt
+	@touch $@
+
+$(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
+	rm -rf $(FRAMEWORKS)/slime
+	git init -q $(FRAMEWORKS)/slime
+	git -C $(FRAMEWORKS)/slime fetch -q --depth 1 $(SLIME_REPOSITORY) $(SLIME_COMMIT)
+	git -C $(FRAMEWORKS)/slime checkout -q FETCH_HEAD -- slime
 	@touch $@
 
 clean:

@@ -61,6 +61,7 @@ def paddle_is_cuda_build() -> bool:
 GPU = paddle_is_cuda_build()
 
 RUNTIME = [
+    "blake3>=1.0",
     "fastapi>=0.115",
     "httptools>=0.6",
     "httpx>=0.27",
@@ -76,6 +77,7 @@ RUNTIME = [
     "jinja2>=3.1",
     "uvicorn>=0.34",
     "uvloop>=0.21",
+    "xxhash>=3.5",
     "zstandard>=0.23",
 ]
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "peft==0.21.2", "requests>=2.31"]

@@ -125,8 +125,8 @@ also have tests with real processes in tests/e2e.
     tests/client/test_engine_client.py::test_a_silent_engine_is_killed_though_nobody_calls_and_answers_everything_that_is_open
     tests/client/test_engine_client.py::test_an_engine_that_beats_is_never_killed_however_long_a_call_takes
 45. A route that copies folders followed links out of its root, and widened file permissions.
-    tests/http/dialects/test_sglang_weights.py::test_no_link_leads_a_pull_out_of_where_it_reads_and_writes
-    tests/http/dialects/test_sglang_weights.py::test_only_checkpoint_files_are_copied_and_none_gets_wider_permissions
+    tests/http/dialects/test_pull_weights.py::test_no_link_leads_a_pull_out_of_where_it_reads_and_writes
+    tests/http/dialects/test_pull_weights.py::test_only_checkpoint_files_are_copied_and_none_gets_wider_permissions
 46. A web page could pause a server on loopback. An upload of weights needed no key.
     tests/http/guards/test_browser_guard.py::test_no_page_reaches_the_engine_on_any_route_that_changes_something
     tests/http/guards/test_route_access.py::test_an_upload_to_an_exposed_server_needs_the_control_key

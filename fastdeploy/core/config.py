@@ -124,8 +124,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         upload_dir: folder for uploads; "" = shared memory if it has room, else the temporary folder.
 
     Weights
-        model_roots, stage_timeout_s: as in EngineConfig, for the route that copies checkpoints.
-        pull_root: folder below which that route may write; "" = nowhere.
+        model_roots, stage_timeout_s: as in EngineConfig, for the routes that copy and patch checkpoints.
+        pull_root: folder below which those routes may write; "" = nowhere.
 
     Requests and replies
         served_model_name: the model's name in requests and replies.

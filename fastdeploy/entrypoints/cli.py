@@ -100,7 +100,7 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
 def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig) -> None:
     text = "folder that weights may be updated from; repeatable (any path when bound to loopback, none otherwise)"
     add("--model-root", action="append", metavar="PATH", help=text)
-    text = "folder below which /pull_weights may write; weights may be loaded from there too (nowhere)"
+    text = "folder below which pulls of published weights write; weights may be loaded from there too (nowhere)"
     add("--pull-root", default=http.pull_root, metavar="PATH", help=text)
     add("--upload-dir", default=http.upload_dir, help="where weight uploads are spooled (shared memory, or TMPDIR)")
     text = "seconds that reading new weights may take; then the update ends (%(default)g)"

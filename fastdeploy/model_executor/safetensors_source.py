@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
@@ -111,6 +112,16 @@ class SafetensorsReader:
         if self.folder is not None:
             self.folder.close()
 
+    def keep_pulls_out(self, folder: Folder) -> None:
+        """Keep pulls from writing into ``folder`` while this reader is open. Raises WeightUpdateRefused if a pull is
+        writing into it, or has left it unfinished."""
+        try:
+            lock = lock_for_reading(folder.path)
+        except OSError as error:
+            raise refuse_file(folder.path, f"cannot be read: {error.strerror}") from error
+        if lock is not None:
+            self._fds.append(lock)
+
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Raise WeightUpdateRefused for a tensor with an unknown name, a wrong shape, or a type that is not a float."""
         for name, entry in self.entries.items():
@@ -194,6 +205,7 @@ def _open_folder(reader: SafetensorsReader, path: str, roots: Sequence[str]) -> 
     except OSError as error:
         why = f"model_path: {path!r} cannot be opened as a folder: {error.strerror}"
         raise WeightUpdateRefused(why, file=path, param="model_path") from error
+    reader.keep_pulls_out(folder)
     if not has_index:
         if not has_single:
             raise refuse_file(path, f"has neither {SINGLE} nor {INDEX} (pickled weights are never read)")

@@ -28,6 +28,7 @@ NUMBERS = {
     "/detokenize": ({}, ("tokens",)),
     "/finish_session": ({}, ("session_id",)),
     "/pull_weights": ({"local_checkpoint_dir": "/a", "source_dir": "/b"}, ("target_version",)),
+    "/fetch_weights": ({"sync_dir": "/b"}, ("target_version",)),
     "/v1/adapters/load": ({"lora_name": "a", "shared_memory": "s", "config": {}}, ("nbytes", "timeout_s", "lora_name")),
     "/v1/adapters/unload": ({}, ("lora_name",)),
     "/v1/load_lora_adapter": ({"lora_path": "/a"}, ("lora_name",)),

@@ -21,7 +21,7 @@ WITHOUT_FIELDS = {
     "/post_process_weights",
 }  # fmt: skip
 # Routes of features that this server does not have: any body is refused.
-REFUSED = {"/skyrl/v1/generate", "/fetch_weights"}
+REFUSED = {"/skyrl/v1/generate"}
 # Routes whose body may be tensors, and a field that is then in the query.
 UPLOADS = {
     "/v1/update_weights": "verify_checksum", "/v1/weights/chunk": "verify_checksum",

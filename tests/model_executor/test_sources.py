@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastdeploy.core.errors import WeightUpdateRefused
+from fastdeploy.core.pulled_folder import LOCK, STATE, SYNC
 from fastdeploy.core.safe_files import ANYWHERE, Folder
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
 from fastdeploy.model_executor.safetensors_source import (
@@ -160,6 +162,19 @@ def test_a_checksum_is_that_of_the_bytes_in_the_source(kind, tmp_path):
         assert reader.read("w", right).shape == reader.read("w", right.upper()).shape == (6, 10)
         with pytest.raises(WeightUpdateRefused, match="tensor w: of x does not have the sha256"):
             reader.read("w", right[::-1])
+
+
+def test_a_folder_that_a_pull_writes_to_or_has_left_unfinished_is_refused(tmp_path):
+    write_checkpoint(tmp_path, SPEC)
+    (tmp_path / SYNC).mkdir()
+    (tmp_path / SYNC / LOCK).touch()
+    refused(FolderSource(str(tmp_path)), "pull again")
+    (tmp_path / SYNC / STATE).write_text('{"version": "000003"}')
+    with open(tmp_path / SYNC / LOCK) as lock:
+        with open_source(FolderSource(str(tmp_path))), pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        refused(FolderSource(str(tmp_path)), "is writing to it")
 
 
 def test_no_file_stays_open_after_success_or_failure(tmp_path):

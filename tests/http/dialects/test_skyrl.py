@@ -91,10 +91,3 @@ def test_wake_for_a_weight_sync_skips_tags_that_do_not_sleep(stack):
 )  # fmt: skip
 def test_memory_calls_are_refused_by_the_name_of_the_wrong_field(module_stack, method, kwargs, field):
     refused(rpc(module_stack, method, **kwargs), field)
-
-
-def test_checkpoint_deltas_are_refused_with_what_works_instead(module_stack):
-    info = {"base_model_path": "/m", "local_checkpoint_dir": "/tmp/x", "cloud_download_workers": 4}
-    works = "fastdeploy.rl.frameworks.skyrl"
-    refused(module_stack.post("/init_weight_transfer_engine", init_info=info), "init_info", "deltas", works)
-    refused(module_stack.post("/fetch_weights", target_version=1, sync_dir="/sync"), "", "deltas", works)

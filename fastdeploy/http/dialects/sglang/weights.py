@@ -12,9 +12,10 @@ from starlette.responses import Response
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.http.body import LaxBody
+from fastdeploy.http.checkpoint_deltas.pulls import Pulls
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.dialects.common import Routes, read_lax, sglang_errors, success
-from fastdeploy.http.dialects.sglang.pull_weights import Pulls
+from fastdeploy.http.dialects.sglang.published_weights import SlimeStream
 from fastdeploy.http.dialects.sglang.tensor_upload import (
     TensorBody,
     VersionedBody,
@@ -109,8 +110,9 @@ def _add_files_and_checks(router: APIRouter, routes: Routes, context: ServingCon
 
     @routes.post("/pull_weights", PullBody)
     async def pull(body: PullBody) -> dict[str, Any]:
-        """Copy a published version to a local folder. The engine is neither paused nor changed."""
-        await pulls.pull(body.local_checkpoint_dir, body.source_dir, body.target_version)
+        """Bring a local folder to a published version. The engine is neither paused nor changed."""
+        stream = SlimeStream(context.config.model, body.source_dir, context.config.model_roots)
+        await pulls.pull(body.local_checkpoint_dir, stream, body.target_version)
         return success(f"pulled version {body.target_version}")
 
     @router.get("/weights_checker")

@@ -17,14 +17,12 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import load_adapter
 from fastdeploy.http.control.protocol import LoraName
 from fastdeploy.http.dialects.common import PAUSE_TIMEOUT_S, Routes
+from fastdeploy.http.dialects.skyrl.deltas import CheckpointDeltas, FetchBody
 from fastdeploy.http.dialects.vllm.control import TAGS, wake
 from fastdeploy.http.dialects.vllm.weights import (
-    DELTA_REFUSED,
     FinishBody,
     StartBody,
     WeightUpdates,
-    check_init,
-    parse_update_info,
 )
 from fastdeploy.inter_communicator import messages as m
 
@@ -63,7 +61,9 @@ class SessionBody(LaxBody):
 
 def skyrl_router(context: ServingContext) -> APIRouter:
     router = APIRouter()
-    routes, methods = Routes(router), worker_methods(WeightUpdates(context.client)) | memory_methods(context)
+    deltas = CheckpointDeltas(context.config)
+    weights = WeightUpdates(context.client, deltas)
+    routes, methods = Routes(router), worker_methods(weights) | memory_methods(context)
 
     @routes.post("/collective_rpc", RpcBody)
     async def collective_rpc(body: RpcBody) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def skyrl_router(context: ServingContext) -> APIRouter:
         field = "return_sample_support" if data.get("return_sample_support") else "return_routed_experts"
         raise InvalidField(field, "not supported by this server: use /inference/v1/generate")
 
-    @router.post("/fetch_weights")
-    async def fetch_weights() -> Response:
-        """Refuse the call: it names differences between checkpoints, in a format that only SkyRL has."""
-        raise InvalidField("weight_sync_backend", DELTA_REFUSED)
+    @routes.post("/fetch_weights", FetchBody)
+    async def fetch_weights(body: FetchBody) -> dict[str, Any]:
+        """Bring the local checkpoint to a published version. The engine is neither paused nor changed."""
+        return {"status": "ok", "result": [await deltas.fetch(body)]}
 
     @routes.post("/finish_session", SessionBody)
     async def finish_session(body: SessionBody) -> dict[str, Any]:
@@ -110,13 +110,13 @@ def worker_methods(weights: WeightUpdates) -> dict[str, Method]:
     """Return the methods that SkyRL calls on vLLM's workers, by all names that SkyRL has used."""
 
     async def init(kwargs: dict[str, Any]) -> None:
-        check_init(kwargs.get("init_info"))
+        await weights.init(kwargs.get("init_info"))
 
     async def start(kwargs: dict[str, Any]) -> dict[str, Any]:
         return await weights.start(parse_body(kwargs, StartBody, {}))
 
     async def update(kwargs: dict[str, Any]) -> dict[str, Any]:
-        return await weights.add(parse_update_info(kwargs.get("update_info")))
+        return await weights.add(await weights.part(kwargs.get("update_info")))
 
     async def finish(kwargs: dict[str, Any]) -> dict[str, Any]:
         return await weights.finish(parse_body(kwargs, FinishBody, {}).weight_version)

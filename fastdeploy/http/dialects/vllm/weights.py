@@ -1,7 +1,8 @@
 """vLLM's weight-transfer routes: begin, parts, commit, by calls that name no session.
 
 This device has neither NCCL groups nor CUDA IPC handles. Instead ``update_info`` names a folder or a shared memory
-segment, or the body is the bytes of a safetensors file.
+segment, or the body is the bytes of a safetensors file. SkyRL's checkpoint deltas come through these routes too (see
+dialects/skyrl/deltas.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
 from fastdeploy.http.dialects.common import Routes, read_fields
+from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
 from fastdeploy.http.upload import is_upload, spooled_upload
@@ -33,12 +35,6 @@ WHAT_WORKS = (
     '{"model_path": a folder of safetensors} or {"shared_memory": a name, "nbytes"}, or the bytes of a safetensors '
     "file as application/octet-stream"
 )
-DELTA_REFUSED = (
-    "SkyRL's checkpoint deltas are not supported; let its policy worker send the weights by fastdeploy.rl.frameworks."
-    "skyrl, or send whole checkpoints by /start_weight_update, /update_weights and /finish_weight_update"
-)
-# SkyRL's delta strategy sends this field in init_info.
-DELTA_FIELD = "local_checkpoint_dir"
 # Transports that do not exist here send these fields in update_info.
 TRANSPORT_FIELDS = frozenset(
     {"names", "dtype_names", "shapes", "packed", "ipc_handles", "ipc_handles_pickled", "sizes"}
@@ -71,7 +67,7 @@ class UpdateInfo(SourceBody):
 
 
 class UpdateBody(LaxBody):
-    """The JSON body of /update_weights, as the API description shows it. See parse_update_info."""
+    """The JSON body of /update_weights, as the API description shows it. See WeightUpdates.part."""
 
     update_info: UpdateInfo
 
@@ -81,7 +77,7 @@ class InitInfo(Body):
 
 
 class InitBody(LaxBody):
-    """The body of /init_weight_transfer_engine, as the API description shows it. See check_init."""
+    """The body of /init_weight_transfer_engine, as the API description shows it. See WeightUpdates.init."""
 
     init_info: InitInfo
 
@@ -94,8 +90,25 @@ class Part(NamedTuple):
 class WeightUpdates:
     """Weight updates by calls that may reach any API server. The engine knows which session is open."""
 
-    def __init__(self, client: EngineClient):
-        self._client = client
+    def __init__(self, client: EngineClient, deltas: CheckpointDeltas):
+        self._client, self._deltas = client, deltas
+
+    async def init(self, info: Any) -> None:
+        """Prepare for the transport that ``info`` names. Only SkyRL's checkpoint deltas need that. Raises InvalidField
+        for a transport that does not exist here, before a client waits for a connection."""
+        if not isinstance(info, dict):
+            raise InvalidField("init_info", "expected an object")
+        if INIT_FIELD in info:
+            await self._deltas.init(info)
+        elif info.keys() - {"backend"} or info.get("backend", "checkpoint") not in get_args(Backend):
+            raise InvalidField("init_info", WHAT_WORKS)
+
+    async def part(self, info: Any) -> Part:
+        """Return the part that ``info`` names: one of its own, or the local checkpoint of SkyRL's deltas."""
+        if isinstance(info, dict) and UPDATE_FIELD in info:
+            source, version = await self._deltas.prepared(info)
+            return Part(source, UpdateInfo.model_validate({"weight_version": version}))
+        return parse_update_info(info)
 
     async def start(self, body: StartBody) -> dict[str, Any]:
         fields = body.model_dump(exclude={"is_checkpoint_format", "weight_version"})
@@ -129,17 +142,6 @@ class WeightUpdates:
         return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
 
 
-def check_init(info: Any) -> None:
-    """Raise InvalidField for a transport that does not exist here, before a client waits for a connection. The other
-    transports need no setup."""
-    if not isinstance(info, dict):
-        raise InvalidField("init_info", "expected an object")
-    if DELTA_FIELD in info:
-        raise InvalidField("init_info", DELTA_REFUSED)
-    if info.keys() - {"backend"} or info.get("backend", "checkpoint") not in get_args(Backend):
-        raise InvalidField("init_info", WHAT_WORKS)
-
-
 def parse_update_info(info: Any) -> Part:
     if not isinstance(info, dict):
         raise InvalidField("update_info", f"expected an object: {WHAT_WORKS}")
@@ -150,7 +152,7 @@ def parse_update_info(info: Any) -> Part:
 
 
 @contextlib.asynccontextmanager
-async def read_part(request: Request, context: ServingContext) -> AsyncIterator[Part]:
+async def read_part(request: Request, context: ServingContext, weights: WeightUpdates) -> AsyncIterator[Part]:
     """Read the part that the call names or uploads. The file of an upload is removed when the block ends."""
     if is_upload(request):
         info = parse_body(dict(request.query_params), UpdateInfo, {})
@@ -159,15 +161,15 @@ async def read_part(request: Request, context: ServingContext) -> AsyncIterator[
         async with spooled_upload(request, context, check) as source:
             yield Part(source, info)
     else:
-        yield parse_update_info((await read_fields(request)).get("update_info"))
+        yield await weights.part((await read_fields(request)).get("update_info"))
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
-    weights, routes = WeightUpdates(context.client), Routes(router)
+    weights, routes = WeightUpdates(context.client, CheckpointDeltas(context.config)), Routes(router)
 
     @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitBody))
     async def init_weight_transfer_engine(request: Request) -> Response:
-        check_init((await read_fields(request)).get("init_info"))
+        await weights.init((await read_fields(request)).get("init_info"))
         return json_response({"message": "Weight transfer initialized"})
 
     @routes.post("/start_weight_update", StartBody)
@@ -176,7 +178,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_part(request, context) as part:
+        async with read_part(request, context, weights) as part:
             report = await weights.add(part)
         return json_response({"message": "Weights updated", "report": report})
 

@@ -1,0 +1,252 @@
+"""SkyRL's checkpoint deltas (generator.inference_engine.weight_sync_backend: delta).
+
+SkyRL's trainer first calls /init_weight_transfer_engine with the folder of the model and a local folder. For each
+version it publishes the folder ``delta-00000007`` below ``sync_dir``, calls /fetch_weights, pauses the engine, and has
+the local folder loaded by an ordinary weight update whose ``update_info`` names the version.
+
+A delta is its manifest.json, {version, base_version, tensors: [{name, payload_file, payload_key, checksum,
+checksum_algorithm}]}, and safetensors files of payloads (U8): the bytes of each tensor that changed, xor the old ones,
+as one zstd frame. The base is the version before; version 0 is the model. The checksums are xxh3-128 or sha256.
+
+The calls may reach any API server of this host. What the first call says is therefore kept in a file below --pull-root,
+by the port of the server. The local checkpoint is the folder ``weights`` in SkyRL's local folder.
+
+Sources: skyrl/backends/skyrl_train/weight_sync/delta/{trainer,engine,checkpoint}.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from pydantic import Field
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.core.errors import InvalidField, OutOfSpace, WeightUpdateRefused, WrongOrder
+from fastdeploy.core.pulled_folder import SYNC, pulled_version
+from fastdeploy.core.safe_files import ANYWHERE, Folder, make_beneath, open_regular, read_whole
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.http.body import LaxBody, parse_body
+from fastdeploy.http.checkpoint_deltas.published import (
+    MAX_JSON_BYTES,
+    Delta,
+    Published,
+    check_delta,
+    place_payload,
+    published_header,
+    read_published_json,
+    refused,
+    whole_version,
+)
+from fastdeploy.http.checkpoint_deltas.pulls import MAX_VERSION, NO_ROOT, Pulls, check_path
+
+MANIFEST, WEIGHTS = "manifest.json", "weights"
+# Each marks the init_info or the update_info of a delta among those of vLLM's other transports.
+INIT_FIELD, UPDATE_FIELD = "local_checkpoint_dir", "target_version"
+CLOUD = ("gs://", "s3://")
+
+
+class InitInfo(LaxBody):
+    """SkyRL also sends how its own workers download and load; those fields are dropped."""
+
+    base_model_path: str
+    local_checkpoint_dir: str
+
+
+class FetchBody(LaxBody):
+    """uri: the folder of the target version, if it is not below sync_dir."""
+
+    target_version: int = Field(ge=0, le=MAX_VERSION)
+    sync_dir: str | None = None
+    uri: str | None = None
+
+
+class ReloadInfo(LaxBody):
+    target_version: int = Field(ge=0)
+
+
+class Setup(msgspec.Struct):
+    """The content of the file that /init_weight_transfer_engine leaves."""
+
+    base_model_path: str
+    local_checkpoint_dir: str
+
+
+class Record(msgspec.Struct):
+    """A tensor of a manifest."""
+
+    name: str
+    payload_file: str
+    payload_key: str
+    checksum: str
+    checksum_algorithm: str = "xxh3-128"
+
+
+class Manifest(msgspec.Struct):
+    """manifest.json."""
+
+    version: int
+    base_version: int
+    tensors: list[Record]
+
+
+class Model(NamedTuple):
+    """The folder of version 0. It lies beneath one of ``roots``, with all of its files."""
+
+    path: str
+    roots: Sequence[str]
+
+
+class SkyRLStream:
+    """The versions that a call of /fetch_weights names. Published folders lie beneath one of ``roots``."""
+
+    def __init__(self, model: Model, body: FetchBody, roots: Sequence[str]):
+        for field, path in (("sync_dir", body.sync_dir), ("uri", body.uri)):
+            if path is None:
+                continue
+            if path.startswith(CLOUD):
+                raise InvalidField(field, f"expected a folder of this host, got {path!r}: cloud storage is not read")
+            check_path(field, path)
+        self._model, self._body, self._roots = model, body, roots
+
+    def open(self, version: int) -> Published:
+        """See checkpoint_deltas.published.Stream."""
+        if version == 0:
+            try:
+                return whole_version(0, Folder(*self._model))
+            except OSError as error:
+                why = f"{self._model.path!r} cannot be opened as a folder: {error.strerror}"
+                raise InvalidField("base_model_path", why) from error
+        path = self._path(version)
+        try:
+            folder = Folder(path, self._roots)
+        except OSError as error:
+            raise WeightUpdateRefused(f"version {version}: {path!r} cannot be opened: {error.strerror}") from error
+        try:
+            return _opened(version, folder)
+        except BaseException:
+            folder.close()
+            raise
+
+    def _path(self, version: int) -> str:
+        if version == self._body.target_version and self._body.uri is not None:
+            return self._body.uri
+        if self._body.sync_dir is None:
+            raise InvalidField("sync_dir", f"expected the folder that version {version} is published in")
+        return os.path.join(self._body.sync_dir, f"delta-{version:08d}")
+
+
+class CheckpointDeltas:
+    """SkyRL's deltas, as one API server receives them."""
+
+    def __init__(self, config: ServeConfig):
+        self._config = config
+        self._pulls = Pulls(config)
+
+    async def init(self, info: dict[str, Any]) -> None:
+        """Keep what /init_weight_transfer_engine says for the calls that follow. Raises InvalidField or OutOfSpace."""
+        body = parse_body(info, InitInfo, {})
+        check_path(INIT_FIELD, body.local_checkpoint_dir)
+        if not self._config.pull_root:
+            raise InvalidField(INIT_FIELD, NO_ROOT)
+        setup = Setup(body.base_model_path, body.local_checkpoint_dir)
+        await asyncio.to_thread(self._keep, setup)
+
+    async def fetch(self, body: FetchBody) -> dict[str, Any]:
+        """Bring the local checkpoint to a version. Raises WrongOrder before :meth:`init`, and the errors of a pull."""
+        setup = await asyncio.to_thread(self._setup)
+        stream = SkyRLStream(self._model(setup.base_model_path), body, self._config.model_roots)
+        start = time.perf_counter()
+        await self._pulls.pull(_weights(setup), stream, body.target_version)
+        stats = {"total_s": time.perf_counter() - start}
+        return {"status": "ok", "target_version": body.target_version, "stats": stats}
+
+    async def prepared(self, info: dict[str, Any]) -> tuple[FolderSource, str]:
+        """Return the local checkpoint and its version, for an update to the version that ``info`` names. Raises
+        WrongOrder if the local checkpoint is of another version."""
+        target = parse_body(info, ReloadInfo, {}).target_version
+        setup = await asyncio.to_thread(self._setup)
+        local = _weights(setup)
+        found = await asyncio.to_thread(pulled_version, local)
+        if found != target:
+            got = "no whole version" if found is None else f"version {found}"
+            raise WrongOrder(f"target_version: the local checkpoint has {got}; call /fetch_weights for {target} first")
+        return FolderSource(local), str(target)
+
+    def _model(self, path: str) -> Model:
+        """Return the folder of version 0. SkyRL may name it as this server's model, or as a folder of this host."""
+        model = self._config.model
+        if path in (model, self._config.served_model_name) or os.path.realpath(path) == os.path.realpath(model):
+            return Model(model, ANYWHERE)
+        if not os.path.isabs(path):
+            expected = f"{model!r}, {self._config.served_model_name!r} or a folder below --model-root"
+            raise InvalidField("base_model_path", f"expected {expected}, got {path!r}")
+        return Model(path, self._config.model_roots)
+
+    @property
+    def _file(self) -> str:
+        return f"skyrl-{self._config.port}.json"
+
+    def _keep(self, setup: Setup) -> None:
+        stream = SkyRLStream(self._model(setup.base_model_path), FetchBody(target_version=0), ())
+        stream.open(0).folder.close()
+        root, part = self._config.pull_root, f"{self._file}.{os.getpid()}"
+        try:
+            os.close(make_beneath(root, setup.local_checkpoint_dir))
+        except OSError as error:
+            why = f"{setup.local_checkpoint_dir!r} cannot be made below --pull-root: {error.strerror}"
+            raise InvalidField(INIT_FIELD, why) from error
+        try:
+            folder = make_beneath(root, os.path.join(root, SYNC))
+            try:
+                with contextlib.suppress(FileNotFoundError):  # left by a killed API server
+                    os.unlink(part, dir_fd=folder)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(part, flags, 0o600, dir_fd=folder), "wb") as file:
+                    file.write(msgspec.json.encode(setup))
+                os.rename(part, self._file, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise OutOfSpace(f"--pull-root: {self._file} cannot be written: {error.strerror}") from error
+
+    def _setup(self) -> Setup:
+        if not self._config.pull_root:
+            raise InvalidField(INIT_FIELD, NO_ROOT)
+        try:
+            fd = open_regular(os.path.join(self._config.pull_root, SYNC, self._file))
+            try:
+                return msgspec.json.decode(read_whole(fd, MAX_JSON_BYTES), type=Setup)
+            finally:
+                os.close(fd)
+        except (OSError, msgspec.DecodeError) as error:
+            raise WrongOrder("call /init_weight_transfer_engine with a local_checkpoint_dir first") from error
+
+
+def _weights(setup: Setup) -> str:
+    return os.path.join(setup.local_checkpoint_dir, WEIGHTS)
+
+
+def _opened(version: int, folder: Folder) -> Published:
+    manifest = read_published_json(version, folder, MANIFEST, Manifest)
+    for field, value, expected in (
+        ("version", manifest.version, version),
+        ("base_version", manifest.base_version, version - 1),
+    ):
+        if value != expected:
+            raise refused(version, MANIFEST, f"{field}: expected {expected}, got {value}")
+    files = sorted({record.payload_file for record in manifest.tensors})
+    headers = {file: published_header(version, folder, file) for file in files}
+    payloads = [
+        place_payload(
+            version, one.payload_file, headers[one.payload_file], one.name, one.payload_key, one.checksum_algorithm,
+            one.checksum,
+        )
+        for one in manifest.tensors
+    ]  # fmt: skip
+    return Published(version, folder, [MANIFEST, *files], check_delta(version, MANIFEST, Delta("xor", payloads)))
