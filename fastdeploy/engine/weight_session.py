@@ -11,6 +11,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFoun
 from fastdeploy.core.runner import ChunkReceipt, Staging
 from fastdeploy.core.weight_source import MAX_VERSION_CHARS
 from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.weight_streams import WeightStreams
 from fastdeploy.inter_communicator.messages import UpdateChunkArgs, UpdateWeightsArgs
 
 MAX_SECONDS = 86400.0
@@ -49,7 +50,8 @@ class Session:
     """One update of weights. The first fields are described at messages.BeginUpdateArgs.
 
     staging: None when the session has ended. pending: parts without an answer yet. tensors, nbytes: received so far.
-    stage_s: seconds that the staging thread has worked. staged: the complete weights, in state READY. answer: of the
+    stage_s: seconds that the staging thread has worked. streams: uploads that are being received. owner: the client with
+    whose connection the session ends, while it waits for parts. staged: the complete weights, in state READY. answer: of the
     commit call. Times are on the loop's clock.
     """
 
@@ -65,6 +67,8 @@ class Session:
     placed_by: str
     started_at: float
     expires_at: float
+    streams: WeightStreams
+    owner: str | None
     state: SessionState = SessionState.OPEN
     pending: int = 0
     tensors: int = 0
@@ -82,8 +86,9 @@ class Session:
 
     @property
     def lease_runs(self) -> bool:
-        """True if the lease may end. It does not while a part is staged or the commit is checked."""
-        return self.state is SessionState.OPEN and self.pending == 0
+        """True if the lease may end. The lease does not end while an upload is received, a part is staged, or the commit
+        is checked."""
+        return self.state is SessionState.OPEN and self.pending == 0 and not self.streams
 
     def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]

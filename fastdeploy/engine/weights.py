@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from fastdeploy.core.errors import (
@@ -27,7 +27,7 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
@@ -42,6 +42,7 @@ from fastdeploy.engine.weight_session import (
     check_seconds,
 )
 from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.engine.weight_streams import WeightStreams, may_stream
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
@@ -54,6 +55,7 @@ NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 class WeightSessions:
     """Updates of the weights of all scopes, one session at a time. pause: of the whole engine. wake: wakes the loop up.
     stage_timeout_s: seconds that a job of the staging thread may take, unless its session has another time-out.
+    clients: those that are connected.
 
     session: the open one, or None. num_failed: sessions that ended without a commit. last_commit_s: seconds of the last
     commit."""
@@ -67,6 +69,7 @@ class WeightSessions:
         wake: Callable[[], None],
         clock: Callable[[], float],
         stage_timeout_s: float,
+        clients: Container[str],
     ):
         self._runner = runner
         self._switch = switch
@@ -75,6 +78,7 @@ class WeightSessions:
         self._policy = policy
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
+        self._clients = clients
         self._thread = StagingThread(wake, clock)
         self.session: Session | None = None
         self.num_failed = 0
@@ -96,12 +100,12 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ calls
 
-    def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
+    def begin(self, args: m.BeginUpdateArgs, client: str) -> dict[str, Any]:
         """Open a session. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
-        session = self._open(args)
+        session = self._open(args, client)
         return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
 
-    def add_part(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def add_part(self, args: m.UpdateChunkArgs, client: str, answer: Answer) -> None:
         session_id = self._session_meant(args)
         if session_id is None:
             answer({"session_id": None}, None)
@@ -109,6 +113,8 @@ class WeightSessions:
         session = self._find_open(session_id)
         self._check_source(args)
         check_label("version", args.version)
+        if isinstance(args.source, StreamSource):
+            session.streams.take(args.source, client)
         session.advance(SessionEvent.PART)
         session.version = args.version or session.version
         self._submit_part(session, args, answer)
@@ -117,16 +123,17 @@ class WeightSessions:
         """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._session_meant(args)
         if session_id is not None:
-            self._find_open(session_id)
-        else:
-            self._check_begin(args.begin)
-        return {}
+            return {"session_id": session_id, "streams": self._find_open(session_id).streams.allowed}
+        self._check_begin(args.begin)
+        return {"session_id": None, "streams": may_stream(args.begin)}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
         if session_id is None:
             raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
         session = self._find_open(session_id)
+        if session.streams:
+            raise WrongOrder(f"an upload to weight session {session.id} is being received: commit after its reply")
         check_label("version", args.version)
         check_kv(args.kv)
         self._check_expected(session.expected_version)
@@ -190,8 +197,9 @@ class WeightSessions:
     # ------------------------------------------------------------------ between two steps
 
     def poll(self) -> None:
-        """Handle the results of the staging thread, and end a session whose lease has ended."""
+        """Handle the results of the staging thread, and end a session whose lease or whose client has ended."""
         self._thread.poll()
+        self._drop_lost_clients()
         session = self.session
         if session is not None and session.lease_runs and session.expires_at <= self._clock():
             why = f"the lease of weight session {session.id} ended: no part came for {session.lease_s:g} s"
@@ -247,7 +255,18 @@ class WeightSessions:
             raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
         return timeout_s
 
-    def _open(self, args: m.BeginUpdateArgs) -> Session:
+    def _drop_lost_clients(self) -> None:
+        session = self.session
+        if session is None or session.state is not SessionState.OPEN:
+            return
+        if session.owner is not None and session.owner not in self._clients:
+            self._end(session, SessionNotFound(f"weight session {session.id}: its API server is gone"))
+            return
+        for source in session.streams.broken_off(self._clients):
+            log.warning("upload %s to weight session %s broke off: its API server is gone", source.stream, session.id)
+            self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
+
+    def _open(self, args: m.BeginUpdateArgs, client: str | None = None) -> Session:
         timeout_s = self._check_begin(args)
         staging = self._runner.begin_update(args.partial, args.in_place)
         if args.in_place:
@@ -266,6 +285,8 @@ class WeightSessions:
             placed_by=args.placed_by,
             started_at=now,
             expires_at=now + args.lease_s,
+            streams=WeightStreams(may_stream(args)),
+            owner=client if args.ends_with_client else None,
         )
         return self.session
 
