@@ -50,9 +50,9 @@ class Session:
     """One update of weights. The first fields are described at messages.BeginUpdateArgs.
 
     staging: None when the session has ended. pending: parts without an answer yet. tensors, nbytes: received so far.
-    stage_s: seconds that the staging thread has worked. streams: uploads that are being received. owner: the client with
-    whose connection the session ends, while it waits for parts. staged: the complete weights, in state READY. answer: of the
-    commit call. Times are on the loop's clock.
+    stage_s: seconds that the staging thread has worked. streams: uploads that are being received. owner: the session
+    ends with the connection of this client, while it waits for parts. staged: the complete weights, in state READY.
+    answer: of the commit call. Times are on the loop's clock.
     """
 
     id: str
@@ -86,8 +86,8 @@ class Session:
 
     @property
     def lease_runs(self) -> bool:
-        """True if the lease may end. The lease does not end while an upload is received, a part is staged, or the commit
-        is checked."""
+        """True if the lease may end. It does not end while an upload is received, a part is staged, or the commit is
+        checked."""
         return self.state is SessionState.OPEN and self.pending == 0 and not self.streams
 
     def advance(self, event: SessionEvent) -> None:

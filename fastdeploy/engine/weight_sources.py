@@ -39,7 +39,7 @@ class SourcePolicy:
                 self._check_upload(path)
             case StreamSource(path=path) if source.state != "broken":
                 self._check_upload(path)
-                if not 0 <= min(source.offset, source.nbytes, source.start):
+                if min(source.offset, source.nbytes, source.start) < 0:
                     raise InvalidField("body", f"expected a piece of an upload, got {source!r}")
 
     def _check_folder(self, path: str, field: str) -> None:
