@@ -8,7 +8,13 @@ from pydantic import BeforeValidator, Field, PlainValidator
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
-from fastdeploy.core.weight_source import MAX_VERSION_CHARS, FolderSource, SharedMemorySource, Source, version_label
+from fastdeploy.core.weight_source import (
+    MAX_VERSION_CHARS,
+    FolderSource,
+    SharedMemorySource,
+    WholeSource,
+    version_label,
+)
 from fastdeploy.http.body import Body, parse_json
 from fastdeploy.http.openapi import described
 
@@ -91,7 +97,7 @@ class SourceBody(Body):
     def names_no_source(self) -> bool:
         return self.model_path is None and self.shared_memory is None
 
-    def source(self, field: str, expected: str) -> Source:
+    def source(self, field: str, expected: str) -> WholeSource:
         """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
         if self.model_path is not None and self.shared_memory is None:
             return FolderSource(self.model_path)

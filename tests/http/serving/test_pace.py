@@ -26,6 +26,7 @@ from fastdeploy.http.dialects.sglang import generate as sglang_generate
 from fastdeploy.http.dialects.sglang import generate_body as sglang_generate_body
 from fastdeploy.http.dialects.vllm import generate as vllm_generate
 from fastdeploy.http.guards.budget import Budget
+from fastdeploy.http.upload_files import UploadFiles
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
@@ -74,7 +75,7 @@ class FilledClient:
 @pytest.fixture
 def context(tokenizer) -> ServingContext:
     config = ServeConfig(model="m", served_model_name="tiny")
-    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"))
+    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"), UploadFiles(config))
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:

@@ -6,8 +6,6 @@ segment, or the body is the bytes of a safetensors file.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, Request
@@ -16,17 +14,20 @@ from starlette.responses import Response
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
 from fastdeploy.http.dialects.common import Routes, read_fields
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload
+from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
+PART_FIELDS = {"checksums", "verify_checksum"}
+NO_SESSION_FIELDS = {"partial", "kv"}  # in a session, /start_weight_update sets them
 Backend = Literal["checkpoint", "shared_memory", "upload"]
 WHAT_WORKS = (
     "this device has no NCCL group, CUDA IPC or RDMA transport for weights; send update_info "
@@ -87,8 +88,14 @@ class InitBody(LaxBody):
 
 
 class Part(NamedTuple):
-    source: Source
+    source: WholeSource
     info: UpdateInfo
+
+    def update(self) -> m.UpdateWeightsArgs:
+        """Return the call that makes an update of its own from this part."""
+        info = self.info
+        fields = {"version": info.weight_version, **info.model_dump(include=PART_FIELDS)}
+        return m.UpdateWeightsArgs(self.source, kv=info.kv, partial=info.partial, **fields)
 
 
 class WeightUpdates:
@@ -105,27 +112,43 @@ class WeightUpdates:
         """Add the tensors to vLLM's open session. Without an open session the tensors are an update of their own, which
         is committed at once."""
         source, info = part
-        fields = {"version": info.weight_version, **info.model_dump(include={"checksums", "verify_checksum"})}
-        if not await self._is_for_no_session(info):
+        if not NO_SESSION_FIELDS & info.model_fields_set:
+            fields = {"version": info.weight_version, **info.model_dump(include=PART_FIELDS)}
             receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
             if receipt["session_id"] is not None:
                 return receipt
-        return await self._client.call(m.UpdateWeightsArgs(source, kv=info.kv, partial=info.partial, **fields))
+        else:
+            session = (await self._client.call(m.WeightInfoArgs()))["session"]
+            if session is not None and session["placed_by"] == PLACED_BY:
+                _refuse_session_fields(info)
+        return await self._client.call(part.update())
 
-    async def _is_for_no_session(self, info: UpdateInfo) -> bool:
-        """Return whether ``info`` has a field that only an update without a session may have. Raises InvalidField if a
-        session is open."""
-        named = {"partial", "kv"} & info.model_fields_set
-        if not named:
-            return False
-        session = (await self._client.call(m.WeightInfoArgs()))["session"]
-        if session is not None and session["placed_by"] == PLACED_BY:
-            raise InvalidField(f"update_info.{min(named)}", "is set by /start_weight_update for the whole session")
-        return True
+    async def upload(self, request: Request, context: ServingContext) -> dict[str, Any]:
+        """Add the body of ``request``, as :meth:`add` does."""
+        info = parse_body(dict(request.query_params), UpdateInfo, {})
+        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
+        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)) as admitted:
+            session_id, streams, fields = (
+                admitted["session_id"],
+                admitted["streams"],
+                info.model_dump(include=PART_FIELDS),
+            )
+            if session_id is None:
+                return await upload_update(
+                    request, context, begin, fields, lambda source: Part(source, info).update(), streams
+                )
+            _refuse_session_fields(info)
+            fields["version"] = info.weight_version
+            return await upload_part(request, context, session_id, fields, streams)
 
     async def finish(self, version: str | None) -> dict[str, Any]:
         """Commit the open session. Raises WrongOrder if there is none."""
         return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
+
+
+def _refuse_session_fields(info: UpdateInfo) -> None:
+    if named := NO_SESSION_FIELDS & info.model_fields_set:
+        raise InvalidField(f"update_info.{min(named)}", "is set by /start_weight_update for the whole session")
 
 
 def check_init(info: Any) -> None:
@@ -148,19 +171,6 @@ def parse_update_info(info: Any) -> Part:
     return Part(parsed.source("update_info", f"model_path and shared_memory: {WHAT_WORKS}"), parsed)
 
 
-@contextlib.asynccontextmanager
-async def read_part(request: Request, context: ServingContext) -> AsyncIterator[Part]:
-    """Read the part that the call names or uploads. The file of an upload is removed when the block ends."""
-    if is_upload(request):
-        info = parse_body(dict(request.query_params), UpdateInfo, {})
-        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
-        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)
-        async with spooled_upload(request, context, check) as source:
-            yield Part(source, info)
-    else:
-        yield parse_update_info((await read_fields(request)).get("update_info"))
-
-
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     weights, routes = WeightUpdates(context.client), Routes(router)
 
@@ -175,8 +185,10 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_part(request, context) as part:
-            report = await weights.add(part)
+        if is_upload(request):
+            report = await weights.upload(request, context)
+        else:
+            report = await weights.add(parse_update_info((await read_fields(request)).get("update_info")))
         return json_response({"message": "Weights updated", "report": report})
 
     @routes.post("/finish_weight_update", FinishBody)
