@@ -43,8 +43,9 @@ class Unit(NamedTuple):
         return f"{Path(self.source).stem}_{self.flags[0].removeprefix('-DFD_ISA=') if self.flags else 'any'}.o"
 
 
-PORTABLE = ("api.cc", "cpu_features.cc", "memory.cc", "pack.cc", "pack_lora.cc", "thread_pool.cc")
-VECTOR = ("linear.cc", "attention.cc", "layer.cc", "sampling.cc")
+PORTABLE = ("api.cc", "background.cc", "cpu_features.cc", "delta.cc", "memory.cc", "pack.cc", "pack_lora.cc")
+PORTABLE += ("stage.cc", "staging.cc", "thread_pool.cc")
+VECTOR = ("linear.cc", "attention.cc", "layer.cc", "rows.cc", "sampling.cc")
 TILED = ("linear_amx.cc", "attention_amx.cc", "layer.cc", "roofline_probes.cc")
 UNITS = (
     [Unit(name, []) for name in PORTABLE]
@@ -61,8 +62,8 @@ def find_compiler() -> str | None:
     return None
 
 
-def fingerprint() -> str:
-    """Return a hash of the sources and flags. The library contains the hash of its own (``fd_fingerprint``)."""
+def build_stamp() -> str:
+    """Return a hash of the sources and flags. The library contains its own (``fd_build_stamp``)."""
     digest = hashlib.sha256(repr((COMMON, UNITS)).encode())
     for path in sorted([*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -76,7 +77,7 @@ def compile_library(compiler: str, target: Path, stamp: str) -> None:
 
         def compile_unit(unit: Unit) -> str:
             out = os.path.join(folder, unit.object_name)
-            flags = [*COMMON, *unit.flags, f'-DFD_FINGERPRINT="{stamp}"']
+            flags = [*COMMON, *unit.flags, f'-DFD_BUILD_STAMP="{stamp}"']
             run([compiler, *flags, "-c", str(SOURCES / unit.source), "-o", out])
             return out
 
@@ -93,7 +94,7 @@ def build(target: Path = LIBRARY) -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         print(f"cpu_ops: not built, {platform.machine()} has no C++ kernels yet; the Paddle reference ops will run")
         return False
-    stamp = fingerprint()
+    stamp = build_stamp()
     if target.exists() and stamp.encode() in target.read_bytes():
         print(f"cpu_ops: {target.name} is up to date")
         return True

@@ -10,6 +10,7 @@
 #include "cpu_features.h"
 #include "kernels.h"
 #include "memory.h"
+#include "staging.h"
 #include "thread_pool.h"
 
 using namespace fd;
@@ -48,12 +49,15 @@ bool tiled(bool bf16) { return bf16 && current_isa() == Isa::kAmx; }
 
 extern "C" {
 
-const char* fd_fingerprint() { return FD_FINGERPRINT; }
+const char* fd_build_stamp() { return FD_BUILD_STAMP; }
 
 // Sizes that the caller compares with those of its own declarations of these structs.
 int64_t fd_sizeof_attention_args() { return sizeof(AttentionArgs); }
 int64_t fd_sizeof_block() { return sizeof(Block); }
 int64_t fd_sizeof_step_args() { return sizeof(StepArgs); }
+int64_t fd_sizeof_stage_item() { return sizeof(StageItem); }
+int64_t fd_sizeof_delta_item() { return sizeof(DeltaItem); }
+int64_t fd_sizeof_stage_result() { return sizeof(StageResult); }
 
 // The message of the last op on this thread that returned -2.
 const char* fd_last_error() { return last_error; }
@@ -72,8 +76,20 @@ Weight* fd_new_weight(int bf16, int64_t n, int64_t k, int with_bias) { return ne
 void fd_free_weight(Weight* w) { free_weight(w); }
 int64_t fd_weight_bytes(const Weight* w) { return w->bytes + (w->bias != nullptr ? w->tiles() * kColumns * 4 : 0); }
 
-void fd_pack_rows(Weight* w, const void* source, int source_bf16, int64_t first, int64_t n) {
-  pack_rows(*w, source, source_bf16, first, n);
+int fd_pack_rows(Weight* w, const void* source, int source_bf16, int64_t first, int64_t n) {
+  return guarded([&] { pack_rows(*w, source, source_bf16, first, n); });
+}
+
+int fd_stage(int bf16, const StageItem* items, int64_t count, const int32_t* stop, StageResult* results) {
+  return guarded([&] { stage(bf16, items, count, stop, results); });
+}
+
+int fd_apply_deltas(int bf16, const DeltaItem* items, int64_t count, const int32_t* stop, StageResult* results) {
+  return guarded([&] { apply_deltas(bf16, items, count, stop, results); });
+}
+
+int fd_copy_rows(Weight* target, const Weight* source, int64_t first, int64_t last) {
+  return guarded([&] { copy_rows(*target, *source, first, last); });
 }
 
 void fd_set_bias(Weight* w, const float* bias, int64_t first, int64_t n) {
@@ -89,9 +105,9 @@ Lora* fd_new_lora(int bf16, int64_t k, int64_t parts, const int64_t* rows, const
 }
 void fd_free_lora(Lora* lora) { free_lora(lora); }
 int64_t fd_lora_bytes(const Lora* lora) { return lora->bytes; }
-void fd_pack_lora(Lora* lora, const void* a, const void* b, int source_bf16, int64_t first_row, int64_t n,
-                  int64_t first_rank, int64_t rank) {
-  pack_lora(*lora, a, b, source_bf16, first_row, n, first_rank, rank);
+int fd_pack_lora(Lora* lora, const void* a, const void* b, int source_bf16, int64_t first_row, int64_t n,
+                 int64_t first_rank, int64_t rank) {
+  return guarded([&] { pack_lora(*lora, a, b, source_bf16, first_row, n, first_rank, rank); });
 }
 int fd_gather_loras(Lora* const* loras, int64_t count) { return gather_loras(loras, count) ? 0 : -1; }
 

@@ -1,6 +1,8 @@
 // Fingerprints of weights (fastdeploy/core/fingerprint.py defines them): two sums modulo 2^64 over all values of a
 // tensor. Each value counts for itself, so parts of a tensor can be added in any order, and a change of one value costs
 // one product.
+//
+// All functions are static, because files that include this one are compiled with different -m flags (see simd.h).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +16,7 @@ struct Fingerprint {
 };
 
 // splitmix64.
-inline uint64_t split_mix(uint64_t z) {
+static constexpr uint64_t split_mix(uint64_t z) {
   z += 0x9E3779B97F4A7C15u;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
@@ -23,32 +25,32 @@ inline uint64_t split_mix(uint64_t z) {
 
 struct WordKeys {
   uint32_t keys[2][kFingerprintBlock];  // odd
-
-  WordKeys() {
-    for (int s = 0; s < 2; ++s)
-      for (int64_t t = 0; t < kFingerprintBlock; ++t)
-        keys[s][t] = static_cast<uint32_t>(split_mix(static_cast<uint64_t>(s * kFingerprintBlock + t)) >> 32) | 1;
-  }
 };
 
-inline const WordKeys& word_keys() {
-  static const WordKeys keys;
-  return keys;
+static constexpr WordKeys make_word_keys() {
+  WordKeys words = {};
+  for (int s = 0; s < 2; ++s)
+    for (int64_t t = 0; t < kFingerprintBlock; ++t)
+      words.keys[s][t] = static_cast<uint32_t>(split_mix(static_cast<uint64_t>(s * kFingerprintBlock + t)) >> 32) | 1;
+  return words;
 }
 
-inline uint64_t block_key(int64_t block) { return split_mix((uint64_t{1} << 32) + static_cast<uint64_t>(block)) | 1; }
+alignas(64) static constexpr WordKeys kWordKeys = make_word_keys();
 
-// The change of word `t` of a tensor by `difference` (new - old, modulo 2^64).
-inline void add_change(Fingerprint& f, int64_t t, uint64_t difference) {
-  const WordKeys& words = word_keys();
-  const uint64_t weighted = difference * block_key(t / kFingerprintBlock);
-  for (int s = 0; s < 2; ++s) f.sums[s] += weighted * words.keys[s][t % kFingerprintBlock];
+static constexpr uint64_t block_key(int64_t block) {
+  return split_mix((uint64_t{1} << 32) + static_cast<uint64_t>(block)) | 1;
 }
 
-// The change of value `i` of a tensor, float32 or bfloat16 bits.
-inline void add_change(Fingerprint& f, bool bf16, int64_t i, uint32_t old_bits, uint32_t new_bits) {
-  const uint64_t difference = uint64_t{new_bits} - uint64_t{old_bits};
-  bf16 ? add_change(f, i / 2, difference << (i % 2 * 16)) : add_change(f, i, difference);
-}
+// The sums of one block, before the product with its key.
+struct BlockSums {
+  int64_t block = 0;
+  Fingerprint sums = {};
+
+  void move_to(int64_t next, Fingerprint& total) {
+    const uint64_t key = block_key(block);
+    for (int s = 0; s < 2; ++s) total.sums[s] += sums.sums[s] * key;
+    *this = {next, {}};
+  }
+};
 
 }  // namespace fd

@@ -181,7 +181,7 @@ void probe_exp2(const float* x, int64_t n, float* out);  // approximate_math.h
 void probe_silu(const float* x, int64_t n, float* out);
 }  // namespace amx
 
-// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight.
+// pack.cc: `source` [n, k] becomes columns [first, first + n) of the weight. Throws bad_alloc.
 Weight* new_weight(bool bf16, int64_t n, int64_t k, bool with_bias);
 void free_weight(Weight* w);
 void pack_rows(Weight& w, const void* source, bool source_bf16, int64_t first, int64_t n);

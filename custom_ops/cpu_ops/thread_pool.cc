@@ -206,7 +206,7 @@ class Whole final : public Pieces {
 
 std::mutex pool_mutex;
 std::unique_ptr<Pool> pool;
-int wanted_threads = 0;
+std::atomic<int> wanted_threads{0};  // 0: not known yet. Read without the mutex, which is held during a job.
 
 int default_threads() {
   if (const char* text = std::getenv("FASTDEPLOY_CPU_THREADS")) {
@@ -232,7 +232,6 @@ void end_workers() {
 }
 
 int num_threads() {
-  std::lock_guard<std::mutex> lock(pool_mutex);
   if (wanted_threads == 0) wanted_threads = default_threads();
   return wanted_threads;
 }

@@ -14,6 +14,7 @@ from fastdeploy.core.shared_files import SHARED_MEMORY
 
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
+STANDBY_POLICIES = ("auto", "on", "off")
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -47,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         upload_dir: see ServeConfig.
         spill_dir: folder for sleeping weights; "" = the temporary folder.
         stage_timeout_s: seconds to read and check new weights, or one part of them, if the call names none.
+        standby_weights: keep a second copy of the weights, which makes updates fast: auto = where memory allows.
         lost_commit: an earlier engine of this server had newer weights.
 
     Adapters
@@ -76,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     spill_dir: str = ""
     max_retained: int = 4096
     stage_timeout_s: float = 600.0
+    standby_weights: str = "auto"
     max_retained_mb: int = 1024
     adapter_memory_mb: int = 1024
     adapter_root: str = ""
@@ -87,6 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _require_writable("spill_dir", self.spill_dir)
         _require_writable("adapter_store", self.adapter_store)
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
+        policy = self.standby_weights
+        _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
         _require_positive_numbers(self, but=("max_retained",))
         return self
 

@@ -53,4 +53,6 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
+    text = "Memory of the standby copy, packed weights that do not serve"
+    add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
     metrics.add_flags("asleep", "1 while memory of this tag is released", "tag", TAGS, lambda tag: tag in runner.asleep)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy import __version__
-from fastdeploy.core.config import DTYPES, PAUSE_MODES, EngineConfig, ServeConfig, is_loopback
+from fastdeploy.core.config import DTYPES, PAUSE_MODES, STANDBY_POLICIES, EngineConfig, ServeConfig, is_loopback
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
@@ -106,6 +106,11 @@ def _add_weight_flags(add: AddArgument, engine: EngineConfig, http: ServeConfig)
     text = "seconds that reading new weights may take; then the update ends (%(default)g)"
     add("--stage-timeout-s", type=float, default=engine.stage_timeout_s, help=text)
     add("--spill-dir", default=engine.spill_dir, help="where sleeping weights are written (TMPDIR)")
+    text = (
+        "keep a second copy of the weights in memory, which makes updates fast. auto: made if the bytes of weights and "
+        "KV cache and 1 GiB are free, kept while 1 GiB is free (%(default)s)"
+    )
+    add("--standby-weights", choices=STANDBY_POLICIES, default=engine.standby_weights, help=text)
 
 
 def _add_adapter_flags(add: AddArgument, engine: EngineConfig) -> None:

@@ -41,6 +41,7 @@ def load_model(config: EngineConfig) -> Runner:
         spill_dir=config.spill_dir,
         model_roots=config.model_roots,
         max_lora_rank=config.max_lora_rank,
+        standby_weights=config.standby_weights,
     )
 
 

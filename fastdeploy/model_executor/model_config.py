@@ -64,6 +64,7 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise InvalidField("torch_dtype", f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    in_generation = generation.get("eos_token_id")
     return ModelConfig(
         architecture=raw["architectures"][0],
         vocab_size=count(raw, "vocab_size"),
@@ -78,7 +79,7 @@ def read_common(raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         tie_word_embeddings=flag(raw, "tie_word_embeddings"),
         max_position_embeddings=count(raw, "max_position_embeddings"),
         dtype=dtype,
-        eos_token_ids=_eos(raw, generation),
+        eos_token_ids=eos_ids(raw.get("eos_token_id") if in_generation is None else in_generation),
     )
 
 
@@ -111,9 +112,8 @@ def _rope_theta(raw: dict[str, Any]) -> float:
     return positive(raw, "rope_theta", 10000.0)
 
 
-def _eos(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id")
-    value = raw.get("eos_token_id") if value is None else value
+def eos_ids(value: Any) -> tuple[int, ...]:
+    """Return the token ids of the key eos_token_id: of an id, a list of them, or null. Raises InvalidField."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i <= MAX_COUNT for i in ids):
         raise InvalidField("eos_token_id", f"expected a token id or a list of them, got {value!r}")

@@ -72,18 +72,6 @@ def as_linear(value: Value) -> PackedLinear:
     return value
 
 
-def pack(ops: Ops, parameter: Parameter, arrays: Mapping[str, np.ndarray]) -> Value:
-    """Pack a parameter. arrays: all of its tensors, float32 or bfloat16 as uint16 bits; they may be freed
-    afterwards."""
-    if parameter.is_vector:
-        return paddle.to_tensor(_widen(in_dtype(arrays[parameter.weights[0]], ops.dtype)))
-    parts = [arrays[name] for name in parameter.weights]
-    if len({part.dtype for part in parts}) > 1:
-        parts = [_widen(part) for part in parts]
-    biases = [_widen(in_dtype(arrays[name], ops.dtype)) for name in parameter.biases]
-    return ops.pack_linear(parts, biases or None)
-
-
 def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[np.ndarray]:
     """Yield the tensor ``name`` of a packed parameter in the serving dtype, in slices of rows."""
     if isinstance(value, paddle.Tensor):
@@ -100,12 +88,6 @@ def unpack(ops: Ops, parameter: Parameter, value: Value, name: str) -> Iterator[
         return
     for row in range(first, last, SLICE):
         yield ops.unpack_linear(value, row, min(row + SLICE, last))
-
-
-def unpack_whole(ops: Ops, parameter: Parameter, value: Value, name: str) -> np.ndarray:
-    """Return the tensor ``name`` of a packed parameter in one piece; see :func:`unpack`."""
-    slices = list(unpack(ops, parameter, value, name))
-    return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
 
 def digest(slices: Iterable[np.ndarray]) -> str:
@@ -128,12 +110,6 @@ def checksums(ops: Ops, parameters: Iterable[Parameter], values: Mapping[str, Va
         for parameter in parameters
         for name in parameter.tensors
     }
-
-
-def sliced(array: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
-    """Yield a checkpoint tensor in the serving dtype, in slices of rows."""
-    for row in range(0, len(array), SLICE):
-        yield in_dtype(array[row : row + SLICE], dtype)
 
 
 def in_dtype(array: np.ndarray, dtype: str) -> np.ndarray:

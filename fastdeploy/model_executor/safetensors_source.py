@@ -24,7 +24,6 @@ from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
-from fastdeploy.model_executor.parameters import as_bytes
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 # A tensor takes about 140 bytes of a header and 100 of an index.
@@ -128,15 +127,21 @@ class SafetensorsReader:
         Raises WeightUpdateRefused if the sha256 of its bytes differs from ``checksum`` (hexadecimal), or if it holds a
         NaN or an infinity: a policy that diverged must not replace one that serves."""
         entry = self.entries[name]
-        array = np.empty(entry.shape, DTYPES[entry.dtype])
-        buffer = as_bytes(array)
-        _pread_into(entry, buffer, name)
-        if checksum is not None and hashlib.sha256(buffer).hexdigest() != checksum.lower():
-            raise refuse_tensor(name, f"of {entry.file} does not have the sha256 {checksum}")
+        array = self.read_bytes(name, checksum).view(DTYPES[entry.dtype]).reshape(entry.shape)
         array = array.astype(np.float32) if entry.dtype == "F16" else array
         if not _all_finite(array.reshape(-1)):
             raise refuse_tensor(name, f"of {entry.file} holds values that are not finite")
         return array
+
+    def read_bytes(self, name: str, checksum: str | None = None) -> np.ndarray:
+        """Return a copy of the bytes of a tensor of any dtype, as uint8. Raises WeightUpdateRefused if their sha256
+        differs from ``checksum`` (hexadecimal)."""
+        entry = self.entries[name]
+        raw = np.empty(entry.nbytes, np.uint8)
+        _pread_into(entry, raw.data, name)
+        if checksum is not None and hashlib.sha256(raw.data).hexdigest() != checksum.lower():
+            raise refuse_tensor(name, f"of {entry.file} does not have the sha256 {checksum}")
+        return raw
 
     def add_file(self, file: str, fd: int, limit: int = 0) -> None:
         """Add one more file, which is closed with the reader. file: its name in messages. limit: the number of bytes to

@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 
 from fastdeploy.core.errors import InvalidField, OutOfSpace, WrongOrder
-from fastdeploy.core.fingerprint import Fingerprint, over_all
+from fastdeploy.core.fingerprint import Fingerprint
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import ModelInfo, nothing
@@ -27,7 +27,8 @@ from fastdeploy.worker.memory import free_memory, give_back_freed_memory, reside
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
 from fastdeploy.worker.spill import Spill, spill
-from fastdeploy.worker.staging import StagedWeights, WeightStaging
+from fastdeploy.worker.staging import Serving, StagedWeights, WeightStaging
+from fastdeploy.worker.standby import StandbyCopy
 
 # Unless told otherwise, the KV cache takes at most this much, and at most this share of the memory free at start-up.
 DEFAULT_KV_BYTES = 2 << 30
@@ -45,7 +46,7 @@ class ModelRunner:
     most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
     that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
     ("" = the temporary folder). model_roots: folders of new weights must lie below one of these. max_lora_rank: the
-    largest rank of an adapter.
+    largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -65,6 +66,7 @@ class ModelRunner:
         spill_dir: str = "",
         model_roots: Sequence[str] = ANYWHERE,
         max_lora_rank: int = 64,
+        standby_weights: str = "auto",
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -96,9 +98,11 @@ class ModelRunner:
         self._spill: Spill | None = None
         self._model_roots = tuple(model_roots)
         self._adapters, self._max_lora_rank = Adapters(), max_lora_rank
+        self._standby = StandbyCopy(self.ops, self.model.parameters, standby_weights, reserve=num_blocks * block_bytes)
         self.weights: ModelWeights | None = None
         self._fingerprints: Mapping[str, Fingerprint] = {}
-        staging = WeightStaging(self.model, partial=False, serving=self._values)
+        self._fingerprint: str | None = None
+        staging = WeightStaging(self.model, self._standby, partial=False, serving=self._serving)
         staging.add(FolderSource(model_path), {})
         self.commit(staging.finish().weights)
         self.cache: KVCache | None = self._new_cache(num_blocks, block_size)
@@ -134,11 +138,11 @@ class ModelRunner:
 
     @property
     def fingerprint(self) -> str | None:
-        return None if self.weights is None else over_all(self._fingerprints)
+        return None if self.weights is None else self._fingerprint
 
     @property
     def standby_nbytes(self) -> int:
-        return 0
+        return self._standby.nbytes
 
     def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> WeightStaging:
         """See ``Runner.begin_update``. A folder is also refused if its config describes another model than the one that
@@ -148,15 +152,25 @@ class ModelRunner:
         if partial and self.weights is None:
             raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
         take = self._give_up_weights if in_place else None
-        return WeightStaging(self.model, partial, self._values, take, self._model_roots)
+        return WeightStaging(self.model, self._standby, partial, self._serving, take, self._model_roots)
 
     def commit(self, weights: StagedWeights) -> None:
-        """Exchange the weights. The old weights are freed here, as the runner holds the last reference to them."""
+        """Exchange the weights. The old ones become the standby copy, or are freed here."""
         assert WEIGHT not in self.asleep
-        self.weights, self._fingerprints = weights
+        old = {} if self.weights is None else self.weights.values
+        self.weights, self._fingerprints, self._fingerprint = weights.weights, weights.fingerprints, weights.fingerprint
+        self._standby.commit(weights.loan, old, self.weights.values, weights.missed)
 
     def refresh_standby(self) -> None:
-        """See ``Runner.refresh_standby``."""
+        """See ``Runner.refresh_standby``. Does nothing without complete weights."""
+        weights = self.weights
+        if weights is None:
+            return
+        try:
+            with paddle.no_grad():
+                self._standby.refresh(weights.values)
+        except MemoryError as error:
+            raise OutOfSpace(f"no memory for the standby copy of the weights: {error}") from error
 
     def begin_adapter(self) -> AdapterStaging:
         """See ``Runner.begin_adapter``."""
@@ -190,6 +204,7 @@ class ModelRunner:
             if self.weights is not None and not discard:
                 self._spill = spill(self.ops, self.model.parameters, self.weights.values, self._spill_dir, beat)
             self.weights = None
+            self._standby.drop()
         if KV_CACHE in tags:
             self.cache = None
         self.ops.free_scratch()
@@ -225,17 +240,21 @@ class ModelRunner:
         """Free weights and KV cache; the runner cannot be used afterwards."""
         if self._spill is not None:
             self._spill.close()
-        del self.weights, self.cache, self.model, self._adapters, self._sampler, self.ops
+        del self.weights, self._standby, self.cache, self.model, self._adapters, self._sampler, self.ops
 
     def _values(self) -> Mapping[str, Value]:
         if self.weights is None:
             raise WrongOrder("there are no complete weights")
         return self.weights.values
 
-    def _give_up_weights(self) -> Mapping[str, Value]:
+    def _serving(self) -> Serving:
+        return Serving(self._values(), self._fingerprints)
+
+    def _give_up_weights(self) -> Serving:
         """Give the weights up for an update in place. Nothing can execute from here to its commit."""
-        weights, self.weights = self.weights, None
-        return {} if weights is None else weights.values
+        serving = Serving({}, {}) if self.weights is None else self._serving()
+        self.weights = None
+        return serving
 
     def _read_spill(self, sleeping: Spill, beat: Callable[[], None]) -> ModelWeights:
         with paddle.no_grad():

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fastdeploy.core.weight_source import FileSource
 from fastdeploy.model_executor.ops import get_ops
 from fastdeploy.model_executor.ops.reference import ReferenceOps
 from fastdeploy.worker.model_runner import ModelRunner
-from support.checkpoints import SPECS
+from support.checkpoints import SPECS, Spec, write_checkpoint, write_safetensors
+from support.step_driver import outputs
 from support.torch_generation import greedy
 from support.torch_process import TorchProcess
 
@@ -41,3 +44,28 @@ def make_runner(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) ->
         return ModelRunner(str(folder), **settings)
 
     return make
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Callable[[dict[str, np.ndarray]], FileSource]:
+    """Write tensors to a file: one source per call."""
+    count = itertools.count()
+
+    def write(tensors: dict[str, np.ndarray]) -> FileSource:
+        path = tmp_path / f"part-{next(count)}.safetensors"
+        write_safetensors(path, tensors)
+        return FileSource(str(path))
+
+    return write
+
+
+@pytest.fixture
+def fresh(make_runner: Callable[..., ModelRunner], tmp_path: Path) -> Callable[[Spec, dict[str, np.ndarray]], list]:
+    """Return the outputs of a runner that starts with these tensors."""
+    count = itertools.count()
+
+    def outputs_of(spec: Spec, tensors: dict[str, np.ndarray]) -> list:
+        folder = write_checkpoint(tmp_path / f"{spec.dtype.replace('bfloat16', 'bf16')}-{next(count)}", spec, tensors)
+        return outputs(make_runner(folder))
+
+    return outputs_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from fastdeploy.core.errors import WeightUpdateRefused
-from fastdeploy.model_executor.safetensors_source import SafetensorsReader
 from support.checkpoints import SPECS, config_json, random_tensors, write_checkpoint, write_safetensors
 from support.step_driver import outputs, stage, update
 
@@ -126,14 +126,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(make_runner, tmp_path, 
     runner = make_runner("qwen3")
     before = outputs(runner)
     folder = _write(tmp_path / "shrinks")
-    read = SafetensorsReader.read
+    read = runner.ops.stage
 
-    def shrink_then_read(reader, name, checksum=None):
-        with open(folder / SINGLE, "r+b") as file:
-            file.truncate(2000)
-        return read(reader, name, checksum)
+    def shrink_then_read(items, stop):
+        os.truncate(folder / SINGLE, 2000)
+        return read(items, stop)
 
-    monkeypatch.setattr(SafetensorsReader, "read", shrink_then_read)
+    monkeypatch.setattr(runner.ops, "stage", shrink_then_read)
     with pytest.raises(WeightUpdateRefused, match="cut short"):
         stage(runner, folder)
     assert outputs(runner) == before

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.safe_files import ANYWHERE, Folder
-from fastdeploy.model_executor.model_config import ModelConfig
+from fastdeploy.model_executor.model_config import ModelConfig, eos_ids
 from fastdeploy.model_executor.models.interface import Architecture, Model
 from fastdeploy.model_executor.models.llama import LLAMA
 from fastdeploy.model_executor.models.qwen import QWEN
@@ -38,6 +38,12 @@ def read_config(folder: Folder) -> ModelConfig:
     """Read the config of an open folder; see :func:`load_config`."""
     raw = _read_json(folder, CONFIG)
     return parse_config(raw, _read_json(folder, GENERATION) if folder.has(GENERATION) else {})
+
+
+def read_eos_token_ids(folder: Folder) -> tuple[int, ...] | None:
+    """Return the EOS ids of the folder's generation_config.json; None if it names none. Raises InvalidField."""
+    value = _read_json(folder, GENERATION).get("eos_token_id")
+    return None if value is None else eos_ids(value)
 
 
 def parse_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import paddle
 
-from fastdeploy.model_executor.ops import reference_staging
+from fastdeploy.model_executor.ops import cpu_staging
 from fastdeploy.model_executor.ops.cpu_arguments import (
     Limits,
     adapter_rows,
@@ -125,7 +125,7 @@ class CpuOps:
         row = 0
         for index, part in enumerate(parts):
             assert part.ndim == 2 and part.shape[1] == k and part.dtype == source and part.flags.c_contiguous
-            self._lib.fd_pack_rows(weight.handle, address(part), source == np.uint16, row, part.shape[0])
+            self._check(self._lib.fd_pack_rows(weight.handle, address(part), source == np.uint16, row, part.shape[0]))
             if bias is not None:
                 values = np.ascontiguousarray(bias[index], np.float32)
                 assert values.shape == (part.shape[0],)
@@ -141,22 +141,16 @@ class CpuOps:
         self._lib.fd_set_bias(handle_of(weight), address(bias), first, len(bias))
 
     def stage(self, items: Sequence[StageItem], stop: np.ndarray) -> list[StageResult]:
-        return reference_staging.stage(self, items, stop)
+        return cpu_staging.stage(self._lib, self._bf16, items, stop, self._check)
 
     def apply_deltas(self, items: Sequence[DeltaItem], stop: np.ndarray) -> list[StageResult]:
-        return reference_staging.apply_deltas(self, items, stop)
+        return cpu_staging.apply_deltas(self._lib, self._bf16, items, stop, self._check)
 
     def copy_rows(self, target: PackedLinear, source: PackedLinear, first: int, last: int) -> None:
-        self.write_rows(target, first, self.unpack_linear(source, first, last))
-        if (bias := self.unpack_bias(source)) is not None:
-            self.set_bias(target, first, bias[first:last].copy())
-
-    def read_rows(self, weight: PackedLinear, first: int, last: int) -> np.ndarray:
-        return self.unpack_linear(weight, first, last)
-
-    def write_rows(self, weight: PackedLinear, first: int, rows: np.ndarray) -> None:
-        rows = np.ascontiguousarray(rows)
-        self._lib.fd_pack_rows(handle_of(weight), address(rows), rows.dtype == np.uint16, first, len(rows))
+        assert (target.out_features, target.in_features) == (source.out_features, source.in_features)
+        assert 0 <= first <= last <= target.out_features
+        assert isinstance(target, CpuLinear) and isinstance(source, CpuLinear) and target.with_bias == source.with_bias
+        self._check(self._lib.fd_copy_rows(target.handle, source.handle, first, last))
 
     def unpack_linear(self, weight: PackedLinear, first: int = 0, last: int | None = None) -> np.ndarray:
         last = weight.out_features if last is None else last

@@ -1,4 +1,4 @@
-"""Declarations of the C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h) for ctypes.
+"""Declarations of the C interface of the C++ ops (custom_ops/cpu_ops/api.cc, kernels.h, staging.h) for ctypes.
 
 Environment: FASTDEPLOY_CPU_THREADS is the number of threads (default: the cores that the process may use).
 FASTDEPLOY_CPU_ISA is the highest instruction set to use: avx2, avx512 or amx (default: the best of the machine).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from fastdeploy.core.errors import InvalidField
@@ -20,6 +20,9 @@ SIGNATURES = {
     "fd_sizeof_attention_args": (c_int64, []),
     "fd_sizeof_block": (c_int64, []),
     "fd_sizeof_step_args": (c_int64, []),
+    "fd_sizeof_stage_item": (c_int64, []),
+    "fd_sizeof_delta_item": (c_int64, []),
+    "fd_sizeof_stage_result": (c_int64, []),
     "fd_last_error": (c_char_p, []),
     "fd_isa": (c_int, []),
     "fd_set_isa": (c_int, [c_int]),
@@ -29,14 +32,17 @@ SIGNATURES = {
     "fd_new_weight": (c_void_p, [c_int, c_int64, c_int64, c_int]),
     "fd_free_weight": (None, [c_void_p]),
     "fd_weight_bytes": (c_int64, [c_void_p]),
-    "fd_pack_rows": (None, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
+    "fd_pack_rows": (c_int, [c_void_p, c_void_p, c_int, c_int64, c_int64]),
+    "fd_stage": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_apply_deltas": (c_int, [c_int, c_void_p, c_int64, c_void_p, c_void_p]),
+    "fd_copy_rows": (c_int, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_set_bias": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_unpack_rows": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "fd_get_bias": (None, [c_void_p, c_void_p]),
     "fd_new_lora": (c_void_p, [c_int, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
     "fd_free_lora": (None, [c_void_p]),
     "fd_lora_bytes": (c_int64, [c_void_p]),
-    "fd_pack_lora": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]),
+    "fd_pack_lora": (c_int, [c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]),
     "fd_gather_loras": (c_int, [c_void_p, c_int64]),
     "fd_run_layers": (c_int, [c_void_p]),
     "fd_linear": (c_int, [c_void_p, c_void_p, c_float, c_int64, c_void_p, c_void_p, c_void_p, c_void_p]),
@@ -113,10 +119,38 @@ class StepArgs(ctypes.Structure):
     _fields_ += [("between_layers", BetweenLayers)]
 
 
+class RegionArgs(ctypes.Structure):
+    """Region of staging.h."""
+
+    _fields_ = [*_integers("rows columns"), ("linear", c_void_p), ("first_row", c_int64), ("vector", c_void_p)]
+
+
+class StageItemArgs(ctypes.Structure):
+    """StageItem of staging.h."""
+
+    _fields_ = [("region", RegionArgs), *_integers("kind offset fd"), ("memory", c_void_p)]
+    _fields_ += _integers("memory_bytes first")
+
+
+class DeltaItemArgs(ctypes.Structure):
+    """DeltaItem of staging.h."""
+
+    _fields_ = [("region", RegionArgs), ("encoding", c_int64), ("payload", c_void_p), ("payload_bytes", c_int64)]
+
+
+class StageResultArgs(ctypes.Structure):
+    """StageResult of staging.h."""
+
+    _fields_ = [("first", c_uint64), ("second", c_uint64), *_integers("problem error")]
+
+
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fd_sizeof_attention_args": AttentionArgs,
     "fd_sizeof_block": BlockArgs,
     "fd_sizeof_step_args": StepArgs,
+    "fd_sizeof_stage_item": StageItemArgs,
+    "fd_sizeof_delta_item": DeltaItemArgs,
+    "fd_sizeof_stage_result": StageResultArgs,
 }
 
 

@@ -97,7 +97,8 @@ class CpuLora:
             if part is not None:
                 source = part.a.dtype == np.uint16
                 addresses = address(part.a), address(part.b)
-                library.fd_pack_lora(self.handle, *addresses, source, first_row, n, first_rank, rank)
+                if library.fd_pack_lora(self.handle, *addresses, source, first_row, n, first_rank, rank):
+                    raise MemoryError(f"no memory to pack an adapter of rank {rank}")
 
 
 def lora_handle(lora: PackedLora | None, linear: PackedLinear) -> int | None:

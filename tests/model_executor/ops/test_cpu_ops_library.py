@@ -107,7 +107,7 @@ def test_a_build_is_skipped_while_nothing_changed(builder, tmp_path, monkeypatch
 
 
 def test_the_library_carries_the_stamp_that_the_build_looks_for(builder):
-    assert builder.fingerprint().encode() in cpu_library.LIBRARY.read_bytes()
+    assert builder.build_stamp().encode() in cpu_library.LIBRARY.read_bytes()
 
 
 def test_without_a_compiler_the_build_prints_one_line_and_removes_a_stale_library(tmp_path):

@@ -1,0 +1,229 @@
+"""Deltas by the C++ ops equal the reference: the values, the change of the fingerprint and the problems."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastdeploy.core import delta_format
+from fastdeploy.core.fingerprint import ZERO, fingerprint
+from fastdeploy.model_executor.ops.cpu import CpuOps
+from fastdeploy.model_executor.ops.interface import DeltaItem, Ops, PackedLinear, Problem, Region, StageResult
+from fastdeploy.model_executor.ops.reference import ReferenceOps, round_to_bfloat16
+
+GO_ON = np.zeros(1, np.int32)
+ENCODINGS = st.sampled_from(delta_format.ENCODINGS)
+fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def bits_of(ops: Ops) -> type[np.unsignedinteger]:
+    return np.uint16 if ops.dtype == "bfloat16" else np.uint32
+
+
+def finite(ops: Ops, rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Return random bits of finite values in the dtype of the ops."""
+    values = round_to_bfloat16(rng.standard_normal(shape).astype(np.float32)).view(np.uint32)
+    return (values >> 16).astype(np.uint16) if ops.dtype == "bfloat16" else values
+
+
+def floats(values: np.ndarray) -> np.ndarray:
+    """Return the bits of values as what ``pack_linear`` takes."""
+    return values if values.dtype == np.uint16 else values.view(np.float32)
+
+
+def payload_of(encoding: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return the payload of a change from old to new, flat bits, at an odd address."""
+    if encoding == "overwrite":
+        index = np.flatnonzero(old != new)
+        payload = delta_format.overwrite(index, new[index])
+    else:
+        payload = (new if encoding == "dense" else old ^ new).view(np.uint8)
+    return np.concatenate([np.zeros(1, np.uint8), payload])[1:]
+
+
+def bits(ops: Ops, weight: PackedLinear) -> np.ndarray:
+    return ops.unpack_linear(weight).view(bits_of(ops))
+
+
+@fixtures
+@given(data=st.data())
+def test_a_delta_of_rows_equals_the_reference(ops: CpuOps, reference: ReferenceOps, data):
+    columns = data.draw(st.one_of(st.integers(1, 100), st.just(2000)), "columns")
+    rows = data.draw(st.integers(1, 200), "rows")
+    first = data.draw(st.integers(0, rows), "first")
+    last = data.draw(st.integers(first, rows), "last")
+    encoding, share = (
+        data.draw(ENCODINGS, "encoding"),
+        data.draw(st.sampled_from([0.0, 0.001, 0.03, 0.5, 1.0]), "share"),
+    )
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    base = finite(ops, rng, rows, columns)
+    old = base[first:last].reshape(-1)
+    new = np.where(rng.random(old.size) < share, finite(ops, rng, old.size), old)
+    results = []
+    for either in (ops, reference):
+        weight = either.pack_linear([floats(base)])
+        region = Region(last - first, columns, weight, first)
+        results.append(either.apply_deltas([DeltaItem(region, encoding, payload_of(encoding, old, new))], GO_ON))
+        expected = np.concatenate([base[:first], new.reshape(-1, columns), base[last:]])
+        np.testing.assert_array_equal(bits(either, weight), expected)
+    assert results[0] == results[1] and results[0][0].problem is None
+    after = fingerprint(floats(old)) + results[0][0].fingerprint
+    assert after == fingerprint(floats(new))
+
+
+@fixtures
+@given(size=st.one_of(st.integers(0, 3000), st.just(300_001)), encoding=ENCODINGS)
+def test_a_delta_of_a_vector_equals_the_reference(ops: CpuOps, reference: ReferenceOps, size: int, encoding: str):
+    rng = np.random.default_rng(size)
+    old = finite(ops, rng, size)
+    new = np.where(rng.random(size) < 0.1, finite(ops, rng, size), old)
+    shift = 16 if ops.dtype == "bfloat16" else 0
+    results = []
+    for either in (ops, reference):
+        vector = (old.astype(np.uint32) << shift).view(np.float32)
+        item = DeltaItem(Region(1, size, vector=vector), encoding, payload_of(encoding, old, new))
+        results.append(either.apply_deltas([item], GO_ON))
+        np.testing.assert_array_equal(vector.view(np.uint32) >> shift, new)
+    assert results[0] == results[1] and results[0][0].problem is None
+
+
+def test_a_large_tensor_is_cut_into_slices_that_add_up(ops: CpuOps, rng):
+    """Slices of an overwrite have 65,536 values, and pieces of a xor 256 KiB."""
+    base = finite(ops, rng, 1000, 1001)
+    new = np.where(rng.random(base.size) < 0.3, finite(ops, rng, base.size), base.reshape(-1))
+    for encoding in delta_format.ENCODINGS:
+        weight = ops.pack_linear([floats(base)])
+        item = DeltaItem(Region(1000, 1001, weight), encoding, payload_of(encoding, base.reshape(-1), new))
+        (result,) = ops.apply_deltas([item], GO_ON)
+        np.testing.assert_array_equal(bits(ops, weight).reshape(-1), new)
+        assert fingerprint(floats(base)) + result.fingerprint == fingerprint(floats(new))
+
+
+@fixtures
+@given(data=st.data())
+def test_a_malformed_overwrite_is_refused_and_changes_nothing(ops: CpuOps, reference: ReferenceOps, data):
+    rows, columns = data.draw(st.integers(1, 40), "rows"), data.draw(st.integers(1, 40), "columns")
+    size = rows * columns
+    rng = np.random.default_rng(size)
+    index = np.flatnonzero(rng.random(size) < 0.5)
+    payload = delta_format.overwrite(index, finite(ops, rng, index.size)).copy()
+    kind = data.draw(st.sampled_from(["cut", "grown", "count", "zero gap", "beyond", "far beyond", "wrapped"]), "kind")
+    gaps = payload[4 : 4 + 4 * index.size].view("<u4")
+    if kind in ("zero gap", "wrapped") and index.size < 3:
+        return
+    if kind == "cut":
+        payload = payload[: data.draw(st.integers(0, payload.size - 1))]
+    elif kind == "grown":
+        payload = np.concatenate([payload, np.zeros(data.draw(st.integers(1, 9)), np.uint8)])
+    elif kind == "count":
+        payload[:4].view("<u4")[:] = data.draw(st.sampled_from([index.size + 1, index.size + 2**31, 2**32 - 1]))
+    elif kind == "zero gap":
+        gaps[data.draw(st.integers(1, index.size - 1))] = 0
+    elif index.size == 0:
+        return
+    elif kind == "beyond":
+        gaps[data.draw(st.integers(0, index.size - 1))] += size - int(index[-1])
+    elif kind == "far beyond":
+        gaps[data.draw(st.integers(0, index.size - 1))] = 2**32 - 1
+    else:  # the sum is inside again modulo 2**32
+        gaps[0], gaps[1] = 2**32 - 1, 1
+    base = finite(ops, rng, rows, columns)
+    vector = np.zeros(size, np.float32)
+    for either in (ops, reference):
+        weight = either.pack_linear([floats(base)])
+        items = [
+            DeltaItem(Region(rows, columns, weight), "overwrite", payload),
+            DeltaItem(Region(1, size, vector=vector), "overwrite", payload),
+        ]
+        assert either.apply_deltas(items, GO_ON) == [StageResult(ZERO, Problem.MALFORMED)] * 2
+        np.testing.assert_array_equal(bits(either, weight), base)
+        assert not vector.any()
+
+
+@pytest.mark.parametrize("encoding", ["dense", "xor"])
+@pytest.mark.parametrize("difference", [-1, 1, -1000])
+def test_a_payload_of_another_size_than_the_tensor_is_refused_and_changes_nothing(ops, rng, encoding, difference):
+    base = finite(ops, rng, 50, 50)
+    weight = ops.pack_linear([floats(base)])
+    payload = np.ones(base.nbytes + difference, np.uint8)
+    item = DeltaItem(Region(50, 50, weight), encoding, payload)
+    assert ops.apply_deltas([item], GO_ON) == [StageResult(ZERO, Problem.MALFORMED)]
+    np.testing.assert_array_equal(bits(ops, weight), base)
+
+
+@pytest.mark.parametrize("encoding", delta_format.ENCODINGS)
+def test_a_new_value_that_is_not_finite_is_refused_and_other_items_go_on(ops, reference, rng, encoding):
+    infinity = 0x7F80 if ops.dtype == "bfloat16" else 0x7F800000
+    base = finite(ops, rng, 300, 900).reshape(-1)
+    good = np.where(rng.random(base.size) < 0.3, finite(ops, rng, base.size), base)
+    for at in (0, 1000, base.size - 1):
+        bad = good.copy()
+        bad[at] = infinity
+        for either in (ops, reference):
+            weights = [either.pack_linear([floats(base.reshape(300, 900))]) for _ in range(2)]
+            items = [
+                DeltaItem(Region(300, 900, weight), encoding, payload_of(encoding, base, new))
+                for weight, new in zip(weights, (bad, good), strict=True)
+            ]
+            refused, applied = either.apply_deltas(items, GO_ON)
+            assert refused == StageResult(ZERO, Problem.NOT_FINITE) and applied.problem is None
+            np.testing.assert_array_equal(bits(either, weights[1]).reshape(-1), good)
+
+
+def test_stop_ends_deltas_and_is_told(ops: CpuOps, rng):
+    base = finite(ops, rng, 50, 50)
+    weight = ops.pack_linear([floats(base)])
+    new = finite(ops, rng, base.size)
+    items = [
+        DeltaItem(Region(50, 50, weight), encoding, payload_of(encoding, base.reshape(-1), new))
+        for encoding in delta_format.ENCODINGS
+    ]
+    assert ops.apply_deltas(items, np.ones(1, np.int32)) == [StageResult(ZERO, Problem.STOPPED)] * 3
+    np.testing.assert_array_equal(bits(ops, weight), base)
+
+
+def test_deltas_beside_steps_and_of_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
+    count, rows, columns = 8, 7, 3000
+    base = finite(ops, rng, count * rows, columns)
+    new = np.where(rng.random(base.shape) < 0.5, finite(ops, rng, *base.shape), base)
+    weight = ops.pack_linear([rng.standard_normal((300, 512)).astype(np.float32)])
+    x = paddle.to_tensor(rng.standard_normal((8, 512)).astype(np.float32))
+    product = ops.linear(x, weight).numpy()
+    ops.set_num_threads(4)
+    changed = ops.pack_linear([floats(base)])
+    differences = []
+
+    def apply() -> None:
+        """Change the weight there and back, by all encodings."""
+        for turn in range(30):
+            old, then = (base, new) if turn % 2 == 0 else (new, base)
+            items = [
+                DeltaItem(
+                    Region(rows, columns, changed, i * rows),
+                    delta_format.ENCODINGS[(i + turn) % 3],
+                    payload_of(
+                        delta_format.ENCODINGS[(i + turn) % 3],
+                        old[i * rows : (i + 1) * rows].reshape(-1),
+                        then[i * rows : (i + 1) * rows].reshape(-1),
+                    ),
+                )
+                for i in range(count)
+            ]
+            results = ops.apply_deltas(items, GO_ON)
+            differences.append((bits(ops, changed) != then).sum() + sum(r.problem is not None for r in results))
+
+    try:
+        stager = threading.Thread(target=apply)
+        stager.start()
+        while stager.is_alive():
+            np.testing.assert_array_equal(ops.linear(x, weight).numpy(), product)
+        stager.join()
+    finally:
+        ops.set_num_threads(0)
+    assert differences == [0] * 30

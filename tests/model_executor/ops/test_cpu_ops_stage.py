@@ -1,0 +1,277 @@
+"""Staging by the C++ ops equals the reference: the packed bits, the fingerprints and the problems."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastdeploy.core.fingerprint import ZERO, Fingerprint, fingerprint
+from fastdeploy.model_executor.ops.cpu import CpuLinear, CpuOps
+from fastdeploy.model_executor.ops.interface import Ops, PackedLinear, Problem, Region, StageItem, StageResult
+from fastdeploy.model_executor.ops.reference import ReferenceOps
+from fastdeploy.model_executor.ops.reference_staging import DTYPES
+
+GO_ON = np.zeros(1, np.int32)
+SOURCES = st.sampled_from(sorted(DTYPES))
+# Rows and columns at the edges of tiles (16 and 32), odd, and more than one piece of 256 KiB.
+COLUMNS = st.one_of(st.integers(1, 100), st.sampled_from([896, 1024, 4097]))
+fixtures = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+def finite_bits(rng: np.random.Generator, source: str, size: int) -> np.ndarray:
+    """Return random finite values of a source dtype, denormals and both zeros among them, as bytes. Float32 values are
+    small enough for bfloat16."""
+    kind = DTYPES[source]
+    bits = rng.integers(0, 2 ** (8 * kind.itemsize), size, dtype=np.uint64).astype(f"<u{kind.itemsize}")
+    exponent = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}[source]
+    lowest = exponent & -exponent
+    bits[bits & exponent == exponent] ^= lowest
+    if source == "F32":
+        bits[bits & 0x7F000000 == 0x7F000000] ^= 0x01000000
+    bits[rng.random(size) < 0.05] = 0
+    return bits.view(np.uint8)
+
+
+def unpacked(ops: Ops, weights: list[PackedLinear]) -> list[np.ndarray]:
+    return [ops.unpack_linear(weight) for weight in weights]
+
+
+def assert_equal_results(ops: Ops, weights: list, reference: Ops, expected: list) -> None:
+    for ours, theirs in zip(unpacked(ops, weights), unpacked(reference, expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@fixtures
+@given(data=st.data())
+def test_staging_a_linear_in_parts_equals_the_reference(ops: CpuOps, reference: ReferenceOps, tmp_path: Path, data):
+    """Several tensors of one linear begin at any row, in memory and in files at any byte."""
+    columns = data.draw(COLUMNS, "columns")
+    limit = 40 if columns > 100 else 300
+    parts = data.draw(
+        st.lists(st.tuples(st.integers(0, limit), SOURCES, st.booleans()), min_size=1, max_size=4), "parts"
+    )
+    gap, spare = data.draw(st.integers(0, 40), "rows before"), data.draw(st.integers(0, 20), "rows behind")
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    rows = gap + sum(n for n, _, _ in parts) + spare
+    if rows == 0:
+        return
+    weights, sources, first_row = [either.new_linear(rows, columns, False) for either in (ops, reference)], [], gap
+    path = tmp_path / "source"
+    with path.open("wb+") as file:
+        for n, source, in_memory in parts:
+            raw = finite_bits(rng, source, n * columns)
+            offset, first = int(rng.integers(0, 5)), int(rng.integers(0, 5000))
+            memory = np.concatenate([np.full(offset, 0xFF, np.uint8), raw])
+            if not in_memory:
+                offset += file.tell()
+                file.write(memory.tobytes())
+            sources.append((n, source, first_row, offset, memory if in_memory else None, first))
+            first_row += n
+        file.flush()
+        results = []
+        for either, weight in zip((ops, reference), weights, strict=True):
+            items = [
+                StageItem(Region(n, columns, weight, row), source, offset, file.fileno(), memory, first)
+                for n, source, row, offset, memory, first in sources
+            ]
+            results.append(either.stage(items, GO_ON))
+    assert results[0] == results[1]
+    assert all(result.problem is None for result in results[0])
+    np.testing.assert_array_equal(ops.unpack_linear(weights[0]), reference.unpack_linear(weights[1]))
+
+
+@fixtures
+@given(size=st.one_of(st.integers(0, 5000), st.just(300_001)), source=SOURCES, first=st.integers(0, 5000))
+def test_staging_a_vector_equals_the_reference(
+    ops: CpuOps, reference: ReferenceOps, size: int, source: str, first: int
+):
+    """The vector is a norm or a bias. Without a vector, the values are checked only."""
+    memory = finite_bits(np.random.default_rng(size), source, size)
+    ours, theirs = np.ones(size, np.float32), np.ones(size, np.float32)
+    for targets in ((ours, theirs), (None, None)):
+        items = [StageItem(Region(1, size, vector=vector), source, 0, memory=memory, first=first) for vector in targets]
+        result = ops.stage(items[:1], GO_ON)
+        assert result == reference.stage(items[1:], GO_ON)
+        assert result[0].problem is None
+    np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+def test_values_that_stage_packed_multiply_like_those_of_pack_linear(ops: CpuOps, rng):
+    """Both fill the padding of the last tiles in the same way."""
+    for n, k in [(17, 33), (50, 896), (48, 64)]:
+        source = rng.standard_normal((n, k)).astype(np.float32)
+        weight = ops.new_linear(n, k, False)
+        item = StageItem(Region(n, k, weight), "F32", 0, memory=source.reshape(-1).view(np.uint8))
+        assert ops.stage([item], GO_ON)[0].problem is None
+        x = paddle.to_tensor(rng.standard_normal((3, k)).astype(np.float32))
+        expected = ops.linear(x, ops.pack_linear([source])).numpy()
+        np.testing.assert_array_equal(ops.linear(x, weight).numpy(), expected)
+
+
+def test_the_fingerprint_is_that_of_the_values_in_the_dtype_of_the_ops(ops: CpuOps, rng):
+    source = rng.standard_normal((700, 1000)).astype(np.float32)
+    weight = ops.new_linear(700, 1000, False)
+    item = StageItem(Region(700, 1000, weight), "F32", 0, memory=source.reshape(-1).view(np.uint8))
+    (result,) = ops.stage([item], GO_ON)
+    assert result.fingerprint == fingerprint(ops.unpack_linear(weight)) != ZERO
+
+
+def test_fingerprints_of_pieces_that_begin_anywhere_add_up(ops: CpuOps, rng):
+    size = 100_001
+    values = finite_bits(rng, "BF16", size)
+    cuts = [0, *sorted(int(cut) for cut in rng.integers(0, size, 9)), size]
+    items = [
+        StageItem(Region(1, last - first), "BF16", 2 * first, memory=values, first=first)
+        for first, last in zip(cuts, cuts[1:], strict=False)
+    ]
+    whole = StageItem(Region(1, size), "BF16", 0, memory=values)
+    total = sum((result.fingerprint for result in ops.stage(items, GO_ON)), start=Fingerprint(0, 0))
+    assert total == ops.stage([whole], GO_ON)[0].fingerprint
+
+
+NOT_FINITE = {"F32": [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001], "BF16": [0x7F80, 0xFF80, 0x7FC0, 0x7F81]}
+NOT_FINITE["F16"] = [0x7C00, 0xFC00, 0x7E00, 0x7C01]
+
+
+@pytest.mark.parametrize("source", sorted(DTYPES))
+def test_a_value_that_is_not_finite_is_found_anywhere(ops: CpuOps, rng, source):
+    size, kind = 200_003, f"<u{DTYPES[source].itemsize}"
+    good = finite_bits(rng, source, size)
+    for at in [0, 1, 2, 15, 31, 32, 1024, 2048, 131_072, size - 2, size - 1]:
+        for bits in NOT_FINITE[source]:
+            bad = good.copy()
+            bad.view(kind)[at] = bits
+            items = [StageItem(Region(1, size), source, 0, memory=memory) for memory in (bad, good)]
+            assert [result.problem for result in ops.stage(items, GO_ON)] == [Problem.NOT_FINITE, None]
+
+
+def test_a_float32_beyond_bfloat16_is_too_large_unless_another_value_is_not_finite(rng):
+    size = 200_003
+    values = np.zeros(size, np.float32)
+    largest = np.array([0x7F7F7FFF], np.uint32).view(np.float32)[0]  # rounds to the largest bfloat16
+    smallest = np.array([0x7F7F8000], np.uint32).view(np.float32)[0]  # rounds to infinity
+    for ops in (CpuOps("bfloat16"), ReferenceOps("bfloat16")):
+        for extremes, problem in [
+            ([largest, -largest], None),
+            ([0.0, smallest], Problem.TOO_LARGE),
+            ([0.0, -smallest], Problem.TOO_LARGE),
+            ([smallest, np.inf], Problem.NOT_FINITE),
+            ([np.nan, smallest], Problem.NOT_FINITE),
+        ]:
+            values[[3, size - 5]] = extremes
+            item = StageItem(Region(1, size), "F32", 0, memory=values.view(np.uint8))
+            assert ops.stage([item], GO_ON)[0].problem == problem
+    values[[3, size - 5]] = smallest, -smallest
+    item = StageItem(Region(1, size), "F32", 0, memory=values.view(np.uint8))
+    assert CpuOps("float32").stage([item], GO_ON)[0].problem is None
+
+
+def test_a_source_that_is_cut_short_or_cannot_be_read_does_not_stop_the_others(ops: CpuOps, rng, tmp_path: Path):
+    values = finite_bits(rng, "F32", 100_000)
+    path = tmp_path / "source"
+    path.write_bytes(values.tobytes())
+    fd, folder = os.open(path, os.O_RDONLY), os.open(tmp_path, os.O_RDONLY)
+    try:
+        weights = [ops.new_linear(100, 1000, False) for _ in range(2)]
+        items = [
+            StageItem(Region(100, 1000, weights[0]), "F32", 4, fd),
+            StageItem(Region(100, 1000), "F32", 1, memory=values),
+            StageItem(Region(10, 1000), "F32", 0, folder),
+            StageItem(Region(100, 1000, weights[1]), "F32", 0, fd),
+        ]
+        results = ops.stage(items, GO_ON)
+    finally:
+        os.close(fd)
+        os.close(folder)
+    assert [result.problem for result in results] == [
+        Problem.CUT_SHORT,
+        Problem.CUT_SHORT,
+        Problem.READ_ERROR,
+        None,
+    ]
+    assert os.strerror(results[2].errno) == "Is a directory"
+    assert results[3].fingerprint == fingerprint(ops.unpack_linear(weights[1]))
+
+
+def test_stop_ends_a_staging_and_is_told(ops: CpuOps, rng):
+    values = finite_bits(rng, "F32", 10_000)
+    weight = ops.new_linear(100, 100, False)
+    item = StageItem(Region(100, 100, weight), "F32", 0, memory=values)
+    assert ops.stage([item, item], np.ones(1, np.int32)) == [StageResult(ZERO, Problem.STOPPED)] * 2
+    assert not ops.unpack_linear(weight).any()
+
+
+def test_rows_that_do_not_arrive_keep_their_bits(ops: CpuOps, rng):
+    weight = ops.pack_linear([rng.standard_normal((100, 70)).astype(np.float32)])
+    before = ops.unpack_linear(weight)
+    values = finite_bits(rng, "F32", 20 * 70)
+    ops.stage([StageItem(Region(20, 70, weight, 35), "F32", 0, memory=values)], GO_ON)
+    after = ops.unpack_linear(weight)
+    np.testing.assert_array_equal(after[:35], before[:35])
+    np.testing.assert_array_equal(after[55:], before[55:])
+    assert (after[35:55] != before[35:55]).any()
+
+
+@fixtures
+@given(n=st.integers(1, 200), k=st.integers(1, 100), data=st.data())
+def test_copied_rows_and_bias_have_the_bits_of_the_source(ops: CpuOps, n: int, k: int, data):
+    first = data.draw(st.integers(0, n), "first")
+    last = data.draw(st.integers(first, n), "last")
+    rng = np.random.default_rng(n * k)
+    source, target = (
+        ops.pack_linear([rng.standard_normal((n, k)).astype(np.float32)], [rng.standard_normal(n).astype(np.float32)])
+        for _ in range(2)
+    )
+    expected, bias = ops.unpack_linear(target), ops.unpack_bias(target)
+    expected[first:last], bias[first:last] = ops.unpack_linear(source, first, last), ops.unpack_bias(source)[first:last]
+    ops.copy_rows(target, source, first, last)
+    np.testing.assert_array_equal(ops.unpack_linear(target), expected)
+    np.testing.assert_array_equal(ops.unpack_bias(target), bias)
+
+
+def test_the_thread_that_stages_keeps_its_priority(ops: CpuOps, rng):
+    values = finite_bits(rng, "F32", 10_000)
+    ops.stage([StageItem(Region(100, 100), "F32", 0, memory=values)], GO_ON)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+
+def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
+    """Eight tensors of seven rows each share column tiles, and threads stage them at the same time."""
+    count, rows, columns = 8, 7, 20_000
+    sources = [finite_bits(rng, "BF16", rows * columns) for _ in range(count)]
+    weight = ops.pack_linear([rng.standard_normal((300, 512)).astype(np.float32)])
+    x = paddle.to_tensor(rng.standard_normal((8, 512)).astype(np.float32))
+    product = ops.linear(x, weight).numpy()
+    ops.set_num_threads(4)
+    staged: list[CpuLinear] = []
+
+    def stage() -> None:
+        for _ in range(20):
+            target = ops.new_linear(count * rows, columns, False)
+            items = [
+                StageItem(Region(rows, columns, target, i * rows), "BF16", 0, memory=source)
+                for i, source in enumerate(sources)
+            ]
+            assert all(result.problem is None for result in ops.stage(items, GO_ON))
+            staged.append(target)
+
+    try:
+        stager = threading.Thread(target=stage)
+        stager.start()
+        while stager.is_alive():
+            np.testing.assert_array_equal(ops.linear(x, weight).numpy(), product)
+        stager.join()
+    finally:
+        ops.set_num_threads(0)
+    values = np.concatenate([source.view(np.uint16) for source in sources]).reshape(-1, columns)
+    expected = values if ops.dtype == "bfloat16" else (values.astype(np.uint32) << 16).view(np.float32)
+    assert len(staged) == 20
+    for target in staged:
+        np.testing.assert_array_equal(ops.unpack_linear(target), expected)
