@@ -115,6 +115,10 @@ class WeightSessions:
         check_label("version", args.version)
         if isinstance(args.source, StreamSource):
             session.streams.take(args.source, client)
+            if not session.streams.allowed:  # the stream has no content: it only stops the lease
+                session.expires_at = self._clock() + session.lease_s
+                answer({"session_id": session.id}, None)
+                return
         session.advance(SessionEvent.PART)
         session.version = args.version or session.version
         self._submit_part(session, args, answer)
@@ -264,7 +268,8 @@ class WeightSessions:
             return
         for source in session.streams.broken_off(self._clients):
             log.warning("upload %s to weight session %s broke off: its API server is gone", source.stream, session.id)
-            self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
+            if session.streams.allowed:
+                self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
 
     def _open(self, args: m.BeginUpdateArgs, client: str | None = None) -> Session:
         timeout_s = self._check_begin(args)
