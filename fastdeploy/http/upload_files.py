@@ -1,7 +1,8 @@
 """Files through which uploads reach the engine, in the upload folder.
 
 A file is locked while its API server lives. The file of a killed API server is not locked, and the next API server
-removes it. Files are written and not mapped into memory: a full disk then raises an error instead of a signal.
+removes it. A file is mapped into memory only after all of its blocks were allocated: a full disk then raises an error
+instead of a signal.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import OutOfSpace
@@ -45,6 +48,12 @@ class UploadFile:
                 count = os.pwrite(self._file.fileno(), rest, offset)
                 rest, offset = rest[count:], offset + count
 
+    def map(self, nbytes: int) -> memoryview:
+        """Return the first ``nbytes`` bytes of the file, as memory. Raises OutOfSpace."""
+        with self._out_of_space():
+            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+        return memoryview(mmap.mmap(self._file.fileno(), nbytes))
+
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
         self._file.close()
@@ -59,33 +68,50 @@ class UploadFile:
             raise
 
 
+class HalvedFile(NamedTuple):
+    """A file of two halves of HALF_BYTES, through which one upload after the other reaches the engine. memory: of both
+    halves. A copy of this object keeps the memory valid, also when the file is closed."""
+
+    file: UploadFile
+    memory: memoryview
+
+
 class UploadFiles:
     """Files of two halves, which later uploads use again: the system provides fresh pages more slowly than an upload
     arrives. ``close`` removes the files."""
 
     def __init__(self, config: ServeConfig):
         self._config = config
-        self._free: list[UploadFile] = []
+        self._free: list[HalvedFile] = []
         self._closed = False
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[UploadFile]:
-        """Lend a file that no other upload uses. After an error the file is removed, to make room."""
-        file = self._free.pop() if self._free else UploadFile(upload_folder(self._config, 2 * HALF_BYTES))
+    def lend(self) -> Iterator[HalvedFile]:
+        """Lend a file that no other upload uses. After an error the file is removed, to make room. Raises
+        OutOfSpace."""
+        halves = self._free.pop() if self._free else self._new()
         try:
-            yield file
+            yield halves
         except BaseException:
-            file.close()
+            halves.file.close()
             raise
         if self._closed:
-            file.close()
+            halves.file.close()
         else:
-            self._free.append(file)
+            self._free.append(halves)
 
     def close(self) -> None:
         self._closed = True
         while self._free:
-            self._free.pop().close()
+            self._free.pop().file.close()
+
+    def _new(self) -> HalvedFile:
+        file = UploadFile(upload_folder(self._config, 2 * HALF_BYTES))
+        try:
+            return HalvedFile(file, file.map(2 * HALF_BYTES))
+        except BaseException:
+            file.close()
+            raise
 
 
 def upload_folder(config: ServeConfig, nbytes: int) -> Path:

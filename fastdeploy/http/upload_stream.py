@@ -22,7 +22,7 @@ from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import FileSource, Source, StreamSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.upload import EMPTY, spooled_upload
-from fastdeploy.http.upload_files import HALF_BYTES, UploadFile
+from fastdeploy.http.upload_files import HalvedFile
 from fastdeploy.inter_communicator import messages as m
 
 Fields = Mapping[str, Any]  # of UpdateChunkArgs, without the session and the source
@@ -40,8 +40,8 @@ async def upload_part(
     def part(source: Source) -> m.UpdateChunkArgs:
         return m.UpdateChunkArgs(session_id, source, **fields)
 
-    with context.upload_files.lend() as file:
-        stream = UploadStream(client, file, part)
+    with context.upload_files.lend() as halves:
+        stream = UploadStream(client, halves, part)
         try:
             if not streams:
                 async with spooled_upload(request, context) as source:
@@ -81,8 +81,10 @@ class UploadStream:
     """The body of one upload on its way to a weight session. From the start until the end of :meth:`close`, the session
     waits for it. part: makes the call for one piece."""
 
-    def __init__(self, client: EngineClient, file: UploadFile, part: MakePart):
-        self._client, self._file, self._part = client, file, part
+    def __init__(self, client: EngineClient, halves: HalvedFile, part: MakePart):
+        self._client, self._part = client, part
+        self._path, self._memory = halves.file.path, halves.memory
+        self._half_bytes = len(halves.memory) // 2
         self._id = f"upload-{uuid.uuid4().hex}"
         self._sent = 0  # bytes that were handed to the engine
         self._half = self._filled = 0
@@ -94,10 +96,12 @@ class UploadStream:
         """Add bytes of the body. Waits if both halves are full. Raises the engine's error if it refused a piece."""
         rest = memoryview(data)
         while rest:
-            part, rest = rest[: HALF_BYTES - self._filled], rest[HALF_BYTES - self._filled :]
-            self._file.write(self._half * HALF_BYTES + self._filled, part)
-            self._filled += len(part)
-            if self._filled == HALF_BYTES:
+            count = min(len(rest), self._half_bytes - self._filled)
+            start = self._half * self._half_bytes + self._filled
+            self._memory[start : start + count] = rest[:count]
+            self._filled += count
+            rest = rest[count:]
+            if self._filled == self._half_bytes:
                 await self._hand_over("open")
 
     async def complete(self) -> dict[str, Any]:
@@ -129,8 +133,8 @@ class UploadStream:
 
     def _send(self, state: Literal["open", "complete", "broken"]) -> asyncio.Task[dict[str, Any]]:
         """Send the filled half, and go on with the other one."""
-        offset = self._half * HALF_BYTES
-        source = StreamSource(self._id, self._file.path, offset, self._filled, self._sent, state)
+        offset = self._half * self._half_bytes
+        source = StreamSource(self._id, self._path, offset, self._filled, self._sent, state)
         self._sent += self._filled
         self._half, self._filled = 1 - self._half, 0
         return asyncio.create_task(self._client.call(self._part(source)))

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.weight_source import FileSource, StreamSource
-from fastdeploy.http import upload_stream
+from fastdeploy.http import upload_files
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import OCTETS, answer, in_thread, wait_until
 from support.upload_engine import SESSION, UploadEngine
@@ -38,7 +38,7 @@ def streams(request) -> bool:
 @pytest.fixture
 def uploads(make_stack, spool, streams, monkeypatch):
     """A stack with ``uploads``, an engine that takes uploads."""
-    monkeypatch.setattr(upload_stream, "HALF_BYTES", HALF)
+    monkeypatch.setattr(upload_files, "HALF_BYTES", HALF)
     stack = make_stack(upload_dir=str(spool), max_upload_mb=2, max_body_mb=1)
     stack.uploads = UploadEngine(stack.engine)
     stack.engine.streams = streams
@@ -77,7 +77,7 @@ def test_a_stream_needs_two_halves_of_a_file_however_large_the_body_is(uploads, 
     engine = uploads.uploads
     engine.reads = False
     reply = in_thread(post, uploads, CHUNK, body)
-    wait_until(lambda: [file.stat().st_size for file in spool.iterdir()] == [2 * HALF])
+    wait_until(lambda: [file.read_bytes() for file in spool.iterdir()] == [body[: 2 * HALF]])
     assert [piece.source.nbytes for piece in engine.pieces] == [0, HALF]
     engine.go_on()
     assert reply.result(20).status_code == 200
@@ -270,7 +270,8 @@ def test_an_upload_to_a_full_disk_is_a_507(uploads, spool, monkeypatch, path, nu
     def full(*args) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    for call in ("pwrite", "posix_fallocate"):
+        monkeypatch.setattr(os, call, full)
     reply = post(uploads, path, b"x")
     assert (reply.status_code, reply.json()["error"]["code"]) == (507, "out_of_space")
     assert not uploads.uploads.bodies
@@ -279,7 +280,7 @@ def test_an_upload_to_a_full_disk_is_a_507(uploads, spool, monkeypatch, path, nu
 
 @pytest.mark.parametrize("path", PATHS)
 def test_an_upload_that_the_kernel_writes_only_in_part_is_a_507(uploads, spool, monkeypatch, path):
-    monkeypatch.setattr(upload_stream, "HALF_BYTES", 1 << 20)
+    monkeypatch.setattr(upload_files, "HALF_BYTES", 1 << 20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
     try:

@@ -67,13 +67,13 @@ def test_leftovers_are_removed_when_a_server_starts(make_stack, spool):
 def test_a_file_is_lent_to_one_upload_at_a_time_and_removed_after_an_error(spool):
     files = upload_files.UploadFiles(ServeConfig(model="m", upload_dir=str(spool)))
     with files.lend() as first, files.lend() as second:
-        assert first.path != second.path
+        assert first.file.path != second.file.path
     with pytest.raises(KeyError), files.lend() as broken:
         raise KeyError
-    assert not os.path.exists(broken.path) and len(list(spool.iterdir())) == 1
+    assert not os.path.exists(broken.file.path) and len(list(spool.iterdir())) == 1
     with files.lend() as late:
         files.close()
-        assert [str(path) for path in spool.iterdir()] == [late.path]
+        assert [str(path) for path in spool.iterdir()] == [late.file.path]
     assert not list(spool.iterdir())
 
 

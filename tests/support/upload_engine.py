@@ -13,8 +13,8 @@ SESSION = "s-1"
 
 
 class UploadEngine:
-    """calls: every call about weights but the checks. bodies: of the uploads that are complete. open: of each upload that
-    is not, the bytes so far. broken: number of uploads that broke off with a part of their body. paths: of the files.
+    """calls: every call about weights but the checks. bodies: of the uploads that are complete. open: the bytes so far
+    of each upload that is not. broken: number of uploads that broke off with a part of their body. paths: of the files.
 
     refuse: returns the failure of a call, or None. reads: while False, calls with content are not answered, until
     :meth:`go_on`."""
