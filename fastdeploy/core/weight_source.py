@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 MAX_VERSION_CHARS = 256
+MAX_TENSORS = 32_768  # of one update
 
 
 class FolderSource(msgspec.Struct, frozen=True, tag="folder"):

@@ -9,7 +9,7 @@ from fastdeploy.core.errors import InvalidField, ModelNotFound
 from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_session import check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_checks import check_kv, check_label, check_seconds
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 

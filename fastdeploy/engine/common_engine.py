@@ -35,7 +35,7 @@ from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.sleep import Sleeper
-from fastdeploy.engine.weight_session import check_label
+from fastdeploy.engine.weight_checks import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.engine.weights import WeightSessions

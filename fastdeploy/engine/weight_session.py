@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFound
+from fastdeploy.core.errors import FastDeployError, SessionNotFound
 from fastdeploy.core.runner import ChunkReceipt, Staging
-from fastdeploy.core.weight_source import MAX_VERSION_CHARS
 from fastdeploy.engine.delivery import Answer
-from fastdeploy.engine.weight_streams import WeightStreams
-from fastdeploy.inter_communicator.messages import UpdateChunkArgs, UpdateWeightsArgs
+from fastdeploy.engine.weight_streams import WeightStreams, may_stream
+from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
 
-MAX_SECONDS = 86400.0
 MAX_REMEMBERED = 64
 
 
@@ -47,36 +45,42 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
 
 @dataclass
 class Session:
-    """One update of weights. The first fields are described at messages.BeginUpdateArgs.
+    """One update of weights. begin: the call that opened it. opened: the reply to it, without "session_id".
 
-    staging: None when the session has ended. pending: parts without an answer yet. tensors, nbytes: received so far.
-    stage_s: seconds that the staging thread has worked. streams: uploads that are being received. owner: the session
-    ends with the connection of this client, while it waits for parts. staged: the complete weights, in state READY.
-    answer: of the commit call. Times are on the loop's clock.
+    version, kv, fingerprint: of begin, until a later call replaces them. staging: None when the session has ended.
+    owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
+    being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
+    staging thread has worked. answer: of the commit call. Times are on the loop's clock.
     """
 
     id: str
-    version: str | None
-    expected_version: str | None
-    kv: str
-    partial: bool
-    in_place: bool
-    lease_s: float
+    begin: BeginUpdateArgs
+    opened: dict[str, Any]
     timeout_s: float
     staging: Staging | None
-    placed_by: str
     started_at: float
-    expires_at: float
-    streams: WeightStreams
     owner: str | None
+    version: str | None = field(init=False)
+    kv: str = field(init=False)
+    fingerprint: str | None = field(init=False)
+    expires_at: float = field(init=False)
+    streams: WeightStreams = field(init=False)
     state: SessionState = SessionState.OPEN
     pending: int = 0
     tensors: int = 0
     nbytes: int = 0
     stage_s: float = 0.0
     ready_at: float = 0.0
-    staged: Any = None
     answer: Answer | None = None
+
+    def __post_init__(self) -> None:
+        self.version, self.kv, self.fingerprint = self.begin.version, self.begin.kv, self.begin.fingerprint
+        self.streams = WeightStreams(may_stream(self.begin))
+        self.renew(self.started_at)
+
+    def renew(self, now: float) -> None:
+        """Let the lease end ``lease_s`` seconds from now."""
+        self.expires_at = now + self.begin.lease_s
 
     @property
     def open_staging(self) -> Staging:
@@ -95,7 +99,7 @@ class Session:
 
     def add(self, staging: Staging, args: UpdateChunkArgs | UpdateWeightsArgs) -> ChunkReceipt:
         """Add one part to ``staging``, on the staging thread. Raises an error if the session has ended meanwhile."""
-        receipt = staging.add(args.source, args.checksums, args.verify_checksum)
+        receipt = staging.add(args.source, args.checksums, args.verify_checksum, args.form)
         self.tensors += receipt.tensors
         self.nbytes += receipt.nbytes
         return receipt
@@ -110,10 +114,11 @@ class Session:
         return {
             "session_id": self.id,
             "state": self.state.value,
-            "placed_by": self.placed_by,
+            "placed_by": self.begin.placed_by,
             "version": self.version,
-            "partial": self.partial,
-            "in_place": self.in_place,
+            "partial": self.begin.partial,
+            "in_place": self.begin.in_place,
+            "delta": self.begin.base is not None,
             "tensors_received": self.tensors,
             "nbytes_received": self.nbytes,
             "age_s": round(now - self.started_at, 3),
@@ -137,35 +142,24 @@ class EndedSessions:
 
     def __init__(self) -> None:
         self._errors: OrderedDict[str, FastDeployError] = OrderedDict()
+        self._keys: dict[str, str] = {}  # session id by idempotency key
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._errors
 
     def add(self, session: Session, error: FastDeployError) -> None:
         self._errors[session.id] = error
+        if session.begin.idempotency_key is not None:
+            self._keys[session.begin.idempotency_key] = session.id
         if len(self._errors) > MAX_REMEMBERED:
             self._errors.popitem(last=False)
+            self._keys = {key: session_id for key, session_id in self._keys.items() if session_id in self._errors}
 
     def error(self, session_id: str) -> FastDeployError:
         """Return the error for a call that names a session that is not open."""
         return self._errors.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
 
-
-def check_label(field: str, version: str | None) -> None:
-    """Raise InvalidField unless ``version`` is None or can be a label of weights. The label must fit into messages."""
-    if version is None:
-        return
-    if not 1 <= len(version) <= MAX_VERSION_CHARS:
-        raise InvalidField(field, f"expected 1 to {MAX_VERSION_CHARS} characters, got {len(version)}")
-    if version != version.encode("utf-8", "replace").decode():
-        raise InvalidField(field, "expected text that UTF-8 can encode, got half of a surrogate pair")
-
-
-def check_kv(kv: str | None) -> None:
-    if kv not in (None, "keep", "recompute"):
-        raise InvalidField("kv", f"expected keep or recompute, got {kv!r}")
-
-
-def check_seconds(field: str, seconds: float) -> None:
-    if not 0.0 < seconds <= MAX_SECONDS:
-        raise InvalidField(field, f"expected seconds above 0 and at most {MAX_SECONDS:g}, got {seconds!r}")
+    def check_key(self, idempotency_key: str | None) -> None:
+        """Raise the error for a begin whose session has ended already."""
+        if idempotency_key in self._keys:
+            raise self._errors[self._keys[idempotency_key]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastdeploy.core.runner import Runner
+from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
-from fastdeploy.engine.weight_session import check_label
+from fastdeploy.engine.weight_checks import check_label
 
 
 class WeightSwitch:
@@ -23,14 +23,14 @@ class WeightSwitch:
         self._lifecycle = lifecycle
         self._on_commit = on_commit
 
-    def commit(self, staged: Any, version: str | None, kv: str) -> dict[str, Any]:
+    def commit(self, staged: Staged, version: str | None, kv: str) -> dict[str, Any]:
         """Change weights, ``weight_epoch``, label and KV namespace at once. Return the report."""
         whole = self._scopes.whole
         before = whole.model.served
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]
         recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
-        self._runner.commit(staged)
+        self._runner.commit(staged.weights)
         weight_epoch = before.weight_epoch + 1
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
         self._lifecycle.scheduler.weights_changed(whole.model, before, recompute)
@@ -39,6 +39,7 @@ class WeightSwitch:
         return {
             "status": "committed",
             **whole.weights_label(),
+            "fingerprint": staged.fingerprint,
             "previous_version": before.version,
             "previous_weight_epoch": before.weight_epoch,
             "kv": kv,

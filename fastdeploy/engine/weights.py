@@ -10,39 +10,43 @@ staging thread. ``poll``, which is called between two steps, is the only place w
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
+import math
 import uuid
 from collections.abc import Callable, Container
 from typing import Any
 
 from fastdeploy.core.errors import (
+    EngineDead,
+    EngineError,
     FastDeployError,
+    InvalidField,
     SessionExpired,
     SessionNotFound,
     UpdateInProgress,
-    VersionConflict,
     WeightUpdateRefused,
     WrongOrder,
 )
-from fastdeploy.core.runner import ChunkReceipt, Runner
+from fastdeploy.core.runner import ChunkReceipt, Runner, Staged
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_session import (
-    EndedSessions,
-    Session,
-    SessionEvent,
-    SessionState,
+from fastdeploy.engine.weight_checks import (
+    UpdateChecks,
+    check_fingerprint,
+    check_form,
     check_kv,
     check_label,
-    check_seconds,
+    check_result,
+    check_result_is_named,
 )
+from fastdeploy.engine.weight_info import WeightInfo
+from fastdeploy.engine.weight_session import EndedSessions, Session, SessionEvent, SessionState
 from fastdeploy.engine.weight_sources import SourcePolicy
-from fastdeploy.engine.weight_streams import WeightStreams, may_stream
+from fastdeploy.engine.weight_streams import may_stream
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
@@ -76,10 +80,12 @@ class WeightSessions:
         self._pause = pause
         self._scope: Scope = pause.scope
         self._policy = policy
+        self._checks = UpdateChecks(runner, pause, stage_timeout_s)
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
         self._clients = clients
         self._thread = StagingThread(wake, clock)
+        self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
         self.session: Session | None = None
         self.num_failed = 0
         self.last_commit_s = 0.0
@@ -101,9 +107,15 @@ class WeightSessions:
     # ------------------------------------------------------------------ calls
 
     def begin(self, args: m.BeginUpdateArgs, client: str) -> dict[str, Any]:
-        """Open a session. Raises UpdateInProgress, VersionConflict, WrongOrder or InvalidField."""
-        session = self._open(args, client)
-        return {"session_id": session.id, "lease_s": session.lease_s, **self._scope.weights_label()}
+        """Open a session, or find the one that a begin with the same key has opened. Raises UpdateInProgress,
+        VersionConflict, BaseMismatch, WrongOrder or InvalidField, or the error that ended the session of the key."""
+        session, key = self.session, args.idempotency_key
+        if session is None or key is None or key != session.begin.idempotency_key:
+            session = self._open(args, client if args.ends_with_client else None)
+        elif args != session.begin:
+            raise InvalidField("idempotency_key", "expected a new key: a begin with other fields has used this one")
+        session.renew(self._clock())
+        return {"session_id": session.id, **session.opened}
 
     def add_part(self, args: m.UpdateChunkArgs, client: str, answer: Answer) -> None:
         session_id = self._session_meant(args)
@@ -112,11 +124,12 @@ class WeightSessions:
             return
         session = self._find_open(session_id)
         self._check_source(args)
+        check_form(args.form, session.begin.base)
         check_label("version", args.version)
         if isinstance(args.source, StreamSource):
             session.streams.take(args.source, client)
             if not session.streams.allowed:  # the stream has no content: it only stops the lease
-                session.expires_at = self._clock() + session.lease_s
+                session.renew(self._clock())
                 answer({"session_id": session.id}, None)
                 return
         session.advance(SessionEvent.PART)
@@ -127,9 +140,14 @@ class WeightSessions:
         """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._session_meant(args)
         if session_id is not None:
-            return {"session_id": session_id, "streams": self._find_open(session_id).streams.allowed}
-        self._check_begin(args.begin)
-        return {"session_id": None, "streams": may_stream(args.begin)}
+            session = self._find_open(session_id)
+            base, streams = session.begin.base, session.streams.allowed
+        else:
+            self._check_begin(args.begin)
+            base, streams = args.begin.base, may_stream(args.begin)
+            check_result_is_named(base, args.begin.fingerprint)
+        check_form(args.form, base)
+        return {"session_id": session_id, "streams": streams}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session_id = self._session_meant(args)
@@ -140,9 +158,13 @@ class WeightSessions:
             raise WrongOrder(f"an upload to weight session {session.id} is being received: commit after its reply")
         check_label("version", args.version)
         check_kv(args.kv)
-        self._check_expected(session.expected_version)
+        check_fingerprint("fingerprint", args.fingerprint)
+        fingerprint = args.fingerprint or session.fingerprint
+        check_result_is_named(session.begin.base, fingerprint)
+        self._checks.check_serving(session.begin)
         session.version = args.version or session.version
         session.kv = args.kv or session.kv
+        session.fingerprint = fingerprint
         self._submit_finish(session, session.open_staging.finish, answer, reads=False)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
@@ -155,7 +177,11 @@ class WeightSessions:
             partial=args.partial,
             in_place=args.in_place,
             timeout_s=args.timeout_s,
+            base=args.base,
+            fingerprint=args.fingerprint,
         )
+        check_form(args.form, args.base)
+        check_result_is_named(args.base, args.fingerprint)
         session = self._open(begin)
         staging = session.open_staging
 
@@ -178,25 +204,9 @@ class WeightSessions:
         return {"aborted": [session.id]}
 
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
-        """Answer at once. With ``args.checksums``, answer when the staging thread has computed them."""
-        label = self._scope.weights_label()
+        """See ``WeightInfo.info``."""
         session = self.session.describe(self._clock()) if self.session is not None else None
-        result = {**label, "session": session, "asleep": sorted(self._runner.asleep)}
-        if not args.checksums:
-            answer(result, None)
-            return
-        if not self._runner.has_weights:
-            raise WrongOrder("there are no checksums: the weights sleep, or are not complete")
-
-        def done(checksums: dict[str, str] | None, error: FastDeployError | None, seconds: float) -> None:
-            if error is None and self._scope.weights_label() != label:
-                error = WrongOrder("other weights were committed while the checksums were computed: ask again")
-            if error is not None or checksums is None:
-                answer({}, error)
-            else:
-                answer({**result, "checksums": checksums, "checksum": _over_all(checksums)}, None)
-
-        self._thread.submit(Job(None, self._runner.checksums, done, self._stage_timeout_s, reads=False))
+        self._info.info(args, session, answer)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -206,7 +216,7 @@ class WeightSessions:
         self._drop_lost_clients()
         session = self.session
         if session is not None and session.lease_runs and session.expires_at <= self._clock():
-            why = f"the lease of weight session {session.id} ended: no part came for {session.lease_s:g} s"
+            why = f"the lease of weight session {session.id} ended: no part came for {session.begin.lease_s:g} s"
             log.warning("%s", why)
             self._end(session, SessionExpired(f"{why}; the old weights still serve"))
 
@@ -242,21 +252,12 @@ class WeightSessions:
 
     def _check_begin(self, args: m.BeginUpdateArgs) -> float:
         """Raise an error if no session can begin with ``args`` now. Returns the session's ``timeout_s``."""
-        check_label("version", args.version)
-        check_kv(args.kv)
-        check_seconds("lease_s", args.lease_s)
-        timeout_s = self._stage_timeout_s if args.timeout_s is None else args.timeout_s
-        check_seconds("timeout_s", timeout_s)
+        timeout_s = self._checks.check_fields(args)
+        self._ended.check_key(args.idempotency_key)
         if self.session is not None:
-            owner, age = self.session.placed_by, self._clock() - self.session.started_at
+            owner, age = self.session.begin.placed_by, self._clock() - self.session.started_at
             raise UpdateInProgress(f"{owner} opened a weight session {age:.1f} s ago; try again when it has ended")
-        self._check_expected(args.expected_version)
-        if "weight" in self._runner.asleep:
-            raise WrongOrder("the weights are asleep: wake them up (tag weight) before an update")
-        if args.partial and not self._runner.has_weights:
-            raise WrongOrder("a partial update needs complete weights to start from: send all tensors")
-        if args.in_place and not self._pause.is_paused:
-            raise WrongOrder("an update in place needs a paused engine: pause it first (mode keep or abort)")
+        self._checks.check_state(args)
         return timeout_s
 
     def _drop_lost_clients(self) -> None:
@@ -271,34 +272,27 @@ class WeightSessions:
             if session.streams.allowed:
                 self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
 
-    def _open(self, args: m.BeginUpdateArgs, client: str | None = None) -> Session:
+    def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> Session:
         timeout_s = self._check_begin(args)
-        staging = self._runner.begin_update(args.partial, args.in_place)
+        opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **self._info.facts()}
+        staging = self._runner.begin_update(args.partial, args.in_place, delta=args.base is not None)
         if args.in_place:
             self._pause.place_system_hold(IN_PLACE_HOLD, Mode.KEEP, Admission.HOLD, locked=NO_WEIGHTS)
-        now = self._clock()
         self.session = Session(
             id=f"weights-{uuid.uuid4().hex[:12]}",
-            version=args.version,
-            expected_version=args.expected_version,
-            kv=args.kv,
-            partial=args.partial,
-            in_place=args.in_place,
-            lease_s=args.lease_s,
+            begin=args,
+            opened=opened,
             timeout_s=timeout_s,
             staging=staging,
-            placed_by=args.placed_by,
-            started_at=now,
-            expires_at=now + args.lease_s,
-            streams=WeightStreams(may_stream(args)),
-            owner=client if args.ends_with_client else None,
+            owner=owner,
+            started_at=self._clock(),
         )
         return self.session
 
     def _session_meant(self, args: m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs) -> str | None:
         """Return the session id in the call, or else the id of the open session if the same ``placed_by`` opened it."""
         session = self.session
-        if args.session_id is not None or session is None or session.placed_by != args.placed_by:
+        if args.session_id is not None or session is None or session.begin.placed_by != args.placed_by:
             return args.session_id
         return session.id
 
@@ -313,18 +307,13 @@ class WeightSessions:
             raise WrongOrder(f"weight session {session.id} is being committed already")
         return session
 
-    def _check_expected(self, expected: str | None) -> None:
-        serves = self._scope.model.served.version
-        if expected is not None and expected != serves:
-            raise VersionConflict(f"expected_version: expected {expected!r}, but {serves!r} serves", version=serves)
-
     def _submit_part(self, session: Session, args: m.UpdateChunkArgs, answer: Answer) -> None:
         session.pending += 1
 
         def done(receipt: ChunkReceipt | None, error: FastDeployError | None, seconds: float) -> None:
             session.pending -= 1
             session.stage_s += seconds
-            session.expires_at = self._clock() + session.lease_s
+            session.renew(self._clock())
             if session.state is SessionState.ENDED:
                 error = error or self._ended.error(session.id)
             elif isinstance(error, WeightUpdateRefused):
@@ -341,7 +330,7 @@ class WeightSessions:
                     "tensors": receipt.tensors,
                     "nbytes": receipt.nbytes,
                     "tensors_received": session.tensors,
-                    "lease_s": session.lease_s,
+                    "lease_s": session.begin.lease_s,
                     "stage_ms": round(seconds * 1000, 3),
                 },
                 None,
@@ -354,30 +343,32 @@ class WeightSessions:
         session.advance(SessionEvent.COMMIT)
         session.answer = answer
 
-        def done(staged: Any, error: FastDeployError | None, seconds: float) -> None:
+        def done(staged: Staged | None, error: FastDeployError | None, seconds: float) -> None:
             session.stage_s += seconds
             if session.state is SessionState.ENDED:
                 return
             if error is not None:
                 self._end(session, error)
                 return
+            assert staged is not None
             session.advance(SessionEvent.CHECKED)
-            session.staged, session.ready_at = staged.weights, self._clock()
-            self._swap(session)
+            session.ready_at = self._clock()
+            self._swap(session, staged)
 
         self._thread.submit(Job(session, work, done, session.timeout_s, reads))
 
-    def _swap(self, session: Session) -> None:
-        """Swap in the new weights with their label and ``weight_epoch``, unless the version that serves is not the
-        expected one."""
+    def _swap(self, session: Session, staged: Staged) -> None:
+        """Swap in the new weights with their label and ``weight_epoch``, unless they are not those that the trainer
+        named, or were made for other weights than those that serve."""
         try:
-            self._check_expected(session.expected_version)
-        except VersionConflict as error:
-            self._end(session, error)
+            check_result(session.fingerprint, staged)
+            self._checks.check_serving(session.begin)
+        except FastDeployError as error:
+            self._end(session, error.with_traceback(None))  # the stack frames refer to the new weights
             return
         began = self._clock()
-        report = self._switch.commit(session.staged, session.version, session.kv)
-        session.staging = session.staged = None
+        report = self._switch.commit(staged, session.version, session.kv)
+        session.staging = None
         session.advance(SessionEvent.SWAP)
         self.session = None
         self._ended.add(session, SessionNotFound(f"weight session {session.id} was committed already"))
@@ -386,6 +377,17 @@ class WeightSessions:
         ended = self._clock()
         self.last_commit_s = ended - began
         session.answer_commit({**report, **session.report(began, ended), "state": self._pause.phase.value}, None)
+        self.refresh_standby()
+
+    def refresh_standby(self) -> None:
+        """Bring the standby copy up to the weights that serve, beside steps. Later parts wait for that. After a failure
+        the next update takes longer."""
+
+        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
+            if error is not None and not isinstance(error, EngineDead | EngineError):  # those end the engine
+                log.warning("the standby copy is not up to date: %s", error)
+
+        self._thread.submit(Job(None, self._runner.refresh_standby, done, math.inf, reads=False))
 
     def _end(self, session: Session, why: FastDeployError) -> None:
         """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
@@ -396,13 +398,13 @@ class WeightSessions:
         self._ended.add(session, why)
         self._thread.give_up(session, why)
         session.answer_commit(self._scope.weights_label(), why)
-        staging, session.staging, session.staged = session.open_staging, None, None
+        staging, session.staging = session.open_staging, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:
                 log.error("staged weights could not be freed: %s", error)
-            needed = self.session is not None and self.session.in_place  # by a later session
-            if session.in_place and self._runner.has_weights and not needed:
+            needed = self.session is not None and self.session.begin.in_place  # by a later session
+            if session.begin.in_place and self._runner.has_weights and not needed:
                 self._pause.release_system_hold(IN_PLACE_HOLD)
 
         self._thread.submit(Job(session, staging.abandon, done, self._stage_timeout_s, reads=False))
@@ -411,9 +413,3 @@ class WeightSessions:
 def _reads_files(args: m.UpdateChunkArgs | m.UpdateWeightsArgs) -> bool:
     """Return whether the source is a folder. Its file system may be remote, and a read may hang."""
     return isinstance(args.source, FolderSource)
-
-
-def _over_all(checksums: dict[str, str]) -> str:
-    """Return the sha256, in hex, of the lines "name:checksum" of all tensors, sorted by name."""
-    lines = "".join(f"{name}:{checksum}\n" for name, checksum in sorted(checksums.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()

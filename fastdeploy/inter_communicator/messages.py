@@ -108,7 +108,8 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
 
 
 class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id}.
+    """Open a weight session. Reply: {"session_id", "lease_s", version, weight_epoch, boot_id, "fingerprint" and
+    "dtype" as in WeightInfoArgs}.
 
     expected_version: the update is refused unless this version serves, now and at the commit.
     kv: keep or recompute the KV of requests in flight.
@@ -121,8 +122,8 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     part changes stay.
     fingerprint: the commit is refused unless the new weights have this fingerprint over all tensors. A delta must name
     it, here or at the commit.
-    idempotency_key: a second begin with the same key gets the reply of the first, as long as its session is open, and
-    the reason of its end afterwards.
+    idempotency_key: a second begin with the same key and fields gets the reply of the first and renews the lease, as
+    long as the session is open. Afterwards it gets the reason of the session's end.
     ends_with_client: the session ends with the connection of the client that opened it, while it waits for parts.
     """
 
@@ -164,12 +165,13 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
     session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
-    Reply: {"session_id": of the session or null, "streams": whether the upload may come as a StreamSource}, or the
-    error of the refusal. Changes nothing."""
+    form: of the part. Reply: {"session_id": of the session or null, "streams": whether the upload may come as a
+    StreamSource}, or the error of the refusal. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()
     placed_by: str = ""
+    form: PartFormat = PLAIN
 
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -265,8 +267,8 @@ class WakeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 class WeightInfoArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Reply: {version, weight_epoch, boot_id, "fingerprint": over all tensors that serve or null, "dtype": of the
-    weights, "session": {...} or null, "asleep": [tags]}. checksums: reply also
-    {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
+    weights, "standby_nbytes": memory of the standby copy, "session": {...} or null, "asleep": [tags]}. checksums: reply
+    also {"checksums": {tensor: sha256 hex of the values that serve}, "checksum": one over all of them}."""
 
     checksums: bool = False
 

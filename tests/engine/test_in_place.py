@@ -102,7 +102,7 @@ def test_the_end_of_one_session_in_place_does_not_release_the_hold_of_the_next()
     h.call(m.BeginUpdateArgs(in_place=True))
     h.run_rounds(4)
     h.resume()
-    assert hold_ids(h) == ["in_place"] and h.engine.weights.session.in_place
+    assert hold_ids(h) == ["in_place"] and h.engine.weights.session.begin.in_place
 
 
 def test_the_fake_runner_refuses_a_step_without_whole_weights():

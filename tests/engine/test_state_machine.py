@@ -13,13 +13,16 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from fastdeploy.core.errors import EngineError
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import adapter_scope
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
-from support.checked_engine import CheckedEngine
+from support.checked_engine import CheckedEngine, number_of
+from support.fake_runner import fingerprint_of
 from support.machine_inputs import (
     ADAPTERS,
+    DELTAS,
     FOLDERS,
+    FORMS,
     HOLDS,
     KV,
     MODELS,
@@ -247,7 +250,7 @@ class EngineMachine(AdapterMachine):
         self.step()
 
     @rule(data=st.data(), args=st.sampled_from([m.PauseStatusArgs(), m.PauseStatusArgs(adapter_scope("t")),
-          m.AdaptersArgs(), m.MetricsArgs(), m.ModelInfoArgs()]))  # fmt: skip
+          m.AdaptersArgs(), m.MetricsArgs(), m.ModelInfoArgs(), m.WeightInfoArgs()]))  # fmt: skip
     def ask(self, data, args):
         call_id = self.call(args, client := self.some_client(data))
         self.step()
@@ -276,14 +279,15 @@ class EngineMachine(AdapterMachine):
         self.begin_with(data, m.BeginUpdateArgs(version, expected, kv, partial, in_place, lease_s))
 
     @precondition(lambda self: self.engine.weights.session)
-    @rule(data=st.data(), name=st.sampled_from(FOLDERS), slow=st.booleans())
-    def send_chunk(self, data, name, slow):
+    @rule(data=st.data(), name=st.sampled_from(FOLDERS + DELTAS), form=st.sampled_from(FORMS), slow=st.booleans())
+    def send_chunk(self, data, name, form, slow):
         session_id = self.some_session(data)
         if slow:
             self.h.runner.may_stage.clear()
-        self.call(m.UpdateChunkArgs(session_id, FolderSource(name)), self.some_client(data))
-        if not self.publications[session_id].committing:
-            self.publications[session_id].names.append(name)
+        self.call(m.UpdateChunkArgs(session_id, FolderSource(name), form=form), self.some_client(data))
+        told = self.publications[session_id]
+        if not told.committing and (form.is_plain or told.delta):
+            told.names.append(name)
 
     @precondition(lambda self: self.engine.weights.session)
     @rule(data=st.data(), version=st.sampled_from([None, "c"]))
@@ -292,7 +296,7 @@ class EngineMachine(AdapterMachine):
         session_id = self.some_session(data)
         told, session = self.publications[session_id], self.engine.weights.session
         kv = "recompute" if told.names and told.names[-1].endswith("recompute") else None
-        fits = session is not None and session.expected_version in (None, self.h.served.version)
+        fits = session is not None and self.may_commit(session)
         self.call(m.CommitUpdateArgs(session_id, version, kv), self.some_client(data))
         if not told.committing and fits:
             told.version, told.committing = version or told.version, True
@@ -326,6 +330,55 @@ class EngineMachine(AdapterMachine):
         if then == "commit":
             self.call(m.CommitUpdateArgs(session.id), self.some_client(data))
             self.publications[session.id].committing = True
+        self.step()
+
+    @precondition(lambda self: self.h.runner.has_weights)
+    @rule(data=st.data(), parts=st.lists(st.sampled_from(DELTAS), min_size=1, max_size=2, unique=True),
+          base=st.sampled_from([None, None, None, "fingerprint", "epoch", "version"]),
+          wrong=st.sampled_from([0, 0, 0, 1]), slow=st.booleans(), one_call=st.booleans(),
+          meanwhile=st.sampled_from(["", "", "relabel", "sleep", "begin", "reset", "silence"]))  # fmt: skip
+    def a_trainer_publishes_a_delta(self, data, parts, base, wrong, slow, one_call, meanwhile):
+        """Publish a delta. base: what is wrong in its base. wrong: added to the result that is asked for."""
+        self.step()
+        if slow:
+            self.h.runner.may_stage.clear()
+        parts = parts[:1] if one_call else parts
+        serving, served = self.h.runner.weights, self.h.served
+        result = fingerprint_of(serving + sum(number_of(part) for part in parts if part != "/bad") + wrong)
+        delta = DeltaBase(
+            fingerprint_of(serving + (base == "fingerprint")),
+            served.weight_epoch + (base == "epoch"),
+            "nope" if base == "version" else served.version,
+        )
+        kv = "recompute" if parts[-1].endswith("recompute") else "keep"
+        client = self.some_client(data)
+        if one_call:
+            args = m.UpdateWeightsArgs(FolderSource(parts[0]), kv=kv, base=delta, fingerprint=result, form=FORMS[1])
+            self.call_and_note(args, client, None, False, parts)
+            return
+        args = m.BeginUpdateArgs(
+            kv=kv, base=delta, fingerprint=result, lease_s=3.0, idempotency_key=f"k{next(self.ids)}"
+        )
+        self.begin_with(data, args)
+        session = self.engine.weights.session
+        if session is None or session.begin is not args:
+            return
+        for part in parts:
+            self.call(m.UpdateChunkArgs(session.id, FolderSource(part), form=FORMS[1]), client)
+            self.publications[session.id].names.append(part)
+        match meanwhile:
+            case "relabel":
+                self.relabel(data, "x")
+            case "sleep":
+                self.call(m.SleepArgs(), client)
+            case "begin":
+                self.call(args, client)
+            case "reset":
+                self.reset(data, None, 0)
+        self.step()
+        if meanwhile != "silence" and client in self.live_clients():
+            self.call(m.CommitUpdateArgs(session.id), client)
+            self.publications[session.id].committing = self.may_commit(session)
         self.step()
 
     @rule(data=st.data(), version=st.sampled_from(["x", "y"]))

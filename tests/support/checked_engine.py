@@ -14,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.holds import Hold
 from fastdeploy.engine.pause import Mode, PausePhase, PauseState
+from fastdeploy.engine.weight_session import Session
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.scheduler.queue import Gate
-from support.fake_runner import FakeRunner, nothing
+from support.fake_runner import FakeRunner, fingerprint_of, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
 from support.witness import Expected, Witness
@@ -31,12 +32,20 @@ class Publication:
 
     version: str | None
     partial: bool
+    delta: bool = False
     names: list[str] = field(default_factory=list)
     committing: bool = False
 
     def weights(self, serving: int) -> int:
-        last = int((self.names or ["/w0"])[-1][2:].partition("-")[0])
-        return last + (serving if self.partial else 0)
+        numbers = [number_of(name) for name in self.names]
+        if self.delta:
+            return serving + sum(numbers)
+        return (numbers or [0])[-1] + (serving if self.partial else 0)
+
+
+def number_of(folder: str) -> int:
+    """Return the k of "/w<k>", "/d<k>" and their like."""
+    return int(folder[2:].partition("-")[0])
 
 
 class CheckedEngine(RuleBasedStateMachine):
@@ -61,6 +70,8 @@ class CheckedEngine(RuleBasedStateMachine):
         self.clients = ["a"]
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
+        self.opened: dict[str | int, dict] = {}  # replies to begins, by their key
+        self.had_weights = True  # when the last round began
         self.known = self.book.known  # when the last round began
         self.calls_of_two_rounds: list[m.Args] = []  # a call that a step has read is handled in the next round
         self.num_older_calls = 0
@@ -109,11 +120,30 @@ class CheckedEngine(RuleBasedStateMachine):
         session = self.engine.weights.session
         if session is not None and session.id not in self.publications:
             one_call = isinstance(args, m.UpdateWeightsArgs)
-            self.publications[session.id] = Publication(version, partial, names, committing=one_call)
+            delta = session.begin.base is not None
+            self.publications[session.id] = Publication(version, partial, delta, names, committing=one_call)
 
     def begin_with(self, data, args: m.BeginUpdateArgs) -> None:
+        """Begin, and expect that a base that does not serve is refused."""
         self.step()
+        serves = self.serves(args.base)
         self.call_and_note(args, self.some_client(data), args.version, args.partial, [])
+        session = self.engine.weights.session
+        assert serves or session is None or session.begin is not args, "a delta against other weights"
+
+    def serves(self, base: DeltaBase | None) -> bool:
+        """Return whether no base is asked for, or the weights that serve are this base."""
+        served, fingerprint = self.h.served, self.h.runner.fingerprint
+        return base is None or (
+            (base.fingerprint, base.weight_epoch or served.weight_epoch) == (fingerprint, served.weight_epoch)
+            and base.version in (None, served.version)
+        )
+
+    def may_commit(self, session: Session) -> bool:
+        """Return whether the engine takes a commit of this session that names nothing."""
+        begin = session.begin
+        fits = begin.expected_version in (None, self.h.served.version) and self.serves(begin.base)
+        return fits and (begin.base is None or session.fingerprint is not None)
 
     def send_add(self, client, request_id, prompt, sampling, n, priority, salt, adapter=""):
         group = f"g{len(prompt) % 2}" if priority else ""
@@ -147,12 +177,14 @@ class CheckedEngine(RuleBasedStateMachine):
         frozen = {pause: self.num_tokens(pause) for pause in self.pauses() if pause.is_paused}
         weight_epoch, seen = self.h.served.weight_epoch, len(self.witness.replies)
         session, serving = self.engine.weights.session, self.h.runner.weights
+        self.had_weights = self.h.runner.has_weights
         self.known = self.book.known
         holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
         self.h.run_rounds()
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
+            assert session.fingerprint in (None, self.h.runner.fingerprint), "not the result that was asked for"
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
             assert self.h.runner.computed_tokens == computed and tokens == 0, "the engine computed while paused"
@@ -195,7 +227,7 @@ class CheckedEngine(RuleBasedStateMachine):
         assert told.committing and "/bad" not in told.names and "/garbage" not in told.names
         assert self.h.runner.weights == told.weights(serving), "other weights than those of the session"
         assert self.h.served.version == self.witness.versions[weight_epoch]
-        event("commit")
+        event(f"commit, delta: {told.delta}")
 
     def let_staging_end(self) -> None:
         self.h.runner.may_stage.set()
@@ -251,6 +283,13 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.UpdateChunkArgs(session_id, FolderSource(path)) if code == "update_in_progress":
                 # Too many reads hang. The session goes on without this part.
                 self.publications[session_id].names.remove(path)
+            case m.UpdateChunkArgs(session_id) if code == "invalid_field":
+                assert not args.form.is_plain and not self.publications[session_id].delta
+            case m.BeginUpdateArgs(idempotency_key=key) if code is None:
+                assert self.opened.setdefault(key or reply.call_id, reply.result) == reply.result
+                self.check_fingerprint(reply)
+            case m.CommitUpdateArgs() | m.UpdateWeightsArgs() if code is None:
+                self.check_fingerprint(reply)
             case m.AbortArgs(lora_name=str()) if code is None:
                 assert not any(s.open for s in self.doomed[reply.call_id]), "not aborted"
             case m.LoadAdapterArgs(name, path=path) if code is not None:
@@ -263,11 +302,22 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.WeightInfoArgs() if code is None and "checksums" in reply.result:
                 weights = self.witness.weights[reply.result["weight_epoch"]]
                 assert reply.result["checksums"]["weights"] == hashlib.sha256(str(weights).encode()).hexdigest()
+                self.check_fingerprint(reply)
+            case m.WeightInfoArgs() if code is None:
+                self.check_fingerprint(reply)
             case _:
                 assert code is None or code in REFUSALS.get(type(args), ()), reply
         if type(args) in REFUSALS:
             assert code is None or "AssertionError" not in reply.failure.message, reply
             event(f"{type(args).__name__}: {code}")
+
+    def check_fingerprint(self, reply: m.Reply) -> None:
+        """Assert that a reply shows the fingerprint of the weights that computed the tokens of its weight_epoch."""
+        shown = reply.result["fingerprint"]
+        if shown is None:
+            assert not (self.had_weights and self.h.runner.has_weights), "there are weights, but no fingerprint"
+        else:
+            assert shown == fingerprint_of(self.witness.weights[reply.result["weight_epoch"]])
 
     def check_released_holds(self, before: dict[tuple[str, str], Hold]) -> None:
         """Assert that no hold of an adapter has gone without a reason. before: the holds when the round began."""
@@ -321,11 +371,11 @@ class CheckedEngine(RuleBasedStateMachine):
             assert self.pause.is_paused and SYSTEM_HOLDS & set(holds)
         assert not runner.asleep or "sleep" in holds
         assert "sleep" not in holds or runner.asleep or self.engine.sleeper.unanswered or self.pause.unanswered
-        if "in_place" in holds and not (session is not None and session.in_place) and runner.has_weights:
+        if "in_place" in holds and not (session is not None and session.begin.in_place) and runner.has_weights:
             assert self.engine.weights.staging_busy or runner.asleep, "the hold of an update in place outlives it"
         if session is not None and not self.engine.weights.staging_busy:
             assert session.state.value == "open", "a session is being committed without a thread"
-        if session is not None and session.in_place:
+        if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
 
     # ---------------------------------------------------------------- the end

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
-from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
+from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source, StreamSource
 
 EOS = 0
 MIB = 1 << 20
@@ -72,6 +73,11 @@ def fingerprint_of(weights: int) -> str:
     return hashlib.sha256(f"weights {weights}".encode()).hexdigest()
 
 
+def tensor_fingerprint(weights: int) -> str:
+    """Return the fingerprint of the only tensor of the weights ``weights``."""
+    return hashlib.sha256(f"tensor {weights}".encode()).hexdigest()[:32]
+
+
 def write_adapter(folder: Path, content: str) -> str:
     """Write a PEFT folder for the fake runner, and return its path. content: see FakeAdapterStaging."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,11 +114,16 @@ class FakeAdapterStaging:
 class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
     and so is a repeated one. partial: k is added to the weights that serve. in_place: from the first part until the
-    commit the runner has no weights."""
+    commit the runner has no weights. delta: parts are named "d<k>", have any form, and each adds its k to the weights
+    that serve. The name of an upload is that of its file without UPLOAD_PREFIX, and the upload is a part once it is
+    complete. pieces: of uploads.
 
-    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool):
-        self._runner, self._partial, self._in_place = runner, partial, in_place
+    All weights are one tensor "weights". form.fingerprints may name what ``tensor_fingerprint`` returns for it."""
+
+    def __init__(self, runner: FakeRunner, partial: bool, in_place: bool, delta: bool = False):
+        self._runner, self._partial, self._in_place, self.delta = runner, partial, in_place, delta
         self.names: list[str] = []
+        self.pieces: list[StreamSource] = []
         self.abandoned, self.was_abandoned = False, threading.Event()
 
     def add(
@@ -124,25 +135,43 @@ class FakeStaging:
     ) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
+        if isinstance(source, StreamSource):
+            assert not self.delta, "a source that a delta session does not take"
+            self.pieces.append(source)
+            if source.state != "complete":
+                return ChunkReceipt(0, 0)
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
+        name = name.removeprefix(UPLOAD_PREFIX)
+        assert self.delta or form.is_plain, "a form that only a delta session takes"
         if name == "garbage":
             raise ValueError("an unexpected error of a reader")
-        if not name.startswith("w") or name in self.names:
+        if not name.startswith("d" if self.delta else "w") or name in self.names:
             raise WeightUpdateRefused(f"{name}: not a checkpoint, or twice in one update")
+        self._check_fingerprints(form.fingerprints, self._weights([*self.names, name]))
         if self._in_place:
             self._runner.has_weights = False
         self.names.append(name)
         return ChunkReceipt(3, 12)
 
+    def _check_fingerprints(self, expected: Mapping[str, str], weights: int) -> None:
+        for name, fingerprint in expected.items():
+            if (name, fingerprint) != ("weights", tensor_fingerprint(weights)):
+                raise WeightUpdateRefused(f"tensor {name}: its fingerprint is {tensor_fingerprint(weights)}")
+
+    def _weights(self, names: list[str]) -> int:
+        """Return the weights that these parts make."""
+        numbers = [int(name[1:].partition("-")[0]) for name in names]
+        if self.delta:
+            return self._runner.weights + sum(numbers)
+        return (numbers[-1] if numbers else 0) + (self._runner.weights if self._partial else 0)
+
     def finish(self) -> Staged:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
-        if not self.names and not self._partial:
+        if not self.names and not self._partial and not self.delta:
             raise WeightUpdateRefused("tensor a: is missing: it did not arrive")
-        serving = self._runner.weights if self._partial else 0
-        last, _, recompute = (self.names or ["w0"])[-1][1:].partition("-")
-        weights = serving + int(last)
-        return Staged((weights, recompute != "recompute"), fingerprint_of(weights))
+        weights, keeps_kv = self._weights(self.names), not any(name.endswith("-recompute") for name in self.names[-1:])
+        return Staged((weights, keeps_kv), fingerprint_of(weights))
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -162,7 +191,8 @@ class FakeRunner:
     fail_next: the next execute raises. step_s: the duration that StepResult names.
     poison: tokens behind which the logits are not finite. bad_weights: weights whose logits are never finite.
     may_stage: staging waits until this is set, as it is at first. no_space: sleep and wake fail.
-    work_in_pieces(beat): called by sleep and wake.
+    work_in_pieces(beat): called by sleep and wake. refreshes: completed calls of refresh_standby.
+    faults: wrong calls on the staging thread, where an assertion would only be logged.
     adapters: by number. adapter_reads: folders of adapters that were read, also refused ones.
     """
 
@@ -181,6 +211,7 @@ class FakeRunner:
         self.may_stage.set()
         self.has_weights, self.no_space = True, False
         self.standby_nbytes = self.refreshes = 0
+        self.faults: list[str] = []
         self._spilled = False
         self.asleep: frozenset[str] = frozenset()
         self.adapters: dict[int, Packed] = {}
@@ -282,12 +313,18 @@ class FakeRunner:
 
     def refresh_standby(self) -> None:
         assert self.may_stage.wait(30)
+        if "weight" in self.asleep or not self.has_weights:
+            self.faults.append("a refresh without weights")
+        if self.no_space:
+            raise OutOfSpace("no room for the standby copy")
         self.refreshes += 1
+        self.standby_nbytes = MIB
 
     def begin_update(self, partial: bool, in_place: bool, delta: bool = False) -> FakeStaging:
-        if "weight" in self.asleep or (partial and not self.has_weights):
+        if "weight" in self.asleep or ((partial or delta) and not self.has_weights):
             raise WrongOrder("asleep, or nothing to complete")
-        self.stagings.append(FakeStaging(self, partial, in_place))
+        assert not (delta and (partial or in_place))
+        self.stagings.append(FakeStaging(self, partial, in_place, delta))
         return self.stagings[-1]
 
     def commit(self, weights: Any) -> None:
@@ -322,6 +359,7 @@ class FakeRunner:
             raise OutOfSpace("no room for the weights")
         if "weight" in tags:
             self.has_weights, self._spilled = False, self.has_weights and not discard
+            self.standby_nbytes = 0
         if "kv_cache" in tags:
             self.slots = [[None] * self.info.block_size for _ in self.slots]
         self.asleep |= set(tags)

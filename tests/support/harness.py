@@ -197,6 +197,7 @@ class Harness:
             self.engine.adapters.check_integrity()
             if isinstance(self.runner, FakeRunner):
                 assert set(self.runner.adapters) == self.engine.adapter_memory.numbers()
+                assert not self.runner.faults
 
     @contextmanager
     def _staging_held_up(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
+from fastdeploy.core.weight_source import PLAIN, PartFormat
 from fastdeploy.inter_communicator import messages as m
 
 PROMPTS = [
@@ -45,6 +46,8 @@ PAUSES = st.builds(
     scope=SCOPES,
 )
 FOLDERS = ["/w1", "/w2", "/w3-recompute", "/bad", "/garbage"]
+DELTAS = ["/d1", "/d2", "/d3-recompute", "/bad"]
+FORMS = [PLAIN, PartFormat("xor", "zstd")]
 UPDATES = list(zip(FOLDERS, ["keep", "keep", "recompute", "keep", "recompute"], strict=True))
 KV = st.sampled_from(["keep", "recompute"])
 TAGS = st.sampled_from([(), ("weight",), ("kv_cache",), ("weight", "kv_cache")])
@@ -56,10 +59,12 @@ LATER = (
 )  # fmt: skip
 ENDED = {"session_not_found", "session_expired"}
 REFUSALS: dict[type, set[str]] = {
-    m.BeginUpdateArgs: {"update_in_progress", "version_conflict", "wrong_order"},
-    m.UpdateWeightsArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
-    m.UpdateChunkArgs: {"weight_update_refused", "update_in_progress", "wrong_order", *ENDED},
-    m.CommitUpdateArgs: {"weight_update_refused", "version_conflict", "wrong_order", *ENDED},
+    m.BeginUpdateArgs: {"update_in_progress", "version_conflict", "base_mismatch", "wrong_order", *ENDED},
+    m.UpdateWeightsArgs: {"weight_update_refused", "update_in_progress", "base_mismatch", "wrong_order", *ENDED},
+    m.UpdateChunkArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "invalid_field", *ENDED},
+    m.CommitUpdateArgs: {
+        "weight_update_refused", "version_conflict", "base_mismatch", "wrong_order", "invalid_field", *ENDED,
+    },
     m.AbortUpdateArgs: {"session_not_found"},
     m.WeightInfoArgs: {"wrong_order"},
     m.SleepArgs: {"wrong_order", "out_of_space", "pause_timeout", "pause_interrupted"},
@@ -68,4 +73,4 @@ REFUSALS: dict[type, set[str]] = {
     m.UnloadAdapterArgs: {"model_not_found"},
     m.AbortArgs: {"model_not_found"},
     m.PauseStatusArgs: {"model_not_found"},
-}
+}  # fmt: skip

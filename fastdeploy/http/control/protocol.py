@@ -10,7 +10,9 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import (
     MAX_VERSION_CHARS,
+    DeltaBase,
     FolderSource,
+    PartFormat,
     SharedMemorySource,
     WholeSource,
     version_label,
@@ -61,13 +63,13 @@ Label = int | Annotated[str, Field(min_length=1, max_length=MAX_VERSION_CHARS)]
 
 
 def _from_query(value: Any) -> Any:
-    """Parse a table of checksums that came in the query as JSON."""
+    """Parse a table of checksums or fingerprints that came in the query as JSON."""
     if not isinstance(value, str):
         return value
     try:
         return parse_json(value.encode())
     except InvalidField as error:
-        raise ValueError("expected a JSON object: {tensor: sha256 hex}") from error
+        raise ValueError("expected a JSON object: {tensor: hex digits}") from error
 
 
 def _tag_list(value: Any) -> Any:
@@ -80,6 +82,9 @@ def _tag_list(value: Any) -> Any:
 
 Version = Annotated[str, PlainValidator(version_label), described(Label)]
 Checksums = Annotated[dict[str, str], BeforeValidator(_from_query)]
+Fingerprint = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Fingerprints = Annotated[dict[str, Fingerprint], BeforeValidator(_from_query)]
+FingerprintOverAll = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Tags = Annotated[list[Literal["weight", "kv_cache"]], BeforeValidator(_tag_list)]
 Kv = Literal["keep", "recompute"]
 
@@ -92,10 +97,17 @@ class SourceBody(Body):
     nbytes: int = Field(0, ge=0, le=2**63 - 1)
     checksums: Checksums = {}
     verify_checksum: bool = False
+    encoding: Literal["dense", "overwrite", "xor"] = "dense"
+    compression: Literal["none", "zstd"] = "none"
+    fingerprints: Fingerprints = {}
 
     @property
     def names_no_source(self) -> bool:
         return self.model_path is None and self.shared_memory is None
+
+    @property
+    def form(self) -> PartFormat:
+        return PartFormat(self.encoding, self.compression, self.fingerprints)
 
     def source(self, field: str, expected: str) -> WholeSource:
         """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
@@ -106,8 +118,8 @@ class SourceBody(Body):
         raise InvalidField(field, f"expected one of {expected}")
 
     def rest(self) -> dict[str, Any]:
-        """All fields but those of the source."""
-        return self.model_dump(exclude={"model_path", "shared_memory", "nbytes"})
+        """Return the fields of the engine's call but the source."""
+        return {**self.model_dump(exclude=SOURCE_FIELDS), "form": self.form}
 
 
 class UpdateOptions(Body):
@@ -117,13 +129,38 @@ class UpdateOptions(Body):
     partial: bool = False
     in_place: bool = False
     timeout_s: Seconds | None = None
+    base_fingerprint: FingerprintOverAll | None = None
+    base_epoch: int | None = Field(None, ge=0, le=2**63 - 1)
+    base_version: Version | None = None
+    fingerprint: FingerprintOverAll | None = None
+
+    @property
+    def base(self) -> DeltaBase | None:
+        """The weights that the delta was made against. Raises InvalidField if they have no fingerprint."""
+        if self.base_fingerprint is not None:
+            return DeltaBase(self.base_fingerprint, self.base_epoch, self.base_version)
+        if self.base_epoch is not None or self.base_version is not None:
+            raise InvalidField("base_fingerprint", "expected beside base_epoch and base_version")
+        return None
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields of the engine's call."""
+        return {**self.model_dump(exclude=BASE_FIELDS), "base": self.base}
 
 
-class UpdateWeightsBody(UpdateOptions, SourceBody): ...
+SOURCE_FIELDS = {"model_path", "shared_memory", "nbytes", "encoding", "compression", "fingerprints"}
+BASE_FIELDS = {"base_fingerprint", "base_epoch", "base_version"}
+
+
+class UpdateWeightsBody(UpdateOptions, SourceBody):
+    def rest(self) -> dict[str, Any]:
+        both = {**super().rest(), **self.options()}
+        return {name: value for name, value in both.items() if name not in SOURCE_FIELDS | BASE_FIELDS}
 
 
 class BeginBody(UpdateOptions):
     lease_s: Seconds = 300.0
+    idempotency_key: str | None = Field(None, min_length=1, max_length=MAX_VERSION_CHARS)
 
 
 class ChunkBody(SourceBody):
@@ -134,6 +171,7 @@ class CommitBody(Body):
     session_id: SessionId
     version: Version | None = None
     kv: Kv | None = None
+    fingerprint: FingerprintOverAll | None = None
 
 
 class AbortUpdateBody(Body):

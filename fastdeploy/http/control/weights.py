@@ -22,7 +22,6 @@ from fastdeploy.http.control.protocol import (
     ResetBody,
     SleepBody,
     SourceBody,
-    UpdateOptions,
     UpdateWeightsBody,
     WakeBody,
     WeightInfoBody,
@@ -32,7 +31,7 @@ from fastdeploy.http.upload import admitted_upload, is_upload
 from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
 
-PART_FIELDS = {"checksums", "verify_checksum"}  # of an upload
+PART_FIELDS = ("checksums", "verify_checksum", "form")  # of an upload
 
 
 def weights_router(context: ServingContext) -> APIRouter:
@@ -48,19 +47,15 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, UpdateWeightsBody)
         if body.names_no_source and not is_upload(request):
             return await call(_relabel(body))
+        fields = body.rest()
         if not is_upload(request):
-            return await call(m.UpdateWeightsArgs(_named_source(body), **body.rest()))
+            return await call(m.UpdateWeightsArgs(_named_source(body), **fields))
         _refuse_second_source(body)
-        begin = m.BeginUpdateArgs(**body.model_dump(include=set(UpdateOptions.model_fields)))
-        fields = body.model_dump(include=PART_FIELDS)
-        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin)) as admitted:
+        begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
+        part = {name: fields[name] for name in PART_FIELDS}
+        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, form=body.form)) as admitted:
             report = await upload_update(
-                request,
-                context,
-                begin,
-                fields,
-                lambda source: m.UpdateWeightsArgs(source, **body.rest()),
-                admitted["streams"],
+                request, context, begin, part, lambda source: m.UpdateWeightsArgs(source, **fields), admitted["streams"]
             )
         return envelope(report)
 
@@ -69,7 +64,10 @@ def weights_router(context: ServingContext) -> APIRouter:
         body = await read(request, WeightInfoBody)
         return await call(m.WeightInfoArgs(checksums=body.checksums))
 
-    add_call(router, client, "/v1/weights/begin", BeginBody, m.BeginUpdateArgs)
+    @router.post("/v1/weights/begin", openapi_extra=takes(BeginBody, query=True))
+    async def begin(request: Request) -> Response:
+        body = await read(request, BeginBody)
+        return await call(m.BeginUpdateArgs(**body.options()))
 
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
@@ -77,9 +75,9 @@ def weights_router(context: ServingContext) -> APIRouter:
         if not is_upload(request):
             return await call(m.UpdateChunkArgs(source=_named_source(body), **body.rest()))
         _refuse_second_source(body)
-        fields = body.model_dump(include=PART_FIELDS)
-        async with admitted_upload(context, m.CheckUpdateArgs(body.session_id)) as admitted:
-            return envelope(await upload_part(request, context, body.session_id, fields, admitted["streams"]))
+        part = {name: body.rest()[name] for name in PART_FIELDS}
+        async with admitted_upload(context, m.CheckUpdateArgs(body.session_id, form=body.form)) as admitted:
+            return envelope(await upload_part(request, context, body.session_id, part, admitted["streams"]))
 
     add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
     add_call(router, client, "/v1/weights/abort", AbortUpdateBody, m.AbortUpdateArgs)
@@ -99,8 +97,8 @@ def _refuse_second_source(body: SourceBody) -> None:
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:
-    for field in ("expected_version", "partial", "in_place", "checksums", "verify_checksum", "timeout_s"):
-        if getattr(body, field):
+    for field, about in UpdateWeightsBody.model_fields.items():
+        if field != "version" and getattr(body, field) != about.default:
             raise InvalidField(field, "expected with new weights only: model_path, shared_memory or an upload")
     if body.version is None:
         raise InvalidField("model_path", "expected model_path, shared_memory, an octet-stream body, or a version")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
+from fastdeploy.core.weight_source import DeltaBase, FileSource, FolderSource, PartFormat, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import OCTETS, answer
 
@@ -16,6 +16,7 @@ def assert_invalid(reply, field: str) -> None:
     assert (reply.json()["error"]["code"], reply.json()["error"]["param"]) == ("invalid_field", field)
 
 
+BASE, RESULT, OF_A = "b" * 64, "c" * 64, "d" * 32
 CASES = [
     (
         "/v1/update_weights",
@@ -35,6 +36,25 @@ CASES = [
         {"version": 1, "expected_version": 0, "kv": "recompute", "partial": True, "in_place": True, "lease_s": 9},
         m.BeginUpdateArgs("1", "0", "recompute", True, True, 9.0),
     ),
+    (
+        "/v1/weights/begin",
+        {"base_fingerprint": BASE, "base_epoch": 3, "base_version": 2, "fingerprint": RESULT, "idempotency_key": "k"},
+        m.BeginUpdateArgs(base=DeltaBase(BASE, 3, "2"), fingerprint=RESULT, idempotency_key="k"),
+    ),
+    ("/v1/weights/begin", {"base_fingerprint": BASE}, m.BeginUpdateArgs(base=DeltaBase(BASE))),
+    (
+        "/v1/update_weights",
+        {"model_path": "/m", "base_fingerprint": BASE, "fingerprint": RESULT, "encoding": "xor", "compression": "zstd",
+         "fingerprints": {"a": OF_A}, "timeout_s": 5},
+        m.UpdateWeightsArgs(FolderSource("/m"), timeout_s=5.0, form=PartFormat("xor", "zstd", {"a": OF_A}),
+                            base=DeltaBase(BASE), fingerprint=RESULT),
+    ),
+    (
+        "/v1/weights/chunk",
+        {"session_id": "s", "shared_memory": "x", "encoding": "overwrite", "fingerprints": {"a": OF_A}},
+        m.UpdateChunkArgs("s", SharedMemorySource("x"), form=PartFormat("overwrite", "none", {"a": OF_A})),
+    ),
+    ("/v1/weights/commit", {"session_id": "s", "fingerprint": RESULT}, m.CommitUpdateArgs("s", fingerprint=RESULT)),
     (
         "/v1/weights/chunk",
         {"session_id": "s", "model_path": "/m", "checksums": {"a": "ff"}, "verify_checksum": True},
@@ -75,11 +95,13 @@ def test_a_body_becomes_a_call_of_the_engine_and_the_reply_carries_the_result(mo
         ("/v1/sleep/?tags=weight", m.SleepArgs(("weight",))),
         ("/v1/wakeup?tags=kv_cache", m.WakeArgs(("kv_cache",))),
         ("/v1/weights/begin?partial=true&lease_s=4.5", m.BeginUpdateArgs(partial=True, lease_s=4.5)),
+        (f"/v1/weights/begin?base_fingerprint={BASE}&base_epoch=7&idempotency_key=k",
+         m.BeginUpdateArgs(base=DeltaBase(BASE, 7), idempotency_key="k")),
         ("/v1/weights/commit?session_id=s&version=3", m.CommitUpdateArgs("s", "3")),
         ("/v1/update_weights?model_path=/m&version=3", m.UpdateWeightsArgs(FolderSource("/m"), "3")),
         ("/v1/reset?version=3", m.ResetArgs("3")),
     ],
-)
+)  # fmt: skip
 def test_a_query_may_replace_the_body(module_stack, query, args):
     answer(module_stack, type(args))
     assert module_stack.http.post(query).status_code == 200
@@ -102,6 +124,34 @@ def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
     assert args == m.UpdateChunkArgs("s", args.source, checksums={"a": "ff"}, verify_checksum=True)
 
 
+def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before_it_is_received(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    for kind in (m.CheckUpdateArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs):
+        answer(stack, kind)
+    of_part = {"encoding": "overwrite", "compression": "zstd", "fingerprints": json.dumps({"a": OF_A})}
+    form = PartFormat("overwrite", "zstd", {"a": OF_A})
+    query = {"base_fingerprint": BASE, "base_version": "2", "fingerprint": RESULT, **of_part}
+    assert stack.http.post("/v1/update_weights", params=query, content=b"x", headers=OCTETS).status_code == 200
+    base = DeltaBase(BASE, version="2")
+    begin = m.BeginUpdateArgs(base=base, fingerprint=RESULT)
+    assert stack.engine.expect(m.CheckUpdateArgs).args == m.CheckUpdateArgs(begin=begin, form=form)
+    args = stack.engine.expect(m.UpdateWeightsArgs).args
+    assert args == m.UpdateWeightsArgs(args.source, form=form, base=base, fingerprint=RESULT)
+    query = {"session_id": "s", **of_part}
+    assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
+    assert stack.engine.expect(m.CheckUpdateArgs).args == m.CheckUpdateArgs("s", form=form)
+    args = stack.engine.expect(m.UpdateChunkArgs).args
+    assert args == m.UpdateChunkArgs("s", args.source, form=form)
+
+
+def test_a_delta_against_other_weights_is_a_409_that_describes_what_serves(module_stack):
+    serves = {"version": "7", "weight_epoch": 3, "boot_id": "b", "fingerprint": RESULT}
+    answer(module_stack, m.BeginUpdateArgs, {}, m.Failure("base_mismatch", "because", serves))
+    reply = module_stack.post("/v1/weights/begin", base_fingerprint=BASE)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (409, "base_mismatch") and serves.items() <= error.items()
+
+
 def test_info_with_and_without_checksums(module_stack):
     answer(module_stack, m.WeightInfoArgs, {"version": "0"})
     for path, wanted in (("/v1/weights", False), ("/v1/weights?checksums=true", True), ("/v1/weights/", False)):
@@ -117,15 +167,33 @@ BAD = {
         ({"model_path": "/m", "kv": "x"}, "kv"), ({"model_path": "/m", "checksums": {"a": 1}}, "checksums.a"),
         ({"model_path": "/m", "nbytes": -1}, "nbytes"), ({"model_path": "/m", "serialized": "x"}, "serialized"),
         ({"version": "v", "in_place": True}, "in_place"),
+        ({"version": "v", "base_fingerprint": BASE}, "base_fingerprint"), ({"version": "v", "kv": "recompute"}, "kv"),
+        ({"version": "v", "fingerprint": RESULT}, "fingerprint"), ({"version": "v", "encoding": "xor"}, "encoding"),
+        ({"model_path": "/m", "fingerprints": {"a": "d"}}, "fingerprints.a"),
+        ({"model_path": "/m", "compression": "gzip"}, "compression"),
+        ({"model_path": "/m", "base_epoch": 1}, "base_fingerprint"),
         ({"version": "v", "expected_version": "u"}, "expected_version"), ({"version": "x" * 257}, "version"),
         *(({"model_path": "/m", "version": version}, "version") for version in ("", True, [1], 1.5, 10**4000)),
     ],
     "/v1/weights/begin": [
         ({"lease_s": 0}, "lease_s"), ({"lease_s": 86401}, "lease_s"), ({"lora_name": "a"}, "lora_name"),
         ({"model_path": "/m"}, "model_path"),
+        *(({"base_fingerprint": value}, "base_fingerprint") for value in ("", "b" * 63, "B" * 64, BASE + "\n", 7)),
+        ({"base_fingerprint": BASE, "base_epoch": -1}, "base_epoch"),
+        ({"base_fingerprint": BASE, "base_epoch": 2**63}, "base_epoch"),
+        ({"base_fingerprint": BASE, "base_version": ""}, "base_version"),
+        ({"base_version": "1"}, "base_fingerprint"), ({"fingerprint": "x" * 64}, "fingerprint"),
+        ({"idempotency_key": ""}, "idempotency_key"), ({"idempotency_key": "k" * 257}, "idempotency_key"),
     ],
-    "/v1/weights/chunk": [({"model_path": "/m"}, "session_id"), ({"session_id": "s"}, "model_path")],
-    "/v1/weights/commit": [({}, "session_id"), ({"session_id": "s", "kv": "x"}, "kv")],
+    "/v1/weights/chunk": [
+        ({"model_path": "/m"}, "session_id"), ({"session_id": "s"}, "model_path"),
+        ({"session_id": "s", "model_path": "/m", "encoding": "sparse"}, "encoding"),
+        ({"session_id": "s", "model_path": "/m", "fingerprints": [1]}, "fingerprints"),
+    ],
+    "/v1/weights/commit": [
+        ({}, "session_id"), ({"session_id": "s", "kv": "x"}, "kv"),
+        ({"session_id": "s", "fingerprint": RESULT + "0"}, "fingerprint"),
+    ],
     "/v1/sleep": [
         ({"tags": ["weights"]}, "tags.0"), ({"tags": [1]}, "tags.0"), ({"tags": {"weight": 1}}, "tags"),
         ({"mode": "nap"}, "mode"), ({"level": 1}, "level"),
@@ -144,8 +212,8 @@ def test_an_upload_with_another_source_or_malformed_checksums_is_a_400(make_stac
     stack = make_stack(upload_dir=str(tmp_path))
     for path in ("/v1/update_weights?model_path=/m", "/v1/weights/chunk?session_id=s&shared_memory=x"):
         assert_invalid(stack.http.post(path, content=b"x", headers=OCTETS), "model_path")
-    reply = stack.http.post("/v1/update_weights?checksums=a", content=b"x", headers=OCTETS)
-    assert_invalid(reply, "checksums")
+    for field in ("checksums", "fingerprints"):
+        assert_invalid(stack.http.post(f"/v1/update_weights?{field}=a", content=b"x", headers=OCTETS), field)
     assert not list(tmp_path.iterdir())
 
 

@@ -26,7 +26,6 @@ from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
-PART_FIELDS = {"checksums", "verify_checksum"}
 NO_SESSION_FIELDS = {"partial", "kv"}  # in a session, /start_weight_update sets them
 Backend = Literal["checkpoint", "shared_memory", "upload"]
 WHAT_WORKS = (
@@ -94,7 +93,7 @@ class Part(NamedTuple):
     def update(self) -> m.UpdateWeightsArgs:
         """Return the call that makes an update of its own from this part."""
         info = self.info
-        fields = {"version": info.weight_version, **info.model_dump(include=PART_FIELDS)}
+        fields = {"version": info.weight_version, **_part_fields(info)}
         return m.UpdateWeightsArgs(self.source, kv=info.kv, partial=info.partial, **fields)
 
 
@@ -113,7 +112,7 @@ class WeightUpdates:
         is committed at once."""
         source, info = part
         if not NO_SESSION_FIELDS & info.model_fields_set:
-            fields = {"version": info.weight_version, **info.model_dump(include=PART_FIELDS)}
+            fields = {"version": info.weight_version, **_part_fields(info)}
             receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
             if receipt["session_id"] is not None:
                 return receipt
@@ -127,23 +126,24 @@ class WeightUpdates:
         """Add the body of ``request``, as :meth:`add` does."""
         info = parse_body(dict(request.query_params), UpdateInfo, {})
         begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
-        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY)) as admitted:
-            session_id, streams, fields = (
-                admitted["session_id"],
-                admitted["streams"],
-                info.model_dump(include=PART_FIELDS),
+        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
+        async with admitted_upload(context, check) as admitted:
+            session_id, streams = admitted["session_id"], admitted["streams"]
+            if session_id is not None:
+                _refuse_session_fields(info)
+                fields = {"version": info.weight_version, **_part_fields(info)}
+                return await upload_part(request, context, session_id, fields, streams)
+            return await upload_update(
+                request, context, begin, _part_fields(info), lambda source: Part(source, info).update(), streams
             )
-            if session_id is None:
-                return await upload_update(
-                    request, context, begin, fields, lambda source: Part(source, info).update(), streams
-                )
-            _refuse_session_fields(info)
-            fields["version"] = info.weight_version
-            return await upload_part(request, context, session_id, fields, streams)
 
     async def finish(self, version: str | None) -> dict[str, Any]:
         """Commit the open session. Raises WrongOrder if there is none."""
         return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
+
+
+def _part_fields(info: UpdateInfo) -> dict[str, Any]:
+    return {"checksums": info.checksums, "verify_checksum": info.verify_checksum, "form": info.form}
 
 
 def _refuse_session_fields(info: UpdateInfo) -> None:
