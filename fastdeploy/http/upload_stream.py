@@ -21,6 +21,7 @@ from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import FileSource, Source, StreamSource
 from fastdeploy.http.context import ServingContext
+from fastdeploy.http.guards.body_receiver import BodyReceiver
 from fastdeploy.http.upload import EMPTY, spooled_upload
 from fastdeploy.http.upload_files import HalvedFile
 from fastdeploy.inter_communicator import messages as m
@@ -46,8 +47,13 @@ async def upload_part(
             if not streams:
                 async with spooled_upload(request, context) as source:
                     return await client.call(part(source))
-            async for data in request.stream():
-                await stream.write(data)
+            if (receiver := BodyReceiver.of(request)) is None:
+                async for data in request.stream():
+                    await stream.write(data)
+            else:
+                while received := await receiver.into(stream.room):
+                    await stream.fill(received)
+                await request.receive()  # tells the middleware that the body is complete
             return await stream.complete()
         finally:
             await _to_the_end(stream.close())
@@ -92,17 +98,26 @@ class UploadStream:
         self._is_complete = False
         self._in_flight = self._send("open")
 
+    @property
+    def room(self) -> memoryview:
+        """The rest of the half that is being filled. Never empty."""
+        return self._memory[self._half * self._half_bytes :][self._filled : self._half_bytes]
+
+    async def fill(self, nbytes: int) -> None:
+        """Note that ``nbytes`` bytes of the body were written to :attr:`room`. Waits if both halves are full. Raises
+        the engine's error if it refused a piece."""
+        self._filled += nbytes
+        if self._filled == self._half_bytes:
+            await self._hand_over("open")
+
     async def write(self, data: bytes) -> None:
-        """Add bytes of the body. Waits if both halves are full. Raises the engine's error if it refused a piece."""
+        """Copy bytes of the body to the halves, as :meth:`fill`."""
         rest = memoryview(data)
         while rest:
-            count = min(len(rest), self._half_bytes - self._filled)
-            start = self._half * self._half_bytes + self._filled
-            self._memory[start : start + count] = rest[:count]
-            self._filled += count
-            rest = rest[count:]
-            if self._filled == self._half_bytes:
-                await self._hand_over("open")
+            room = self.room[: len(rest)]
+            room[:] = rest[: len(room)]
+            rest = rest[len(room) :]
+            await self.fill(len(room))
 
     async def complete(self) -> dict[str, Any]:
         """Hand over the rest, and return the reply of the engine about the whole upload."""
