@@ -16,9 +16,8 @@ def has_room(folder: str | os.PathLike[str], nbytes: int) -> bool:
 
 def new_file(path: str | os.PathLike[str], mode: int) -> BinaryIO:
     """Make a file that does not exist yet, and open it for writing without a buffer: another process may read each byte
-    at once. The file is not mapped into memory, so a full file system causes OSError and no signal. mode:
-    permissions."""
-    return open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb", buffering=0)
+    at once. A full file system causes OSError and no signal, unless the caller maps the file. mode: permissions."""
+    return open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode), "wb", buffering=0)
 
 
 def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -31,17 +31,19 @@ class SharedMemorySource(msgspec.Struct, frozen=True, tag="shared_memory"):
 
 
 class StreamSource(msgspec.Struct, frozen=True, tag="stream"):
-    """The next piece of one safetensors file that arrives in order, in pieces, while its upload is received. The bytes
-    [offset, offset + nbytes) of the file ``path``, which the API server may overwrite after the reply. stream: names
-    the upload. start: bytes of the upload before this piece. last: the upload ends with this piece. The tensors of an
-    upload count as arrived when its last piece was added."""
+    """The next piece of one safetensors file, which is added in pieces while its upload is received. The bytes [offset,
+    offset + nbytes) of the file ``path``, which the API server may overwrite after the reply.
+
+    stream: names the upload. start: bytes of the upload before this piece. state: "open" = the upload goes on,
+    "complete" = it ends with this piece, "broken" = it broke off, and there is no piece. The tensors of an upload count
+    as arrived once it is complete."""
 
     stream: str
     path: str
     offset: int
     nbytes: int
     start: int
-    last: bool
+    state: Literal["open", "complete", "broken"]
 
 
 WholeSource = FolderSource | FileSource | SharedMemorySource

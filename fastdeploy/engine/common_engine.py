@@ -91,7 +91,10 @@ class CommonEngine:
             info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
         )
         switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
-        self.weights = WeightSessions(runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s)
+        clients = self.lifecycle.delivery.clients
+        self.weights = WeightSessions(
+            runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s, clients
+        )
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
@@ -115,8 +118,6 @@ class CommonEngine:
             m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
             m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
-            m.BeginUpdateArgs: lambda args, answer: self.weights.begin(args),
-            m.UpdateChunkArgs: self.weights.add_part,
             m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
@@ -131,6 +132,11 @@ class CommonEngine:
             m.WakeArgs: self.sleeper.wake,
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
+        }
+        # Calls that the engine must tie to the client that makes them.
+        self._on_call_of: dict[type, Callable[[Any, str, Answer], dict[str, Any] | None]] = {
+            m.BeginUpdateArgs: lambda args, client, answer: self.weights.begin(args, client),
+            m.UpdateChunkArgs: self.weights.add_part,
         }
         if config.lost_commit:
             self.weights.hold_for_republish()
@@ -264,10 +270,13 @@ class CommonEngine:
                 self.lifecycle.delivery.reply(client, call.call_id, result, error)
 
         try:
-            handler = self._on_call.get(type(call.args))
-            if handler is None:
-                raise InvalidField("args", f"unknown call {type(call.args).__name__}")
-            result = handler(call.args, answer)
+            kind = type(call.args)
+            if kind in self._on_call:
+                result = self._on_call[kind](call.args, answer)
+            elif kind in self._on_call_of:
+                result = self._on_call_of[kind](call.args, client, answer)
+            else:
+                raise InvalidField("args", f"unknown call {kind.__name__}")
         except Exception as error:
             answer({}, error)
             if not isinstance(error, FastDeployError):

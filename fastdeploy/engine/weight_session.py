@@ -9,6 +9,7 @@ from typing import Any
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.runner import ChunkReceipt, Staging
 from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.weight_streams import WeightStreams, may_stream
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
 
 
@@ -44,8 +45,9 @@ class Session:
     """One update of weights. begin: the call that opened it. opened: the reply to it, without "session_id".
 
     version, kv, fingerprint: of begin, until a later call replaces them. staging: None when the session has ended.
-    pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the staging thread has
-    worked. answer: of the commit call. Times are on the loop's clock.
+    owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
+    being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
+    staging thread has worked. answer: of the commit call. Times are on the loop's clock.
     """
 
     id: str
@@ -54,10 +56,12 @@ class Session:
     timeout_s: float
     staging: Staging | None
     started_at: float
+    owner: str | None
     version: str | None = field(init=False)
     kv: str = field(init=False)
     fingerprint: str | None = field(init=False)
     expires_at: float = field(init=False)
+    streams: WeightStreams = field(init=False)
     state: SessionState = SessionState.OPEN
     pending: int = 0
     tensors: int = 0
@@ -68,6 +72,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.version, self.kv, self.fingerprint = self.begin.version, self.begin.kv, self.begin.fingerprint
+        self.streams = WeightStreams(may_stream(self.begin))
         self.renew(self.started_at)
 
     def renew(self, now: float) -> None:
@@ -82,8 +87,9 @@ class Session:
 
     @property
     def lease_runs(self) -> bool:
-        """True if the lease may end. It does not while a part is staged or the commit is checked."""
-        return self.state is SessionState.OPEN and self.pending == 0
+        """True if the lease may end. It does not end while an upload is received, a part is staged, or the commit is
+        checked."""
+        return self.state is SessionState.OPEN and self.pending == 0 and not self.streams
 
     def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]

@@ -12,7 +12,7 @@ from fastdeploy.core.config import UPLOAD_PREFIX, upload_folders
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.shared_files import SHARED_MEMORY
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source, StreamSource
 
 MAX_NBYTES = 2**63 - 1
 
@@ -37,6 +37,10 @@ class SourcePolicy:
                 self._check_segment(name, nbytes)
             case FileSource(path=path):
                 self._check_upload(path)
+            case StreamSource(path=path) if source.state != "broken":
+                self._check_upload(path)
+                if min(source.offset, source.nbytes, source.start) < 0:
+                    raise InvalidField("body", f"expected a piece of an upload, got {source!r}")
 
     def _check_folder(self, path: str, field: str) -> None:
         if (problem := path_problem(path)) is not None:

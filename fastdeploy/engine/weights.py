@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from fastdeploy.core.errors import (
@@ -27,7 +27,7 @@ from fastdeploy.core.errors import (
 )
 from fastdeploy.core.runner import ChunkReceipt, Runner, Staged
 from fastdeploy.core.scope import Scope
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
 from fastdeploy.engine.pause import PauseState
@@ -45,6 +45,7 @@ from fastdeploy.engine.weight_checks import (
 from fastdeploy.engine.weight_info import WeightInfo
 from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
 from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.engine.weight_streams import may_stream
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m
 
@@ -57,6 +58,7 @@ NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 class WeightSessions:
     """Updates of the weights of all scopes, one session at a time. pause: of the whole engine. wake: wakes the loop up.
     stage_timeout_s: seconds that a job of the staging thread may take, unless its session has another time-out.
+    clients: those that are connected.
 
     session: the open one, or None. num_failed: sessions that ended without a commit. last_commit_s: seconds of the last
     commit."""
@@ -70,6 +72,7 @@ class WeightSessions:
         wake: Callable[[], None],
         clock: Callable[[], float],
         stage_timeout_s: float,
+        clients: Container[str],
     ):
         self._runner = runner
         self._switch = switch
@@ -79,6 +82,7 @@ class WeightSessions:
         self._checks = UpdateChecks(runner, pause, stage_timeout_s)
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
+        self._clients = clients
         self._thread = StagingThread(wake, clock)
         self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
         self._book = SessionBook()
@@ -109,14 +113,14 @@ class WeightSessions:
 
     # ------------------------------------------------------------------ calls
 
-    def begin(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
+    def begin(self, args: m.BeginUpdateArgs, client: str) -> dict[str, Any]:
         """Open a session, or find the one that a begin with the same key has opened. Raises UpdateInProgress,
         VersionConflict, BaseMismatch, WrongOrder or InvalidField, or the error that ended the session of the key."""
-        session = self._book.find_begun(args) or self._open(args)
+        session = self._book.find_begun(args) or self._open(args, client if args.ends_with_client else None)
         session.renew(self._clock())
         return {"session_id": session.id, **session.opened}
 
-    def add_part(self, args: m.UpdateChunkArgs, answer: Answer) -> None:
+    def add_part(self, args: m.UpdateChunkArgs, client: str, answer: Answer) -> None:
         session_id = self._book.meant(args)
         if session_id is None:
             answer({"session_id": None}, None)
@@ -125,6 +129,12 @@ class WeightSessions:
         self._check_source(args)
         check_form(args.form, session.begin.base)
         check_label("version", args.version)
+        if isinstance(args.source, StreamSource):
+            session.streams.take(args.source, client)
+            if not session.streams.allowed:  # the stream has no content: it only stops the lease
+                session.renew(self._clock())
+                answer({"session_id": session.id}, None)
+                return
         session.advance(SessionEvent.PART)
         session.version = args.version or session.version
         self._submit_part(session, args, answer)
@@ -133,19 +143,22 @@ class WeightSessions:
         """Raise the error that a part, or a begin with ``args.begin``, would raise."""
         session_id = self._book.meant(args)
         if session_id is not None:
-            base = self._book.find_open(session_id).begin.base
+            session = self._book.find_open(session_id)
+            base, streams = session.begin.base, session.streams.allowed
         else:
             self._check_begin(args.begin)
-            base = args.begin.base
+            base, streams = args.begin.base, may_stream(args.begin)
             check_result_is_named(base, args.begin.fingerprint)
         check_form(args.form, base)
-        return {}
+        return {"session_id": session_id, "streams": streams}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
         session_id = self._book.meant(args)
         if session_id is None:
             raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
         session = self._book.find_open(session_id)
+        if session.streams:
+            raise WrongOrder(f"an upload to weight session {session.id} is being received: commit after its reply")
         check_label("version", args.version)
         check_kv(args.kv)
         check_fingerprint("fingerprint", args.fingerprint)
@@ -201,8 +214,9 @@ class WeightSessions:
     # ------------------------------------------------------------------ between two steps
 
     def poll(self) -> None:
-        """Handle the results of the staging thread, and end a session whose lease has ended."""
+        """Handle the results of the staging thread, and end a session whose lease or whose client has ended."""
         self._thread.poll()
+        self._drop_lost_clients()
         session = self.session
         if session is not None and session.lease_runs and session.expires_at <= self._clock():
             why = f"the lease of weight session {session.id} ended: no part came for {session.begin.lease_s:g} s"
@@ -246,7 +260,19 @@ class WeightSessions:
         self._checks.check_state(args)
         return timeout_s
 
-    def _open(self, args: m.BeginUpdateArgs) -> Session:
+    def _drop_lost_clients(self) -> None:
+        session = self.session
+        if session is None or session.state is not SessionState.OPEN:
+            return
+        if session.owner is not None and session.owner not in self._clients:
+            self._end(session, SessionNotFound(f"weight session {session.id}: its API server is gone"))
+            return
+        for source in session.streams.broken_off(self._clients):
+            log.warning("upload %s to weight session %s broke off: its API server is gone", source.stream, session.id)
+            if session.streams.allowed:
+                self._submit_part(session, m.UpdateChunkArgs(session.id, source), lambda result, error: None)
+
+    def _open(self, args: m.BeginUpdateArgs, owner: str | None = None) -> Session:
         timeout_s = self._check_begin(args)
         opened = {"lease_s": args.lease_s, **self._scope.weights_label(), **self._info.facts()}
         staging = self._runner.begin_update(args.partial, args.in_place, delta=args.base is not None)
@@ -258,6 +284,7 @@ class WeightSessions:
             opened=opened,
             timeout_s=timeout_s,
             staging=staging,
+            owner=owner,
             started_at=self._clock(),
         )
         return session

@@ -36,7 +36,7 @@ from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
 from fastdeploy.http.openapi import DescribedApp
-from fastdeploy.http.upload import remove_leftovers
+from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
 logger = logging.getLogger(__name__)
 # The groups of routes, in the order of /docs.
@@ -62,6 +62,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         client.start().add_done_callback(_end_process)
         yield
         await client.close()
+        upload_files.close()
 
     app = DescribedApp(
         title="FastDeploy",
@@ -72,7 +73,8 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         redoc_url=None,
     )
     uploads = Budget(config.max_uploads, config.body_idle_s, "the number of weight uploads (--max-uploads)")
-    context = ServingContext(client, tokenizer, config, uploads)
+    upload_files = UploadFiles(config)
+    context = ServingContext(client, tokenizer, config, uploads, upload_files)
     for tag, routers in ROUTERS.items():
         for router in routers:
             app.include_router(router(context), tags=[tag])

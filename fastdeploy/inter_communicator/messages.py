@@ -93,7 +93,7 @@ class UpdateWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=Tru
     form: as in UpdateChunkArgs.
     """
 
-    source: Source
+    source: WholeSource
     version: str | None = None
     expected_version: str | None = None
     kv: str = "keep"
@@ -124,6 +124,7 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     it, here or at the commit.
     idempotency_key: a second begin with the same key and fields gets the reply of the first and renews the lease, as
     long as the session is open. Afterwards it gets the reason of the session's end.
+    ends_with_client: the session ends with the connection of the client that opened it, while it waits for parts.
     """
 
     version: str | None = None
@@ -137,12 +138,17 @@ class BeginUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     base: DeltaBase | None = None
     fingerprint: str | None = None
     idempotency_key: str | None = None
+    ends_with_client: bool = False
 
 
 class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A part of a weight session: some tensors, checked and packed before the reply {"session_id", "tensors", "nbytes",
     "tensors_received", "lease_s"}. A part that is refused ends the session.
 
+    source: a StreamSource is one piece of a part. As long as the part is not complete, the lease does not run, the
+    session cannot be committed, and the reply counts no tensors of the part. A part that breaks off leaves the session
+    open, and so does the end of the connection of its client. Sessions of deltas, and partial ones in place, take no
+    streams with content.
     session_id: None = the open session of ``placed_by``. If there is none, the part is not read, and the reply is
     {"session_id": null}. version: replaces the version of begin. checksums: {tensor: sha256 hex of its bytes}, for any
     of the tensors. form: the encoding of the tensors; other than dense in a session with a base only."""
@@ -159,7 +165,8 @@ class UpdateChunkArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Ask whether the engine would refuse an upload, before its bytes are received. The upload is a part of the open
     session (found as in UpdateChunkArgs). Without a session the upload is an update with the fields of ``begin``.
-    form: of the part. Reply: {}, or the error of the refusal. Changes nothing."""
+    form: of the part. Reply: {"session_id": of the session or null, "streams": whether the upload may come as a
+    StreamSource}, or the error of the refusal. Changes nothing."""
 
     session_id: str | None = None
     begin: BeginUpdateArgs = BeginUpdateArgs()

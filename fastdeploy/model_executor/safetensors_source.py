@@ -163,21 +163,36 @@ class SafetensorsReader:
             raise refuse_file(file, f"is cut short: it has {size} bytes, expected {limit}")
         size = limit or size
         head = os.pread(fd, 8, 0)
-        length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            bound = f"{size} bytes cannot hold the header, which has at most {MAX_HEADER_BYTES}"
-            raise refuse_file(file, f"is cut short, or is not in safetensors format: {bound}")
-        end = 0
-        header = _parse_header(os.pread(fd, length, 8), file)
-        if len(self.entries) + len(header) > MAX_TENSORS:
+        length = header_length(head, size, file)
+        entries = read_header(os.pread(fd, length, 8), file, fd)
+        if len(self.entries) + len(entries) > MAX_TENSORS:
             raise refuse_file(file, f"has too many tensors: expected at most {MAX_TENSORS} in all")
-        for name, value in header.items():
+        for name, entry in entries.items():
             if name in self.entries:
                 raise refuse_tensor(name, f"is both in {self.entries[name].file} and in {file}")
-            entry = self.entries[name] = _located(name, value, fd, file, 8 + length)
-            end = max(end, entry.offset + entry.nbytes)
-        if end > size or (header and end < size):
-            raise refuse_file(file, f"has {size} bytes, its header describes {end}: cut short or overwritten")
+            self.entries[name] = entry
+        check_size(entries, size, file)
+
+
+def header_length(head: bytes, size: int, file: str) -> int:
+    """Return the length of the header of a file that begins with ``head`` (8 bytes) and has ``size`` bytes."""
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        bound = f"{size} bytes cannot hold the header, which has at most {MAX_HEADER_BYTES}"
+        raise refuse_file(file, f"is cut short, or is not in safetensors format: {bound}")
+    return length
+
+
+def read_header(raw: bytes, file: str, fd: int = -1) -> dict[str, TensorEntry]:
+    """Return the tensors that the header ``raw`` of ``file`` describes."""
+    return {name: _located(name, entry, fd, file, 8 + len(raw)) for name, entry in _parse_header(raw, file).items()}
+
+
+def check_size(entries: Mapping[str, TensorEntry], size: int, file: str) -> None:
+    """Raise WeightUpdateRefused unless a file of ``size`` bytes ends with the last of its tensors."""
+    end = max((entry.offset + entry.nbytes for entry in entries.values()), default=size)
+    if end != size:
+        raise refuse_file(file, f"has {size} bytes, its header describes {end}: cut short or overwritten")
 
 
 def read_json(folder: Folder, file: str, kind: type[Parsed]) -> Parsed:

@@ -11,7 +11,8 @@ from fastdeploy.model_executor.safetensors_source import SafetensorsReader, refu
 
 class Arrivals:
     """shapes: of every tensor that may arrive, by name, aliases included. fingerprints: of the tensors that arrived. Of
-    an alias, it tells what arrived, but the alias is no tensor of the model."""
+    an alias, it tells what arrived, but the alias is no tensor of the model. arriving: names in uploads that are not
+    complete."""
 
     def __init__(self, model: Model):
         self._aliases = model.aliases
@@ -19,15 +20,16 @@ class Arrivals:
         shapes = {name: shape for parameter in model.parameters for name, shape in parameter.shapes.items()}
         self.shapes = shapes | {alias: shapes[name] for alias, name in model.aliases.items()}
         self.fingerprints: dict[str, Fingerprint] = {}
+        self.arriving: set[str] = set()
 
     def holds_whole_model(self, names: Iterable[str]) -> bool:
         """Return whether ``names`` are, or include, all tensors of the model."""
         return set(self._names) <= set(names)
 
     def check_new(self, reader: SafetensorsReader) -> None:
-        """Raise WeightUpdateRefused for a tensor that arrived before."""
+        """Raise WeightUpdateRefused for a tensor that arrived before, or arrives in an upload."""
         for name, entry in reader.entries.items():
-            if name in self.fingerprints:
+            if name in self.fingerprints or name in self.arriving:
                 raise refuse_tensor(name, f"of {entry.file} has arrived before in this update")
 
     def add(self, fingerprints: Mapping[str, Fingerprint], expected: Mapping[str, str]) -> None:

@@ -10,10 +10,11 @@ from fastdeploy.core.runner import ChunkReceipt, Staged
 from fastdeploy.core.safe_files import ANYWHERE
 from fastdeploy.core.weight_source import PLAIN, PartFormat, Source, StreamSource
 from fastdeploy.model_executor.models.interface import Model, ModelWeights
-from fastdeploy.model_executor.ops.interface import DeltaItem
+from fastdeploy.model_executor.ops.interface import DeltaItem, Region
 from fastdeploy.model_executor.parameters import Value, as_linear
 from fastdeploy.model_executor.safetensors_source import SafetensorsReader, open_source
 from fastdeploy.worker.arrivals import Arrivals
+from fastdeploy.worker.arriving import ArrivingUploads
 from fastdeploy.worker.part_checks import check_config, eos_token_ids, expected_checksums
 from fastdeploy.worker.staged_values import StagedValues
 from fastdeploy.worker.staging_guard import StagingGuard
@@ -64,6 +65,7 @@ class WeightStaging:
         self._serving, self._take = serving, take
         self._guard = StagingGuard(standby)
         self._arrivals = Arrivals(model)
+        self._uploads = ArrivingUploads(model.ops, self._arrivals, self._check, self._region, self._guard.stop)
         self._values: StagedValues | None = None
         self._taken: Serving | None = None  # in place: what the runner gave up
         self._eos_token_ids: tuple[int, ...] | None = None
@@ -76,7 +78,10 @@ class WeightStaging:
         form: PartFormat = PLAIN,
     ) -> ChunkReceipt:
         """See ``Staging.add``. The tensors are plain: other encodings need a delta."""
-        assert form.is_plain and not isinstance(source, StreamSource), (form, source)
+        assert form.is_plain, form
+        if isinstance(source, StreamSource):
+            with self._guard.working():
+                return self._uploads.add(source, checksums, verify_checksum, form)
         with self._guard.working(), open_source(source, self._roots) as reader:
             eos = self._check(reader)
             expected = expected_checksums(reader, checksums, verify_checksum)
@@ -119,6 +124,9 @@ class WeightStaging:
         reader.check(self._arrivals.shapes)
         self._arrivals.check_new(reader)
         return eos
+
+    def _region(self, name: str) -> Region:
+        return self._borrow().region(name)
 
     def _borrow(self) -> StagedValues:
         loan = self._guard.borrow(prepare=self._take_serving)

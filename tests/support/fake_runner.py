@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
-from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
+from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source, StreamSource
 
 EOS = 0
 MIB = 1 << 20
@@ -114,13 +115,15 @@ class FakeStaging:
     """Parts are folders named "w<k>", which need not exist: the last gives the weights k. Any other name is refused,
     and so is a repeated one. The folder "w<k>-eos<id>" names an EOS id. partial: k is added to the weights that serve.
     in_place: from the first part until the commit the runner has no weights. delta: parts are named "d<k>", have any
-    form, and each adds its k to the weights that serve.
+    form, and each adds its k to the weights that serve. The name of an upload is that of its file without
+    UPLOAD_PREFIX, and the upload is a part once it is complete. pieces: of uploads.
 
     All weights are one tensor "weights". form.fingerprints may name what ``tensor_fingerprint`` returns for it."""
 
     def __init__(self, runner: FakeRunner, partial: bool, in_place: bool, delta: bool = False):
         self._runner, self._partial, self._in_place, self.delta = runner, partial, in_place, delta
         self.names: list[str] = []
+        self.pieces: list[StreamSource] = []
         self.abandoned, self.was_abandoned = False, threading.Event()
 
     def add(
@@ -132,7 +135,13 @@ class FakeStaging:
     ) -> ChunkReceipt:
         assert self._runner.may_stage.wait(30)
         self._check_wanted()
+        if isinstance(source, StreamSource):
+            assert not self.delta, "a source that a delta session does not take"
+            self.pieces.append(source)
+            if source.state != "complete":
+                return ChunkReceipt(0, 0)
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
+        name = name.removeprefix(UPLOAD_PREFIX)
         assert self.delta or form.is_plain, "a form that only a delta session takes"
         if name == "garbage":
             raise ValueError("an unexpected error of a reader")

@@ -24,7 +24,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import envelope, read
 from fastdeploy.http.control.protocol import Kv, LoraName, Seconds, Version
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload, spooled_upload
 from fastdeploy.inter_communicator import messages as m
 
 
@@ -115,7 +115,7 @@ async def _source(request: Request, context: ServingContext, body: LoadBody) -> 
     if (body.config is None) != (body.lora_path is not None):
         raise InvalidField("config", "expected with shared_memory or an octet-stream body, and not with lora_path")
     if upload:
-        async with spooled_upload(request, context, None) as source:
+        async with admitted_upload(context, None), spooled_upload(request, context) as source:
             yield source
     elif body.shared_memory is not None:
         yield SharedMemorySource(body.shared_memory, body.nbytes)

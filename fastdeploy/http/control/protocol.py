@@ -14,7 +14,7 @@ from fastdeploy.core.weight_source import (
     FolderSource,
     PartFormat,
     SharedMemorySource,
-    Source,
+    WholeSource,
     version_label,
 )
 from fastdeploy.http.body import Body, parse_json
@@ -109,7 +109,7 @@ class SourceBody(Body):
     def form(self) -> PartFormat:
         return PartFormat(self.encoding, self.compression, self.fingerprints)
 
-    def source(self, field: str, expected: str) -> Source:
+    def source(self, field: str, expected: str) -> WholeSource:
         """Return the source that the body names. Raises InvalidField for ``field`` unless the body names one."""
         if self.model_path is not None and self.shared_memory is None:
             return FolderSource(self.model_path)

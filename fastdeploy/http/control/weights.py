@@ -7,14 +7,11 @@ its type is application/octet-stream, and all other fields are in the query.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.pause import add_call, envelope, read
 from fastdeploy.http.control.protocol import (
@@ -30,8 +27,11 @@ from fastdeploy.http.control.protocol import (
     WeightInfoBody,
 )
 from fastdeploy.http.openapi import asks, takes
-from fastdeploy.http.upload import is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload
+from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
+
+PART_FIELDS = ("checksums", "verify_checksum", "form")  # of an upload
 
 
 def weights_router(context: ServingContext) -> APIRouter:
@@ -48,10 +48,16 @@ def weights_router(context: ServingContext) -> APIRouter:
         if body.names_no_source and not is_upload(request):
             return await call(_relabel(body))
         fields = body.rest()
-        begin = {name: fields[name] for name in m.BeginUpdateArgs.__struct_fields__ if name in fields}
-        check = m.CheckUpdateArgs(begin=m.BeginUpdateArgs(**begin), form=body.form)
-        async with _source(request, context, body, check) as source:
-            return await call(m.UpdateWeightsArgs(source, **fields))
+        if not is_upload(request):
+            return await call(m.UpdateWeightsArgs(_named_source(body), **fields))
+        _refuse_second_source(body)
+        begin = m.BeginUpdateArgs(**{k: fields[k] for k in m.BeginUpdateArgs.__struct_fields__ if k in fields})
+        part = {name: fields[name] for name in PART_FIELDS}
+        async with admitted_upload(context, m.CheckUpdateArgs(begin=begin, form=body.form)) as admitted:
+            report = await upload_update(
+                request, context, begin, part, lambda source: m.UpdateWeightsArgs(source, **fields), admitted["streams"]
+            )
+        return envelope(report)
 
     @router.get("/v1/weights", openapi_extra=asks(WeightInfoBody))
     async def weight_info(request: Request) -> Response:
@@ -66,8 +72,12 @@ def weights_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/weights/chunk", openapi_extra=takes(ChunkBody, upload=ChunkBody))
     async def chunk(request: Request) -> Response:
         body = await read(request, ChunkBody)
-        async with _source(request, context, body, m.CheckUpdateArgs(body.session_id, form=body.form)) as source:
-            return await call(m.UpdateChunkArgs(source=source, **body.rest()))
+        if not is_upload(request):
+            return await call(m.UpdateChunkArgs(source=_named_source(body), **body.rest()))
+        _refuse_second_source(body)
+        part = {name: body.rest()[name] for name in PART_FIELDS}
+        async with admitted_upload(context, m.CheckUpdateArgs(body.session_id, form=body.form)) as admitted:
+            return envelope(await upload_part(request, context, body.session_id, part, admitted["streams"]))
 
     add_call(router, client, "/v1/weights/commit", CommitBody, m.CommitUpdateArgs)
     add_call(router, client, "/v1/weights/abort", AbortUpdateBody, m.AbortUpdateArgs)
@@ -77,19 +87,13 @@ def weights_router(context: ServingContext) -> APIRouter:
     return router
 
 
-@contextlib.asynccontextmanager
-async def _source(
-    request: Request, context: ServingContext, body: SourceBody, check: m.CheckUpdateArgs
-) -> AsyncIterator[Source]:
-    """Yield the source that the call names. If the body of the call is the source, the body is kept in a file while the
-    block runs, and ``check`` is asked before the body is received."""
-    if is_upload(request):
-        if not body.names_no_source:
-            raise InvalidField("model_path", "expected no other source beside the uploaded body")
-        async with spooled_upload(request, context, check) as source:
-            yield source
-    else:
-        yield body.source("model_path", "model_path, shared_memory, or an octet-stream body")
+def _named_source(body: SourceBody) -> WholeSource:
+    return body.source("model_path", "model_path, shared_memory, or an octet-stream body")
+
+
+def _refuse_second_source(body: SourceBody) -> None:
+    if not body.names_no_source:
+        raise InvalidField("model_path", "expected no other source beside the uploaded body")
 
 
 def _relabel(body: UpdateWeightsBody) -> m.SetVersionArgs:

@@ -6,12 +6,14 @@ import asyncio
 from enum import Enum
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import FastDeployError, HeadersTooLarge, InvalidField, RequestTimeout, ServerBusy
 from fastdeploy.http.errors import error_response
+from fastdeploy.http.guards.body_receiver import EXTENSION, BodyReceiver
 
 MAX_HEADERS = 256
 MAX_PIPELINED = 16  # requests that wait behind an earlier one on the same connection
@@ -38,6 +40,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._settings = settings
         self._phase = ReadPhase.IDLE
         self._timer: asyncio.TimerHandle | None = None
+        self._receiver: BodyReceiver | None = None  # of the last request
         self._num_headers = self._head_bytes = self._unparsed = self._progress = 0
         self._refusal: FastDeployError | None = None  # set in a callback of the parser, sent after the parser returns
 
@@ -111,8 +114,21 @@ class HttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._start_timer(self._settings.body_idle_s)
+        self._receiver = None
         if has_large_body(self.headers):
             self.flow.pause_reading()
+            if not self.pipeline and (nbytes := _declared_length(self.headers)):
+                self._receiver = BodyReceiver(self, nbytes, self._progressed, self._body_complete)
+                self.scope["extensions"] = {EXTENSION: self._receiver}  # type: ignore[dict-item]
+
+    def _progressed(self, nbytes: int) -> None:
+        self._progress += nbytes
+
+    def _body_complete(self) -> None:
+        """Go on behind a body that the parser has not seen."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         if self._refusal is None:
@@ -160,6 +176,8 @@ class HttpProtocol(HttpToolsProtocol):
         if unanswered and self._phase is ReadPhase.BODY and not self.pipeline and not self.cycle.response_started:
             self.cycle.disconnected = True  # the route gets no more bytes, and cannot answer
             self.cycle.message_event.set()
+            if self._receiver is not None:
+                self._receiver.give_up()
             unanswered = False
         if not unanswered:
             response = error_response(error)
@@ -199,6 +217,15 @@ class LingeringTransport(asyncio.Transport):
         if self._left < 0:
             self._transport.close()
 
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Exchange the protocol. Nothing is read meanwhile, since the two may read in different ways."""
+        if self._transport.is_closing():
+            return
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        if self._closing:
+            self._transport.resume_reading()
+
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()
 
@@ -216,6 +243,12 @@ class LingeringTransport(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
+
+
+def _declared_length(headers: list[tuple[bytes, bytes]]) -> int:
+    """Return the length of the body; 0 = unknown."""
+    given = dict(headers)
+    return 0 if b"transfer-encoding" in given else int(given[b"content-length"])
 
 
 def has_large_body(headers: list[tuple[bytes, bytes]]) -> bool:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fastdeploy.core.weight_source import DeltaBase, FileSource, FolderSource, PartFormat, SharedMemorySource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource, PartFormat, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import OCTETS, answer
 
@@ -110,14 +110,16 @@ def test_a_query_may_replace_the_body(module_stack, query, args):
 
 def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.UpdateWeightsArgs, m.UpdateChunkArgs):
-        answer(stack, kind)
+    for kind in (m.BeginUpdateArgs, m.UpdateChunkArgs, m.CommitUpdateArgs):
+        answer(stack, kind, {"session_id": "s"})
     sums = json.dumps({"a": "ff"})
     query = {"version": "7", "kv": "recompute", "partial": "true", "checksums": sums}
     assert stack.http.post("/v1/update_weights", params=query, content=b"{x", headers=OCTETS).status_code == 200
-    args = stack.engine.expect(m.UpdateWeightsArgs).args
-    assert isinstance(args.source, FileSource)
-    assert args == m.UpdateWeightsArgs(args.source, "7", kv="recompute", partial=True, checksums={"a": "ff"})
+    args = stack.engine.expect(m.BeginUpdateArgs).args
+    assert args == m.BeginUpdateArgs("7", kv="recompute", partial=True, ends_with_client=True)
+    args = stack.engine.expect(m.UpdateChunkArgs).args
+    assert args == m.UpdateChunkArgs("s", args.source, checksums={"a": "ff"})
+    assert stack.engine.expect(m.CommitUpdateArgs).args == m.CommitUpdateArgs("s")
     query = {"session_id": "s", "checksums": sums, "verify_checksum": "true"}
     assert stack.http.post("/v1/weights/chunk", params=query, content=b"x", headers=OCTETS).status_code == 200
     args = stack.engine.expect(m.UpdateChunkArgs).args
@@ -126,8 +128,9 @@ def test_an_upload_takes_its_fields_from_the_query(make_stack, tmp_path):
 
 def test_an_uploaded_delta_takes_its_fields_from_the_query_and_is_checked_before_it_is_received(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    for kind in (m.CheckUpdateArgs, m.UpdateWeightsArgs, m.UpdateChunkArgs):
+    for kind in (m.UpdateWeightsArgs, m.UpdateChunkArgs):
         answer(stack, kind)
+    answer(stack, m.CheckUpdateArgs, {"session_id": None, "streams": False})
     of_part = {"encoding": "overwrite", "compression": "zstd", "fingerprints": json.dumps({"a": OF_A})}
     form = PartFormat("overwrite", "zstd", {"a": OF_A})
     query = {"base_fingerprint": BASE, "base_version": "2", "fingerprint": RESULT, **of_part}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 
 from fastdeploy.core.weight_source import FolderSource, SharedMemorySource
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import answer, refused
+from support.upload_engine import SESSION, UploadEngine
 
 LABEL = {"version": "step-7", "weight_epoch": 3, "boot_id": "boot-1", "asleep": []}
 OPEN = {"session_id": "s-1", "placed_by": "vllm"}
@@ -87,30 +86,46 @@ def test_another_trainers_session_is_left_alone(stack):
     assert stack.post("/finish_weight_update").status_code == 409
 
 
-def test_an_upload_is_a_file_until_the_reply(make_stack, tmp_path):
+DATA = b"\x10\0\0\0\0\0\0\0" + bytes(100_000)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_an_upload_without_a_session_is_an_update_of_its_own(make_stack, tmp_path, streams):
     stack = make_stack(upload_dir=str(tmp_path))
-    with_session(stack, None)
-    seen = []
-
-    def commit(call: m.Call) -> m.Reply:
-        seen.append((call.args, Path(call.args.source.path).read_bytes()))
-        return m.Reply(call.call_id, {"version": "9"})
-
-    stack.engine.replies[m.UpdateWeightsArgs] = commit
-    data = b"\x10\0\0\0\0\0\0\0" + bytes(100_000)
+    engine = UploadEngine(stack.engine)
+    stack.engine.streams = streams
     path = '/update_weights?weight_version=9&partial=true&checksums={"a": "11"}'
-    reply = stack.http.post(path, content=data, headers=OCTETS)
+    reply = stack.http.post(path, content=DATA, headers=OCTETS)
     assert reply.status_code == 200, reply.text
-    ((args, content),) = seen
-    assert (content, args.version, args.partial, args.checksums) == (data, "9", True, {"a": "11"})
-    assert list(tmp_path.iterdir()) == []
+    assert reply.json()["report"]["version"] == "9" and engine.bodies == [DATA]
+    if streams:
+        assert engine.calls[0] == m.BeginUpdateArgs("9", partial=True, ends_with_client=True)
+        assert engine.pieces[-1].checksums == {"a": "11"} and engine.pieces[-1].session_id == SESSION
+        assert engine.calls[-1] == m.CommitUpdateArgs(SESSION)
+    else:
+        (args,) = engine.calls
+        assert args == m.UpdateWeightsArgs(args.source, version="9", partial=True, checksums={"a": "11"})
 
 
-def test_a_refused_upload_leaves_no_file(make_stack, tmp_path):
+def test_an_upload_in_a_session_is_a_part_of_it(make_stack, tmp_path):
     stack = make_stack(upload_dir=str(tmp_path))
-    with_session(stack, None)
-    answer(stack, m.UpdateWeightsArgs, failure=m.Failure("weight_update_refused", "no such tensor"))
+    engine = UploadEngine(stack.engine)
+    answer(stack, m.CheckUpdateArgs, {"session_id": SESSION, "streams": True})
+    reply = stack.http.post("/update_weights?weight_version=9", content=DATA, headers=OCTETS)
+    assert reply.json()["report"]["session_id"] == SESSION and engine.bodies == [DATA]
+    assert stack.engine.expect(m.CheckUpdateArgs).args.placed_by == "vllm"
+    assert engine.calls == engine.pieces and {call.version for call in engine.calls} == {"9"}
+    refused(stack.http.post("/update_weights?kv=recompute", content=DATA, headers=OCTETS), "update_info.kv")
+    assert engine.bodies == [DATA]
+
+
+def test_a_refused_upload_leaves_no_session_and_no_file(make_stack, tmp_path):
+    stack = make_stack(upload_dir=str(tmp_path))
+    engine = UploadEngine(stack.engine)
+    failure = m.Failure("weight_update_refused", "no such tensor")
+    engine.refuse = lambda args: failure if isinstance(args, m.UpdateChunkArgs) and args.source.nbytes else None
     assert stack.http.post("/update_weights", content=b"x" * 99, headers=OCTETS).status_code == 400
+    assert engine.kinds == ["BeginUpdate", "AbortUpdate"]
     refused(stack.http.post("/update_weights", content=b"", headers=OCTETS), "body")
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,7 @@ import pytest
 from fastdeploy.core.config import ServeConfig
 from support.fake_engine_server import reply_with
 from support.http_calls import in_thread, wait_until
+from support.upload_engine import UploadEngine
 
 MIB = 1 << 20
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -123,6 +124,7 @@ def test_an_incomplete_body_is_a_408(make_stack, length):
 
 def test_an_incomplete_upload_is_a_408_and_leaves_no_file(make_stack, tmp_path):
     stack = make_stack(body_idle_s=0.2, upload_dir=str(tmp_path))
+    UploadEngine(stack.engine)
     head = b"POST /v1/update_weights HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/octet-stream\r\n"
     with connected(stack, head + b"content-length: 10000000\r\n\r\n" + bytes(1000)) as connection:
         assert answer(connection)[:2] == (408, "request_timeout")

@@ -29,6 +29,7 @@ from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import ChatBody, CompletionBody
 from fastdeploy.http.openai.serving_chat import ChatView
 from fastdeploy.http.openai.serving_completion import CompletionView
+from fastdeploy.http.upload_files import UploadFiles
 from fastdeploy.inter_communicator.messages import Output
 from support.fake_engine_server import replace
 
@@ -74,7 +75,7 @@ class FilledClient:
 @pytest.fixture
 def context(tokenizer) -> ServingContext:
     config = ServeConfig(model="m", served_model_name="tiny")
-    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"))
+    return ServingContext(FilledClient(), tokenizer, config, Budget(1, 1.0, "uploads"), UploadFiles(config))
 
 
 def generation_of(context: ServingContext, kind: type[Generation] = Generation, prompt=PROMPT) -> Generation:

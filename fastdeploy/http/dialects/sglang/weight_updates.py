@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import FastDeployError
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.dialects.common import place_pause
 from fastdeploy.inter_communicator import messages as m
 
@@ -22,7 +22,7 @@ class Update(NamedTuple):
     new weights serve; an update that is refused aborts nothing. partial: tensors that do not arrive keep their value.
     flush: drop the prefix cache."""
 
-    sources: Sequence[Source]
+    sources: Sequence[WholeSource]
     version: str | None
     abort_all: bool
     flush: bool

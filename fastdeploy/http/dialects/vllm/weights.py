@@ -7,8 +7,6 @@ dialects/skyrl/deltas.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from typing import Any, Literal, NamedTuple, get_args
 
 from fastapi import APIRouter, Request
@@ -17,7 +15,7 @@ from starlette.responses import Response
 
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.body import Body, LaxBody, parse_body
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.protocol import Kv, SourceBody, Version
@@ -25,10 +23,12 @@ from fastdeploy.http.dialects.common import Routes, read_fields
 from fastdeploy.http.dialects.skyrl.deltas import INIT_FIELD, UPDATE_FIELD, CheckpointDeltas
 from fastdeploy.http.errors import json_response
 from fastdeploy.http.openapi import takes
-from fastdeploy.http.upload import is_upload, spooled_upload
+from fastdeploy.http.upload import admitted_upload, is_upload
+from fastdeploy.http.upload_stream import upload_part, upload_update
 from fastdeploy.inter_communicator import messages as m
 
 PLACED_BY = "vllm"
+NO_SESSION_FIELDS = {"partial", "kv"}  # in a session, /start_weight_update sets them
 Backend = Literal["checkpoint", "shared_memory", "upload"]
 WHAT_WORKS = (
     "this device has no NCCL group, CUDA IPC or RDMA transport for weights; send update_info "
@@ -83,8 +83,14 @@ class InitBody(LaxBody):
 
 
 class Part(NamedTuple):
-    source: Source
+    source: WholeSource
     info: UpdateInfo
+
+    def update(self) -> m.UpdateWeightsArgs:
+        """Return the call that makes an update of its own from this part."""
+        info = self.info
+        fields = {"version": info.weight_version, **_part_fields(info)}
+        return m.UpdateWeightsArgs(self.source, kv=info.kv, partial=info.partial, **fields)
 
 
 class WeightUpdates:
@@ -118,28 +124,44 @@ class WeightUpdates:
         """Add the tensors to vLLM's open session. Without an open session the tensors are an update of their own, which
         is committed at once."""
         source, info = part
-        fields = {"version": info.weight_version, **info.model_dump(include={"checksums", "verify_checksum"})}
-        fields["form"] = info.form
-        if not await self._is_for_no_session(info):
+        if not NO_SESSION_FIELDS & info.model_fields_set:
+            fields = {"version": info.weight_version, **_part_fields(info)}
             receipt = await self._client.call(m.UpdateChunkArgs(None, source, **fields, placed_by=PLACED_BY))
             if receipt["session_id"] is not None:
                 return receipt
-        return await self._client.call(m.UpdateWeightsArgs(source, kv=info.kv, partial=info.partial, **fields))
+        else:
+            session = (await self._client.call(m.WeightInfoArgs()))["session"]
+            if session is not None and session["placed_by"] == PLACED_BY:
+                _refuse_session_fields(info)
+        return await self._client.call(part.update())
 
-    async def _is_for_no_session(self, info: UpdateInfo) -> bool:
-        """Return whether ``info`` has a field that only an update without a session may have. Raises InvalidField if a
-        session is open."""
-        named = {"partial", "kv"} & info.model_fields_set
-        if not named:
-            return False
-        session = (await self._client.call(m.WeightInfoArgs()))["session"]
-        if session is not None and session["placed_by"] == PLACED_BY:
-            raise InvalidField(f"update_info.{min(named)}", "is set by /start_weight_update for the whole session")
-        return True
+    async def upload(self, request: Request, context: ServingContext) -> dict[str, Any]:
+        """Add the body of ``request``, as :meth:`add` does."""
+        info = parse_body(dict(request.query_params), UpdateInfo, {})
+        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
+        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
+        async with admitted_upload(context, check) as admitted:
+            session_id, streams = admitted["session_id"], admitted["streams"]
+            if session_id is not None:
+                _refuse_session_fields(info)
+                fields = {"version": info.weight_version, **_part_fields(info)}
+                return await upload_part(request, context, session_id, fields, streams)
+            return await upload_update(
+                request, context, begin, _part_fields(info), lambda source: Part(source, info).update(), streams
+            )
 
     async def finish(self, version: str | None) -> dict[str, Any]:
         """Commit the open session. Raises WrongOrder if there is none."""
         return await self._client.call(m.CommitUpdateArgs(None, version=version, placed_by=PLACED_BY))
+
+
+def _part_fields(info: UpdateInfo) -> dict[str, Any]:
+    return {"checksums": info.checksums, "verify_checksum": info.verify_checksum, "form": info.form}
+
+
+def _refuse_session_fields(info: UpdateInfo) -> None:
+    if named := NO_SESSION_FIELDS & info.model_fields_set:
+        raise InvalidField(f"update_info.{min(named)}", "is set by /start_weight_update for the whole session")
 
 
 def parse_update_info(info: Any) -> Part:
@@ -149,19 +171,6 @@ def parse_update_info(info: Any) -> Part:
         raise InvalidField("update_info", WHAT_WORKS)
     parsed = parse_body(info, UpdateInfo, {})
     return Part(parsed.source("update_info", f"model_path and shared_memory: {WHAT_WORKS}"), parsed)
-
-
-@contextlib.asynccontextmanager
-async def read_part(request: Request, context: ServingContext, weights: WeightUpdates) -> AsyncIterator[Part]:
-    """Read the part that the call names or uploads. The file of an upload is removed when the block ends."""
-    if is_upload(request):
-        info = parse_body(dict(request.query_params), UpdateInfo, {})
-        begin = m.BeginUpdateArgs(info.weight_version, kv=info.kv, partial=info.partial)
-        check = m.CheckUpdateArgs(begin=begin, placed_by=PLACED_BY, form=info.form)
-        async with spooled_upload(request, context, check) as source:
-            yield Part(source, info)
-    else:
-        yield await weights.part((await read_fields(request)).get("update_info"))
 
 
 def add_routes(router: APIRouter, context: ServingContext) -> None:
@@ -178,8 +187,10 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
     @router.post("/update_weights", openapi_extra=takes(UpdateBody, upload=UpdateInfo))
     async def update_weights(request: Request) -> Response:
-        async with read_part(request, context, weights) as part:
-            report = await weights.add(part)
+        if is_upload(request):
+            report = await weights.upload(request, context)
+        else:
+            report = await weights.add(await weights.part((await read_fields(request)).get("update_info")))
         return json_response({"message": "Weights updated", "report": report})
 
     @routes.post("/finish_weight_update", FinishBody)
