@@ -105,11 +105,6 @@ def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
         yield tensor.data
 
 
-def encode(tensors: Mapping[str, HostTensor]) -> bytes:
-    """Return a safetensors file, as the body of an upload."""
-    return b"".join(pieces(tensors))
-
-
 @contextmanager
 def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
     """Write a POSIX shared memory segment in safetensors layout; yield its name and size; delete it on exit. The

@@ -18,8 +18,8 @@ from fastdeploy.worker.tensor_reading import check_given_up, refusal
 
 
 class ArrivingUploads:
-    """stop: see ``Ops.stage``. Only the stream of an open upload refers to the staging, so that a staging without one is
-    freed at once."""
+    """stop: see ``Ops.stage``. Only an open upload refers to the staging, so that a staging without one is freed at
+    once."""
 
     def __init__(self, ops: Ops, arrivals: Arrivals, stop: np.ndarray):
         self._ops, self._arrivals, self._stop = ops, arrivals, stop

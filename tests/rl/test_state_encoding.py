@@ -63,7 +63,7 @@ def test_safetensors_reads_every_encoding(tmp_path):
     with state_encoding.shared_memory(host) as (name, nbytes):
         segment = (state_encoding.SHM / name).read_bytes()
     assert len(segment) == nbytes and not (state_encoding.SHM / name).exists()
-    for read in (load(state_encoding.encode(host)), load(segment), load_file(tmp_path / "model.safetensors")):
+    for read in (load(b"".join(state_encoding.pieces(host))), load(segment), load_file(tmp_path / "model.safetensors")):
         assert {n: (v.dtype, v.shape, v.tolist()) for n, v in read.items()} == {
             n: (v.dtype, v.shape, v.tolist()) for n, v in STATE.items()
         }
