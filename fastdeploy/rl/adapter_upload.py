@@ -55,7 +55,7 @@ async def adapter_upload(
         arguments = {"upload": list(state_encoding.pieces(tensors)), "params": fields | {"config": encoded}}
         yield Upload(arguments, len(tensors), nbytes)
     else:
-        with state_encoding.shared_memory(tensors) as (name, size):
+        async with state_encoding.shared_memory(tensors) as (name, size):
             source = {"shared_memory": name, "nbytes": size, "config": json.loads(encoded)}
             yield Upload({"json": fields | source}, len(tensors), nbytes)
 

@@ -97,7 +97,7 @@ class Means:
         if via == "upload":
             yield PartCall(part.form, list(state_encoding.pieces(part.tensors)), *sent)
         elif via == "shared_memory":
-            with state_encoding.shared_memory(part.tensors) as (name, nbytes):
+            async with state_encoding.shared_memory(part.tensors) as (name, nbytes):
                 yield PartCall(part.form | {"shared_memory": name, "nbytes": nbytes}, None, *sent)
         else:
             with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:
