@@ -41,7 +41,7 @@ async def upload_part(
     def part(source: Source) -> m.UpdateChunkArgs:
         return m.UpdateChunkArgs(session_id, source, **fields)
 
-    with context.upload_files.lend() as halves:
+    async with context.upload_files.lend() as halves:
         stream = UploadStream(client, halves, part)
         try:
             if not streams:
