@@ -41,7 +41,7 @@ async def upload_part(
     def part(source: Source) -> m.UpdateChunkArgs:
         return m.UpdateChunkArgs(session_id, source, **fields)
 
-    with context.upload_files.lend() as halves:
+    async with context.upload_files.lend() as halves:
         stream = UploadStream(client, halves, part)
         try:
             if not streams:
@@ -142,7 +142,7 @@ class UploadStream:
         self._in_flight = self._send(state)
 
     async def _reply(self) -> dict[str, Any]:
-        reply = await self._in_flight
+        reply = await asyncio.shield(self._in_flight)  # the engine reads the half on if the caller is cancelled
         self._stage_ms += reply.get("stage_ms", 0.0)
         return reply
 
