@@ -22,7 +22,7 @@ from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import FileSource, Source, StreamSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.body_receiver import BodyReceiver
-from fastdeploy.http.upload import EMPTY, spooled_upload
+from fastdeploy.http.upload import empty_upload, spooled_upload
 from fastdeploy.http.upload_files import HalvedFile
 from fastdeploy.inter_communicator import messages as m
 
@@ -122,7 +122,7 @@ class UploadStream:
     async def complete(self) -> dict[str, Any]:
         """Hand over the rest, and return the reply of the engine about the whole upload."""
         if not self._sent + self._filled:
-            raise EMPTY
+            raise empty_upload()
         await self._hand_over("complete")
         reply = await self._reply()
         self._is_complete = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import resource
@@ -11,6 +12,7 @@ import socket
 import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FileSource, StreamSource
 from fastdeploy.http import upload_files
 from fastdeploy.inter_communicator import messages as m
@@ -156,6 +158,9 @@ def test_an_empty_upload_names_the_body(uploads, spool, path):
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "body"
     assert not uploads.uploads.bodies
     assert_nothing_left(uploads, spool)
+    gc.collect()
+    kept = [error for error in gc.get_objects() if isinstance(error, InvalidField) and error.field == "body"]
+    assert not kept, "an error that is kept keeps the stack frames of all calls that raised it"
 
 
 @pytest.mark.parametrize("path", PATHS)
