@@ -132,6 +132,13 @@ def test_a_session_waits_for_an_upload_that_is_kept_in_a_file(uploads):
     assert kinds == ["open", "file", "broken"]
 
 
+@pytest.mark.parametrize("streams", [False], indirect=True)
+def test_an_upload_that_is_kept_in_a_file_takes_no_room_for_a_stream(uploads, spool, monkeypatch):
+    """A small delta needs room for its own bytes only."""
+    monkeypatch.setattr(upload_files, "HALF_BYTES", 1 << 60)
+    assert post(uploads, CHUNK, b"body").status_code == 200
+
+
 def test_an_upload_may_be_larger_than_max_body_mb(uploads):
     body = os.urandom(3 << 19)
     assert post(uploads, UPDATE, body).status_code == 200
