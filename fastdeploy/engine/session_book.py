@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 
 from fastdeploy.core.errors import FastDeployError, InvalidField, SessionNotFound, UpdateInProgress, WrongOrder
@@ -13,8 +12,7 @@ MAX_REMEMBERED = 64
 
 
 class EndedSessions:
-    """The latest MAX_REMEMBERED sessions that have ended, each with the error that later calls get. Each call gets a
-    copy: an error that is raised again and again collects the stack frames of all calls."""
+    """The latest MAX_REMEMBERED sessions that have ended, each with the error that later calls get."""
 
     def __init__(self) -> None:
         self._errors: OrderedDict[str, FastDeployError] = OrderedDict()
@@ -24,7 +22,7 @@ class EndedSessions:
         return session_id in self._errors
 
     def add(self, session: Session, error: FastDeployError) -> None:
-        self._errors[session.id] = copy.copy(error)
+        self._errors[session.id] = error
         if session.begin.idempotency_key is not None:
             self._keys[session.begin.idempotency_key] = session.id
         if len(self._errors) > MAX_REMEMBERED:
@@ -33,13 +31,12 @@ class EndedSessions:
 
     def error(self, session_id: str) -> FastDeployError:
         """Return the error for a call that names a session that is not open."""
-        error = self._errors.get(session_id)
-        return SessionNotFound(f"there is no weight session {session_id!r}") if error is None else copy.copy(error)
+        return self._errors.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
 
     def check_key(self, idempotency_key: str | None) -> None:
         """Raise the error for a begin whose session has ended already."""
         if idempotency_key in self._keys:
-            raise self.error(self._keys[idempotency_key])
+            raise self._errors[self._keys[idempotency_key]]
 
 
 class SessionBook:

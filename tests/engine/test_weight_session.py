@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit
-from fastdeploy.core.errors import EngineError, SessionNotFound
+from fastdeploy.core.errors import EngineError
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.session_book import SessionBook
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
 from support.harness import PROMPT, Harness, ListTransport, one_running
@@ -360,19 +359,3 @@ def test_an_engine_that_stops_answers_an_open_update_and_is_not_woken_afterwards
     h.runner.may_stage.set()
     h.join_staging()
     assert not woken, "the transport is closed"
-
-
-def test_errors_of_ended_sessions_do_not_grow_with_the_calls_that_get_them():
-    h = Harness()
-    begin(h, idempotency_key="k")
-    book = SessionBook()
-    book.session = h.engine.weights.session
-    session_id = book.session.id
-    book.end(SessionNotFound("ended"))
-    for refused in (lambda: book.find_open(session_id), lambda: book.ended.check_key("k")):
-        frames = []
-        for _ in range(3):
-            with pytest.raises(SessionNotFound, match="ended") as caught:
-                refused()
-            frames.append(len(caught.traceback))
-        assert len(set(frames)) == 1
