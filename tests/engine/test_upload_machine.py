@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-import pytest
-from engine.test_state_machine import EngineMachine, explore
+from engine.test_state_machine import AdapterMachine, EngineMachine, explore
 from fastdeploy.inter_communicator import messages as m
-from support.checked_engine import Upload
+from support.checked_engine import CheckedEngine, Upload
 
 PARTS = st.sampled_from(["/w4", "/w5", "/w6-recompute", "/w4", "/w5", "/bad", "/garbage"])
 STATES = st.sampled_from(["open", "open", "complete", "broken"])
+MEANWHILE = st.sampled_from(["commit", "commit", "piece", "piece", "death", "break", "time", "abort", "sleep"])
 NBYTES = st.sampled_from([0, 5, 5])
 
 
-class UploadMachine(EngineMachine):
-    """All that may happen to an engine, and uploads in pieces."""
+class UploadMachine(CheckedEngine):
+    """Uploads in pieces, and what may come between the pieces."""
+
+    add, resume_everything = AdapterMachine.add, AdapterMachine.resume_everything
+    place_pause, time_passes = AdapterMachine.place_pause, AdapterMachine.time_passes
+    connect, client_dies = EngineMachine.connect, EngineMachine.client_dies
+    client_is_mute_for_a_while = EngineMachine.client_is_mute_for_a_while
+    begin_session, some_session = EngineMachine.begin_session, EngineMachine.some_session
+    send_chunk, commit_session = EngineMachine.send_chunk, EngineMachine.commit_session
+    abort_session, relabel, reset = EngineMachine.abort_session, EngineMachine.relabel, EngineMachine.reset
+    put_to_sleep, wake_up = EngineMachine.put_to_sleep, EngineMachine.wake_up
 
     @precondition(lambda self: self.engine.weights.session)
     @rule(data=st.data(), part=PARTS, nbytes=NBYTES, state=STATES, new=st.booleans(), slow=st.booleans(),
@@ -39,15 +49,13 @@ class UploadMachine(EngineMachine):
             client if stranger and upload_is_known else "",
         )
 
-    @precondition(lambda self: self.engine.weights.session is None)
     @rule(data=st.data(), parts=st.lists(PARTS, min_size=1, max_size=3, unique=True), slow=st.booleans(),
           in_place=st.booleans(), one_call=st.booleans(), lease_s=st.sampled_from([3.0, 300.0]),
-          meanwhile=st.sampled_from(["", "", "commit", "silence", "death", "break", "abort", "sleep", "time"]),
-          )  # fmt: skip
-    def a_trainer_uploads(self, data, parts, slow, in_place, one_call, lease_s, meanwhile):
+          meanwhile=st.lists(MEANWHILE, min_size=1, max_size=4), commit=st.booleans())  # fmt: skip
+    def a_trainer_uploads(self, data, parts, slow, in_place, one_call, lease_s, meanwhile, commit):
         """Run a session whose uploads are received at the same time. one_call: it ends with its API server."""
-        client = self.some_client(data)
-        self.step()
+        self.call(m.AbortUpdateArgs(), client := self.some_client(data))
+        self.finish_all_work()
         in_place = in_place and self.pause.is_paused
         args = m.BeginUpdateArgs(in_place=in_place, lease_s=lease_s, ends_with_client=one_call)
         self.call_and_note(args, client, None, False, [])
@@ -59,18 +67,27 @@ class UploadMachine(EngineMachine):
         uploads = [self.new_upload(session.id, client if one_call else self.some_client(data), part) for part in parts]
         for upload in uploads:
             self.send_piece(upload, 5, "open")
-        self.something_happens(data, meanwhile, session)
+        for what in meanwhile:
+            self.something_happens(data, what, session)
         for upload in uploads:
             if upload.client in self.live_clients():
                 self.send_piece(upload, 3, "complete")
-        if meanwhile != "silence":
+        if commit:
             self.try_to_commit(data, session)
+            self.let_staging_end()
+            self.step()
 
     def something_happens(self, data, what, session) -> None:
         """Let it happen while all uploads of the session are received."""
         match what:
             case "commit":
                 self.try_to_commit(data, session)
+            case "piece":
+                for upload in self.uploads_to(session.id):
+                    if upload.client in self.live_clients():
+                        client = data.draw(st.sampled_from([upload.client, *self.live_clients()]))
+                        skip = data.draw(st.sampled_from([0, 0, 1, -1]))
+                        self.send_piece(upload, 5, "open", skip, "" if client == upload.client else client)
             case "death":
                 self.client_dies(data)
                 self.time_passes(6.0)

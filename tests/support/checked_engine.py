@@ -91,6 +91,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.publications: dict[str, Publication] = {}  # by session
         self.opened: dict[str | int, dict] = {}  # replies to begins, by their key
         self.uploads: dict[str, Upload] = {}  # that are received, by their name
+        self.has_same_clients = True  # since the last round began
         self.had_weights = True  # when the last round began
         self.known = self.book.known  # when the last round began
         self.calls_of_two_rounds: list[m.Args] = []  # a call that a step has read is handled in the next round
@@ -231,7 +232,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.had_weights = self.h.runner.has_weights
         self.known = self.book.known
         holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
+        clients = set(self.engine.lifecycle.delivery.clients)
         self.h.run_rounds()
+        self.has_same_clients = clients == set(self.engine.lifecycle.delivery.clients)
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
@@ -249,7 +252,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.check_calls()
         session = self.engine.weights.session
         idle = session is not None and session.state.value == "open" and not session.pending
-        idle = idle and not self.uploads_to(session.id)
+        idle = idle and not self.uploads_to(session.id) and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
     def rounds(self, times: int) -> None:
@@ -433,7 +436,7 @@ class CheckedEngine(RuleBasedStateMachine):
             assert session.state.value == "open", "a session is being committed without a thread"
         if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
-        if session is not None and session.state.value == "open":
+        if session is not None and session.state.value == "open" and self.has_same_clients:
             assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
             assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients
 
