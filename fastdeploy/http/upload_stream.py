@@ -44,16 +44,15 @@ async def upload_part(
     if not streams:
         async with _opened(UploadStream(client, None, part)), spooled_upload(request, context) as source:
             return await client.call(part(source))
-    async with context.upload_files.lend() as halves:
-        async with _opened(UploadStream(client, halves, part)) as stream:
-            if (receiver := BodyReceiver.of(request)) is None:
-                async for data in request.stream():
-                    await stream.write(data)
-            else:
-                while received := await receiver.into(stream.room):
-                    await stream.fill(received)
-                await request.receive()  # tells the middleware that the body is complete
-            return await stream.complete()
+    async with context.upload_files.lend() as halves, _opened(UploadStream(client, halves, part)) as stream:
+        if (receiver := BodyReceiver.of(request)) is None:
+            async for data in request.stream():
+                await stream.write(data)
+        else:
+            while received := await receiver.into(stream.room):
+                await stream.fill(received)
+            await request.receive()  # tells the middleware that the body is complete
+        return await stream.complete()
 
 
 async def upload_update(

@@ -9,6 +9,7 @@ Token k is the last one that the old weights sampled. The next step computes its
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,26 +186,26 @@ def test_a_continuation_after_a_switch_in_the_middle_of_a_prompt_is_that_of_torc
 
 
 def test_a_request_ends_at_its_eos_after_a_pause_and_an_update(folders, tmp_path):
-    """Run once to learn the tokens after the switch, make one of them the EOS, and run again."""
-    old, new = folders
+    """Run once to learn the tokens after the switch, make one of them the EOS of both checkpoints, and run again."""
 
-    def generate(folder: Path, ignore_eos: bool) -> Stream:
-        h = engine_on(folder)
+    def generate(folders: tuple[Path, Path], ignore_eos: bool) -> Stream:
+        h = engine_on(folders[0])
         target(h, 0, ignore_eos=ignore_eos)
         h.run_rounds(12)
-        update(h, new, "keep", paused=True)
+        update(h, folders[1], "keep", paused=True)
         h.run_out()
         return h.stream("t0")
 
-    undisturbed = generate(old, ignore_eos=True)
+    def with_eos(folder: Path, token: int) -> Path:
+        copied = Path(shutil.copytree(folder, tmp_path / f"{folder.name}-with-eos"))
+        (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+        return copied
+
+    undisturbed = generate(folders, ignore_eos=True)
     k = switch_point(undisturbed)
     at = next(i for i in range(k + 3, LENGTH) if undisturbed.tokens.index(undisturbed.tokens[i]) == i)
-    folder = tmp_path / "with-eos"
-    folder.mkdir()
-    for file in old.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": undisturbed.tokens[at]}))
-    ended = generate(folder, ignore_eos=False)
+    old, new = (with_eos(folder, undisturbed.tokens[at]) for folder in folders)
+    ended = generate((old, new), ignore_eos=False)
     assert ended.tokens == undisturbed.tokens[: at + 1] and ended.reason == "stop"
     assert switch_point(ended) == k < at
 

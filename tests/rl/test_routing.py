@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy.rl.client import RolloutClient
 from fastdeploy.rl.errors import RolloutFailed
-from rl.fake_server import FakeServer, Fault, fleet
+from rl.fake_server import CHECKPOINT, FakeServer, Fault, fleet
 
 PROMPT = [11, 12, 13]
 PARAMS = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
@@ -103,7 +103,7 @@ async def test_without_any_live_replica_the_request_ends_at_its_deadline():
 async def test_tokens_of_an_engine_that_restarted_without_the_published_weights_are_not_used():
     """The client detects the restart by the boot id in the chunks; no connection breaks."""
     async with fleet(2) as (servers, client):
-        await client.update_weights("/weights/1", version="one")
+        await client.update_weights(CHECKPOINT, version="one")
         lost = servers[0]
         for server in servers:
             server.faults.append(Fault("abort", 2))
@@ -113,7 +113,7 @@ async def test_tokens_of_an_engine_that_restarted_without_the_published_weights_
         assert all(len(r.token_ids) == 4 for r in got)
         health = await client.health()
         assert health[0].result["stale"] and not health[1].result["stale"]
-        await client.update_weights("/weights/2", version="two")
+        await client.update_weights(CHECKPOINT, version="two")
         assert {r.result["stale"] for r in await client.health()} == {None}
         again = await asyncio.gather(*(client.generate(PROMPT, PARAMS) for _ in range(4)))
         assert {r.replicas[-1] for r in again} == {s.url for s in servers}
@@ -122,7 +122,7 @@ async def test_tokens_of_an_engine_that_restarted_without_the_published_weights_
 async def test_a_frozen_stream_whose_engine_restarted_continues_on_another_replica():
     """On the new engine the request would wait for the next publication."""
     async with fleet(2) as (servers, client):
-        await client.update_weights("/weights/1")
+        await client.update_weights(CHECKPOINT)
         for server in servers:
             server.faults.append(Fault("hang", 2))
         task = asyncio.create_task(client.generate(PROMPT, PARAMS, session_id=5))

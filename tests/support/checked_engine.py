@@ -176,7 +176,8 @@ class CheckedEngine(RuleBasedStateMachine):
         """Send the next piece of an upload, and expect that it is refused if it does not follow the one before it.
         skip: bytes that are left out. client: another one than that of the upload."""
         source = StreamSource(upload.name, upload_path(upload.part), 0, nbytes, upload.received + skip, state)
-        args, session, seen = m.UpdateChunkArgs(upload.session_id, source), self.engine.weights.session, len(self.witness.replies)
+        args, session = m.UpdateChunkArgs(upload.session_id, source), self.engine.weights.session
+        seen = len(self.witness.replies)
         is_open = session is not None and session.id == upload.session_id and session.state.value == "open"
         streams = is_open and session.begin.base is None and not (session.begin.partial and session.begin.in_place)
         fits = is_open and skip == 0 and client in ("", upload.client) and (streams or nbytes == 0)
