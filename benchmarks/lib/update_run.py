@@ -27,7 +27,7 @@ class Row:
     """One update; times in seconds. quiesce: until the pause was answered. first_token: from the end of the last call
     to the first token of the new weights. recompute: the part of that time beyond one step, if KV was dropped. total:
     all calls. silent: longest time without a token of any stream. step: time between tokens of a stream in the quiet
-    time. speed_before, speed_meanwhile: tokens per second of all streams in the quiet time, and while the calls were made."""
+    time. speed_before, speed_meanwhile: tokens per second of all streams in the quiet time, and during the calls."""
 
     source: str
     paused: bool
