@@ -20,7 +20,10 @@ from fastdeploy.http.upload_files import UploadFile, upload_folder
 from fastdeploy.inter_communicator import messages as m
 
 BATCH_BYTES = 4 << 20  # handed to a thread for one write
-EMPTY = InvalidField("body", "expected the bytes of a safetensors file")
+
+
+def empty_upload() -> InvalidField:
+    return InvalidField("body", "expected the bytes of a safetensors file")
 
 
 def is_upload(request: Request) -> bool:
@@ -70,4 +73,4 @@ async def _receive(request: Request, file: UploadFile) -> None:
             batch = bytearray()
     await asyncio.to_thread(file.write, size, batch)
     if not size + len(batch):
-        raise EMPTY
+        raise empty_upload()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Literal
 
 from fastapi import Request
@@ -22,7 +22,7 @@ from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import FileSource, Source, StreamSource
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.guards.body_receiver import BodyReceiver
-from fastdeploy.http.upload import EMPTY, spooled_upload
+from fastdeploy.http.upload import empty_upload, spooled_upload
 from fastdeploy.http.upload_files import HalvedFile
 from fastdeploy.inter_communicator import messages as m
 
@@ -41,12 +41,11 @@ async def upload_part(
     def part(source: Source) -> m.UpdateChunkArgs:
         return m.UpdateChunkArgs(session_id, source, **fields)
 
-    with context.upload_files.lend() as halves:
-        stream = UploadStream(client, halves, part)
-        try:
-            if not streams:
-                async with spooled_upload(request, context) as source:
-                    return await client.call(part(source))
+    if not streams:
+        async with _opened(UploadStream(client, None, part)), spooled_upload(request, context) as source:
+            return await client.call(part(source))
+    async with context.upload_files.lend() as halves:
+        async with _opened(UploadStream(client, halves, part)) as stream:
             if (receiver := BodyReceiver.of(request)) is None:
                 async for data in request.stream():
                     await stream.write(data)
@@ -55,8 +54,6 @@ async def upload_part(
                     await stream.fill(received)
                 await request.receive()  # tells the middleware that the body is complete
             return await stream.complete()
-        finally:
-            await _to_the_end(stream.close())
 
 
 async def upload_update(
@@ -85,12 +82,13 @@ async def upload_update(
 
 class UploadStream:
     """The body of one upload on its way to a weight session. From the start until the end of :meth:`close`, the session
-    waits for it. part: makes the call for one piece."""
+    waits for it. halves: None for an upload without content, which only makes the session wait. part: makes the call
+    for one piece."""
 
-    def __init__(self, client: EngineClient, halves: HalvedFile, part: MakePart):
+    def __init__(self, client: EngineClient, halves: HalvedFile | None, part: MakePart):
         self._client, self._part = client, part
-        self._path, self._memory = halves.file.path, halves.memory
-        self._half_bytes = len(halves.memory) // 2
+        self._path, self._memory = (halves.file.path, halves.memory) if halves else ("", memoryview(b""))
+        self._half_bytes = len(self._memory) // 2
         self._id = f"upload-{uuid.uuid4().hex}"
         self._sent = 0  # bytes that were handed to the engine
         self._half = self._filled = 0
@@ -122,7 +120,7 @@ class UploadStream:
     async def complete(self) -> dict[str, Any]:
         """Hand over the rest, and return the reply of the engine about the whole upload."""
         if not self._sent + self._filled:
-            raise EMPTY
+            raise empty_upload()
         await self._hand_over("complete")
         reply = await self._reply()
         self._is_complete = True
@@ -142,7 +140,7 @@ class UploadStream:
         self._in_flight = self._send(state)
 
     async def _reply(self) -> dict[str, Any]:
-        reply = await self._in_flight
+        reply = await asyncio.shield(self._in_flight)  # the engine reads the half on if the caller is cancelled
         self._stage_ms += reply.get("stage_ms", 0.0)
         return reply
 
@@ -153,6 +151,15 @@ class UploadStream:
         self._sent += self._filled
         self._half, self._filled = 1 - self._half, 0
         return asyncio.create_task(self._client.call(self._part(source)))
+
+
+@contextlib.asynccontextmanager
+async def _opened(stream: UploadStream) -> AsyncIterator[UploadStream]:
+    """Close the stream after the block."""
+    try:
+        yield stream
+    finally:
+        await _to_the_end(stream.close())
 
 
 async def _ignore_errors(client: EngineClient, args: m.Args) -> None:

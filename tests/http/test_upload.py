@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import resource
@@ -11,6 +12,7 @@ import socket
 import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import FileSource, StreamSource
 from fastdeploy.http import upload_files
 from fastdeploy.inter_communicator import messages as m
@@ -130,6 +132,13 @@ def test_a_session_waits_for_an_upload_that_is_kept_in_a_file(uploads):
     assert kinds == ["open", "file", "broken"]
 
 
+@pytest.mark.parametrize("streams", [False], indirect=True)
+def test_an_upload_that_is_kept_in_a_file_takes_no_room_for_a_stream(uploads, spool, monkeypatch):
+    """A small delta needs room for its own bytes only."""
+    monkeypatch.setattr(upload_files, "HALF_BYTES", 1 << 60)
+    assert post(uploads, CHUNK, b"body").status_code == 200
+
+
 def test_an_upload_may_be_larger_than_max_body_mb(uploads):
     body = os.urandom(3 << 19)
     assert post(uploads, UPDATE, body).status_code == 200
@@ -156,6 +165,9 @@ def test_an_empty_upload_names_the_body(uploads, spool, path):
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "body"
     assert not uploads.uploads.bodies
     assert_nothing_left(uploads, spool)
+    gc.collect()
+    kept = [error for error in gc.get_objects() if isinstance(error, InvalidField) and error.field == "body"]
+    assert not kept, "an error that is kept keeps the stack frames of all calls that raised it"
 
 
 @pytest.mark.parametrize("path", PATHS)
