@@ -14,7 +14,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +92,17 @@ def measure(runner: ModelRunner, source: FileSource, form: PartFormat, repeats: 
     return "   ".join(found)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--changed", type=float, nargs="*", default=[0.01, 0.03])
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     runner = ModelRunner(args.folder, num_blocks=64, max_model_len=512, standby_weights="on")
     state = read_state(args.folder)
-    runner.begin_update(False, False, delta=True).finish()  # so that a refresh copies what is stale
+    session = runner.begin_update(False, False, delta=True)
+    session.finish()  # borrows the standby copy: from now on, a refresh copies what is stale
+    session.abandon()  # returns it
     runner.refresh_standby()
     full = sum(bits.nbytes for bits in state.values())
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

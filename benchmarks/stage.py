@@ -16,7 +16,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,13 +102,13 @@ def measure(calls: dict[str, Callable[[], object]], repeats: int, size: int) -> 
         print(f"{name:10} {cells} {size / median / 1e9:7.1f} {median / plain:9.2f}")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--changed", type=float, default=0.03, help="share of the values that a delta changes")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     ops = CpuOps(args.dtype)
     tensors = tensors_of(args.file)
     size = sum(tensor.nbytes for tensor in tensors)

@@ -6,18 +6,20 @@
 
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 namespace fd {
 namespace {
 
-// A thread of nice 10 has a tenth of the weight of one of nice 0 (110 to 1024, sched_prio_to_weight of the kernel).
-// Beside steps that want all cores, the work gets a tenth of them.
-constexpr int kNice = 10;
+// Ten nice values are a tenth of the weight (1024 of nice 0, 110 of nice 10: sched_prio_to_weight of the kernel). Beside
+// steps that want all cores, the work gets a tenth of them. The whole process may have a nice value of its own.
+constexpr int kMoreNice = 10;
 
-void lower_priority() { setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kNice); }
+void lower_priority() {
+  const auto thread = static_cast<id_t>(syscall(SYS_gettid));
+  setpriority(PRIO_PROCESS, thread, getpriority(PRIO_PROCESS, thread) + kMoreNice);  // cut to 19 by the kernel
+}
 
 }  // namespace
 
@@ -37,7 +39,7 @@ void run_in_background(int threads, const std::function<void()>& body) {
   workers.reserve(static_cast<size_t>(threads));
   try {
     for (int i = 0; i < threads; ++i) workers.emplace_back(run);
-  } catch (const std::system_error&) {
+  } catch (...) {  // system_error or bad_alloc; threads that run must be joined
     if (workers.empty()) throw;  // with fewer threads the work takes longer
   }
   for (std::thread& worker : workers) worker.join();

@@ -6,9 +6,10 @@ bytes of the values, padded with zeros to whole words, are read as little-endian
     sum[s] = sum over t of BLOCK_KEY(t // 1024) * WORD_KEYS[s][t % 1024] * w[t]    (mod 2**64),  s = 0, 1
 
 Two words differ in their product with an odd key, so a change of one value always changes both sums. The keys are
-pseudo-random, so other changes go unnoticed with a probability of about 2**-64 (multilinear hashing: Lemire and Kaser,
-"Strongly universal string hashing is fast", 2014). This finds errors. It does not stop an attacker, who can choose
-tensors with equal fingerprints: `checksums` (sha256) are for that.
+pseudo-random, so random changes of several values go unnoticed with a probability of about 2**-62 (multilinear hashing:
+Lemire and Kaser, "Strongly universal string hashing is fast", 2014). The worst case is a change of nothing but the top
+bits of two words at the same offset of two blocks: about 2**-32. This finds errors. It does not stop an attacker, who
+can choose tensors with equal fingerprints: `checksums` (sha256) are for that.
 """
 
 from __future__ import annotations

@@ -32,11 +32,13 @@ class PayloadReader:
     def batches(self, checksums: Mapping[str, str], nbytes: int) -> Iterator[dict[str, np.ndarray]]:
         """Yield all payloads by name, as ``read`` returns them, in batches of at least ``nbytes`` bytes."""
         batch: dict[str, np.ndarray] = {}
+        size = 0
         for name in self._entries:
-            batch[name] = self.read(name, checksums.get(name))
-            if sum(payload.nbytes for payload in batch.values()) >= nbytes:
+            batch[name] = payload = self.read(name, checksums.get(name))
+            size += payload.nbytes
+            if size >= nbytes:
                 yield batch
-                batch = {}
+                batch, size = {}, 0
         if batch:
             yield batch
 

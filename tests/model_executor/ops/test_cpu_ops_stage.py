@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -236,10 +238,33 @@ def test_copied_rows_and_bias_have_the_bits_of_the_source(ops: CpuOps, n: int, k
     np.testing.assert_array_equal(ops.unpack_bias(target), bias)
 
 
-def test_the_thread_that_stages_keeps_its_priority(ops: CpuOps, rng):
-    values = finite_bits(rng, "F32", 10_000)
-    ops.stage([StageItem(Region(100, 100), "F32", 0, memory=values)], GO_ON)
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == os.getpriority(os.PRIO_PROCESS, os.getpid())
+def test_staging_runs_on_threads_of_a_lower_priority_than_the_caller_whose_own_stays(ops: CpuOps, rng):
+    """The caller has a nice value of its own, as in a process that was started by nice."""
+    values, seen, after = finite_bits(rng, "F32", 4_000_000), set[int](), list[int]()
+    items = [StageItem(Region(1, 4_000_000), "F32", 0, memory=values)]
+    own = min(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + 3, 19)
+    expected, enough, others = min(own + 10, 19), threading.Event(), set[int]()
+
+    def threads() -> set[int]:
+        return {int(name) for name in os.listdir("/proc/self/task")}
+
+    def stage() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
+        others.update(threads())
+        while not enough.is_set():
+            ops.stage(items, GO_ON)
+        after.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    stager, deadline = threading.Thread(target=stage), time.monotonic() + 60
+    stager.start()
+    while expected not in seen and time.monotonic() < deadline:
+        for thread in threads() - others if others else ():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                seen.add(os.getpriority(os.PRIO_PROCESS, thread))
+    enough.set()
+    stager.join()
+    assert seen <= {own, expected} and expected in seen  # a thread begins with that of the caller
+    assert after == [own]
 
 
 def test_steps_beside_a_staging_and_tensors_that_share_a_tile_have_the_bits_that_they_have_alone(ops: CpuOps, rng):
