@@ -74,7 +74,8 @@ also have tests with real processes in tests/e2e.
     tests/engine/test_label_and_reset.py::test_a_new_label_changes_no_earlier_span_no_kv_and_no_request
     tests/http/dialects/test_sglang_weights.py::test_a_folder_becomes_one_update_that_aborts_nothing
 27. Fused weights were packed once for each part of an upload, and came out wrong without an error.
-    tests/worker/test_staging.py::test_a_fused_linear_is_packed_once_and_only_when_all_its_parts_are_there
+    tests/worker/test_staging.py::test_no_tensor_waits_unpacked_for_the_rest_of_its_linear
+    tests/worker/test_staging.py::test_tensors_that_arrive_one_by_one_in_any_order_make_the_weights_that_were_sent
 28. An adapter was loaded again from the same path, and its old KV was used. Running requests changed adapters without
     a label. An unload never ended behind a pause.
     tests/engine/test_paused_adapters.py::test_a_reload_leaves_no_prefix_hit_on_kv_of_the_adapter_before

@@ -26,7 +26,7 @@ NUMBERS = ("quiesce", "transfer", "stage", "commit", "recompute", "first_token",
 class Row:
     """One update; times in seconds. quiesce: until the pause was answered. first_token: from the end of the last call
     to the first token of the new weights. recompute: the part of that time beyond one step, if KV was dropped. total:
-    all calls. silent: longest time without a token of any stream. step: time between tokens of a stream before.
+    all calls. silent: longest time without a token of any stream. step: time between tokens of a stream in the quiet time.
     speed_before, speed_meanwhile: tokens per second of all streams in the quiet time, and while the calls were made."""
 
     source: str
@@ -111,7 +111,7 @@ def fill(row: Row, streams: Sequence[Stream], quiet: float, began: float, ended:
     arrivals = sorted(event.at for log in logs for event in log.tokens)
     around = [at for at in arrivals if at >= began - 1.0]
     row.silent = max((b - a for a, b in zip(around, around[1:], strict=False)), default=0.0)
-    row.step = median_step(logs, 0.0, began)
+    row.step = median_step(logs, quiet, began)
     row.speed_before, row.speed_meanwhile = _speed(arrivals, quiet, began), _speed(arrivals, began, ended)
     firsts = []
     for log in logs:

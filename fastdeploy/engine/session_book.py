@@ -30,13 +30,18 @@ class EndedSessions:
             self._keys = {key: session_id for key, session_id in self._keys.items() if session_id in self._errors}
 
     def error(self, session_id: str) -> FastDeployError:
-        """Return the error for a call that names a session that is not open."""
-        return self._errors.get(session_id) or SessionNotFound(f"there is no weight session {session_id!r}")
+        """Return the error for a call that names a session that is not open. The error refers to no stack frame of an
+        earlier call that it was raised in."""
+        error = self._errors.get(session_id)
+        if error is None:
+            return SessionNotFound(f"there is no weight session {session_id!r}")
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
 
     def check_key(self, idempotency_key: str | None) -> None:
         """Raise the error for a begin whose session has ended already."""
         if idempotency_key in self._keys:
-            raise self._errors[self._keys[idempotency_key]]
+            raise self.error(self._keys[idempotency_key])
 
 
 class SessionBook:

@@ -7,13 +7,14 @@ instead of a signal.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,11 +86,11 @@ class UploadFiles:
         self._free: list[HalvedFile] = []
         self._closed = False
 
-    @contextlib.contextmanager
-    def lend(self) -> Iterator[HalvedFile]:
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[HalvedFile]:
         """Lend a file that no other upload uses. After an error the file is removed, to make room. Raises
         OutOfSpace."""
-        halves = self._free.pop() if self._free else self._new()
+        halves = self._free.pop() if self._free else await self._new()
         try:
             yield halves
         except BaseException:
@@ -105,13 +106,28 @@ class UploadFiles:
         while self._free:
             self._free.pop().file.close()
 
-    def _new(self) -> HalvedFile:
+    async def _new(self) -> HalvedFile:
+        """Make a file on a thread: the system takes 10 ms for its pages, and longer on a disk."""
+        made = asyncio.ensure_future(asyncio.to_thread(self._make))
+        try:
+            return await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_remove)
+            raise
+
+    def _make(self) -> HalvedFile:
         file = UploadFile(upload_folder(self._config, 2 * HALF_BYTES))
         try:
             return HalvedFile(file, file.map(2 * HALF_BYTES))
         except BaseException:
             file.close()
             raise
+
+
+def _remove(made: asyncio.Future[HalvedFile]) -> None:
+    """Remove a file whose upload was cancelled before the file was made."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().file.close()
 
 
 def upload_folder(config: ServeConfig, nbytes: int) -> Path:

@@ -44,7 +44,7 @@ async def upload_part(
     if not streams:
         async with _opened(UploadStream(client, None, part)), spooled_upload(request, context) as source:
             return await client.call(part(source))
-    with context.upload_files.lend() as halves:
+    async with context.upload_files.lend() as halves:
         async with _opened(UploadStream(client, halves, part)) as stream:
             if (receiver := BodyReceiver.of(request)) is None:
                 async for data in request.stream():
@@ -143,7 +143,7 @@ class UploadStream:
         self._in_flight = self._send(state)
 
     async def _reply(self) -> dict[str, Any]:
-        reply = await self._in_flight
+        reply = await asyncio.shield(self._in_flight)  # the engine reads the half on if the caller is cancelled
         self._stage_ms += reply.get("stage_ms", 0.0)
         return reply
 

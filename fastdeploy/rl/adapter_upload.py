@@ -52,12 +52,10 @@ async def adapter_upload(
     except (TypeError, ValueError) as error:
         raise InvalidField("config", f"expected the content of an adapter_config.json: {error}") from error
     if via == "upload":
-        content = await asyncio.to_thread(state_encoding.encode, tensors)
-        headers = {"Content-Type": "application/octet-stream"}
-        arguments = {"content": content, "headers": headers, "params": fields | {"config": encoded}}
+        arguments = {"upload": list(state_encoding.pieces(tensors)), "params": fields | {"config": encoded}}
         yield Upload(arguments, len(tensors), nbytes)
     else:
-        with state_encoding.shared_memory(tensors) as (name, size):
+        async with state_encoding.shared_memory(tensors) as (name, size):
             source = {"shared_memory": name, "nbytes": size, "config": json.loads(encoded)}
             yield Upload({"json": fields | source}, len(tensors), nbytes)
 

@@ -34,24 +34,23 @@ class Part(NamedTuple):
 
 
 class PartCall(NamedTuple):
-    """A call of /v1/weights/chunk. content: a safetensors file, sent as the body; None: ``fields`` name the source.
-    tensors, nbytes: sent by the call, or 0 for a folder of the caller."""
+    """A call of /v1/weights/chunk. upload: the pieces of a safetensors file, sent as the body; None: ``fields`` name
+    the source. tensors, nbytes: sent by the call, or 0 for a folder of the caller."""
 
     fields: dict[str, Any]
-    content: bytes | None = None
+    upload: Sequence[bytes | memoryview] | None = None
     tensors: int = 0
     nbytes: int = 0
 
     def arguments(self, session_id: str) -> dict[str, Any]:
         """Return the keyword arguments of Replica.call."""
         fields = self.fields | {"session_id": session_id}
-        if self.content is None:
+        if self.upload is None:
             return {"json": fields}
         query = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
         if len(urlencode(query)) > MAX_QUERY_BYTES:  # then only the fingerprint over all is checked
             query.pop("fingerprints", None)
-        headers = {"Content-Type": "application/octet-stream"}
-        return {"content": self.content, "headers": headers, "params": query}
+        return {"upload": self.upload, "params": query}
 
 
 PartCalls = AsyncGenerator[PartCall, None]
@@ -96,10 +95,9 @@ class Means:
         sent = len(part.tensors), part.nbytes
         via = choose_via(self.via, urls, part.nbytes)
         if via == "upload":
-            content = await asyncio.to_thread(state_encoding.encode, part.tensors)
-            yield PartCall(part.form, content, *sent)
+            yield PartCall(part.form, list(state_encoding.pieces(part.tensors)), *sent)
         elif via == "shared_memory":
-            with state_encoding.shared_memory(part.tensors) as (name, nbytes):
+            async with state_encoding.shared_memory(part.tensors) as (name, nbytes):
                 yield PartCall(part.form | {"shared_memory": name, "nbytes": nbytes}, None, *sent)
         else:
             with tempfile.TemporaryDirectory(prefix="weights-", dir=self.folder) as folder:

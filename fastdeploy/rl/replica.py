@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from fastdeploy.rl.errors import Unreachable
 from fastdeploy.rl.replies import decode_object, read_events, reply_error
 
 BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
+SLICE_BYTES = 1 << 20  # of an upload, sent at once: asyncio moves the rest of a longer buffer after each send
 # These routes take the API key. Every other route takes the control key, and is at the control address.
 DATA_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions/render", "/health", "/ready"})
 
@@ -74,10 +75,21 @@ class Replica:
             url, key = self.control_url + path, self._control_key or self._api_key
         return url, {"Authorization": f"Bearer {key}"} if key else {}
 
-    async def call(self, method: str, path: str, timeout_s: float = 30.0, **kwargs: Any) -> dict[str, Any]:
-        """Return the result of a route (``kwargs`` of httpx). Raises Unreachable, or the server's error."""
+    async def call(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float = 30.0,
+        upload: Sequence[bytes | memoryview] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the result of a route (``kwargs`` of httpx). upload: pieces of the body, which are tensors; None: no
+        body, or that in ``kwargs``. Raises Unreachable, or the server's error."""
         url, headers = self._target(path)
-        headers |= kwargs.pop("headers", {})
+        if upload is not None:
+            headers["Content-Type"] = "application/octet-stream"
+            headers["Content-Length"] = str(sum(memoryview(piece).nbytes for piece in upload))
+            kwargs["content"] = _slices(upload)
         try:
             reply = await self._http.request(method, url, timeout=timeout_s, headers=headers, **kwargs)
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -115,3 +127,11 @@ class Replica:
 
     def mark_healthy(self) -> None:
         self.failures, self.retry_at, self.needs_probe = 0, 0.0, False
+
+
+async def _slices(pieces: Sequence[bytes | memoryview]) -> AsyncIterator[memoryview]:
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            yield rest[:SLICE_BYTES]
+            rest = rest[SLICE_BYTES:]

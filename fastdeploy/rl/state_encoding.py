@@ -8,13 +8,14 @@ padded with spaces to 8 bytes; the bytes of the tensors.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -105,30 +106,26 @@ def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
         yield tensor.data
 
 
-def encode(tensors: Mapping[str, HostTensor]) -> bytes:
-    """Return a safetensors file, as the body of an upload."""
-    return b"".join(pieces(tensors))
-
-
-@contextmanager
-def shared_memory(tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, int]]:
-    """Write a POSIX shared memory segment in safetensors layout; yield its name and size; delete it on exit. The
-    segment is written and not mapped, so that a full /dev/shm raises OSError and sends no SIGBUS."""
+@asynccontextmanager
+async def shared_memory(tensors: Mapping[str, HostTensor]) -> AsyncIterator[tuple[str, int]]:
+    """Write a POSIX shared memory segment in safetensors layout, on a thread; yield its name and size; delete it on
+    exit. The segment is written and not mapped, so that a full /dev/shm raises OSError and sends no SIGBUS."""
     path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
+    file = new_file(path, 0o600)  # made before the thread begins: so a cancelled caller deletes it too
     try:
-        yield path.name, _write(path, tensors, 0o600)
+        yield path.name, await asyncio.to_thread(_write, file, tensors)
     finally:
-        with suppress(FileNotFoundError):
-            path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> None:
     """Write ``folder``/model.safetensors, readable by all users. The folder must exist."""
-    _write(Path(folder) / "model.safetensors", tensors, 0o644)
+    _write(new_file(Path(folder) / "model.safetensors", 0o644), tensors)
 
 
-def _write(path: Path, tensors: Mapping[str, HostTensor], mode: int) -> int:
-    with new_file(path, mode) as file:
+def _write(file: BinaryIO, tensors: Mapping[str, HostTensor]) -> int:
+    """Write a safetensors file, close it, and return its size."""
+    with file:
         for piece in pieces(tensors):
             write_all(file, piece)
         return file.tell()

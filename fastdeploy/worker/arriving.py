@@ -18,22 +18,25 @@ from fastdeploy.worker.tensor_reading import check_given_up, refusal
 
 
 class ArrivingUploads:
-    """check: raises WeightUpdateRefused for tensors that may not arrive. region_of: gives the place of a tensor. stop:
-    see ``Ops.stage``."""
+    """stop: see ``Ops.stage``. Only an open upload refers to the staging, so that a staging without one is freed at
+    once."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        arrivals: Arrivals,
-        check: Callable[[SafetensorsReader], object],
-        region_of: RegionOf,
-        stop: np.ndarray,
-    ):
-        self._ops, self._arrivals, self._check, self._region_of, self._stop = ops, arrivals, check, region_of, stop
+    def __init__(self, ops: Ops, arrivals: Arrivals, stop: np.ndarray):
+        self._ops, self._arrivals, self._stop = ops, arrivals, stop
         self._streams: dict[str, TensorStream] = {}
 
-    def add(self, source: StreamSource, checksums: Mapping[str, str], verify: bool, form: PartFormat) -> ChunkReceipt:
-        """Add one piece. Until its upload is complete, the receipt counts nothing. Raises WeightUpdateRefused."""
+    def add(
+        self,
+        source: StreamSource,
+        checksums: Mapping[str, str],
+        verify: bool,
+        form: PartFormat,
+        check_tensors: Callable[[SafetensorsReader], object],
+        region_of: RegionOf,
+    ) -> ChunkReceipt:
+        """Add one piece. Until its upload is complete, the receipt counts nothing. check_tensors: raises
+        WeightUpdateRefused for tensors that may not arrive. region_of: gives the place of a tensor. Raises
+        WeightUpdateRefused."""
         if source.state == "broken":
             if (stream := self._streams.pop(source.stream, None)) is not None and stream.reader is not None:
                 self._arrivals.arriving.difference_update(stream.reader.entries)
@@ -42,20 +45,24 @@ class ArrivingUploads:
         if stream is None:
 
             def check(reader: SafetensorsReader) -> Mapping[str, str]:
-                self._check(reader)
+                check_tensors(reader)
                 self._arrivals.arriving.update(reader.entries)
                 return expected_checksums(reader, checksums, verify)
 
-            stream = self._streams[source.stream] = TensorStream(check, self._region_of, self._stage)
+            stream = self._streams[source.stream] = TensorStream(check, region_of, self._stage)
         stream.add(source)
         if source.state == "open":
             return ChunkReceipt(0, 0)
-        del self._streams[source.stream]
+        self._streams.pop(source.stream, None)
         assert stream.reader is not None
         entries = stream.reader.entries
         self._arrivals.arriving.difference_update(entries)
         self._arrivals.add(stream.fingerprints, form.fingerprints)
         return ChunkReceipt(len(entries), sum(entry.nbytes for entry in entries.values()))
+
+    def forget(self) -> None:
+        """Forget the open uploads. Called on any thread, when the staging is abandoned."""
+        self._streams = {}
 
     def _stage(self, items: Sequence[tuple[str, StageItem]]) -> list[Fingerprint]:
         results = self._ops.stage([item for _, item in items], self._stop)

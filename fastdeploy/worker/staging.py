@@ -65,7 +65,7 @@ class WeightStaging:
         self._serving, self._take = serving, take
         self._guard = StagingGuard(standby)
         self._arrivals = Arrivals(model)
-        self._uploads = ArrivingUploads(model.ops, self._arrivals, self._check, self._region, self._guard.stop)
+        self._uploads = ArrivingUploads(model.ops, self._arrivals, self._guard.stop)
         self._values: StagedValues | None = None
         self._taken: Serving | None = None  # in place: what the runner gave up
         self._eos_token_ids: tuple[int, ...] | None = None
@@ -81,7 +81,7 @@ class WeightStaging:
         assert form.is_plain, form
         if isinstance(source, StreamSource):
             with self._guard.working():
-                return self._uploads.add(source, checksums, verify_checksum, form)
+                return self._uploads.add(source, checksums, verify_checksum, form, self._check, self._region)
         with self._guard.working(), open_source(source, self._roots) as reader:
             eos = self._check(reader)
             expected = expected_checksums(reader, checksums, verify_checksum)
@@ -111,6 +111,7 @@ class WeightStaging:
     def abandon(self) -> None:
         """See ``Staging.abandon``. Values taken in place are given up too, because a mixture must not serve."""
         self._guard.abandon()
+        self._uploads.forget()
         self._values = self._taken = None
 
     def _check(self, reader: SafetensorsReader) -> tuple[int, ...] | None:

@@ -23,7 +23,7 @@ def request_in(state: r.RequestState) -> r.Request:
 
 
 def session_in(state: w.SessionState) -> w.Session:
-    session = w.Session("s", BeginUpdateArgs(), opened={}, timeout_s=1.0, staging=None, started_at=0.0)
+    session = w.Session("s", BeginUpdateArgs(), opened={}, timeout_s=1.0, staging=None, started_at=0.0, owner=None)
     session.state = state
     return session
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+import uuid
 import weakref
 from pathlib import Path
 
 import pytest
 
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.config import UPLOAD_PREFIX
+from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.worker.model_runner import ModelRunner
 from fastdeploy.worker.staging import WeightStaging
@@ -83,6 +85,20 @@ def test_refused_and_aborted_weights_are_freed(h, folder):
     assert h.ask(m.UpdateChunkArgs(session, FolderSource(str(folder))), rounds=3).failure is None
     h.ask(m.AbortUpdateArgs(session), rounds=3)
     assert h.runner.alive == one_set
+
+
+def test_weights_aborted_during_an_upload_are_freed(h, folder):
+    one_set = h.runner.alive
+    path = Path("/dev/shm") / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}"
+    path.write_bytes((folder / "model.safetensors").read_bytes())
+    try:
+        session = h.ask(m.BeginUpdateArgs(), rounds=2).result["session_id"]
+        piece = StreamSource("upload-1", str(path), 0, path.stat().st_size // 2, 0, "open")
+        assert h.ask(m.UpdateChunkArgs(session, piece), rounds=3).failure is None
+        h.ask(m.AbortUpdateArgs(session), rounds=3)
+        assert h.runner.alive == one_set
+    finally:
+        path.unlink()
 
 
 def test_weights_aborted_at_the_end_of_staging_are_freed(h, folder, monkeypatch):

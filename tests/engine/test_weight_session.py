@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from engine.weight_calls import assert_serves, begin, chunk, commit
-from fastdeploy.core.errors import EngineError
+from fastdeploy.core.errors import EngineError, SessionNotFound
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
@@ -242,6 +244,22 @@ def test_a_repeated_commit_is_refused_as_already_committed():
     commit(h, session)
     again = commit(h, session).failure
     assert again.code == "session_not_found" and "committed" in again.message and h.served.weight_epoch == 1
+
+
+def test_the_error_of_an_ended_session_does_not_keep_the_calls_that_it_was_raised_in():
+    h = Harness()
+    session = begin(h, idempotency_key="key")
+    h.ask(m.AbortUpdateArgs(session))
+    depths = []
+    for _ in range(2):
+        for call in (
+            lambda: h.engine.weights.commit(m.CommitUpdateArgs(session), lambda result, error: None),
+            lambda: h.engine.weights.begin(m.BeginUpdateArgs(idempotency_key="key"), "a"),
+        ):
+            with pytest.raises(SessionNotFound) as raised:
+                call()
+            depths.append(len(traceback.extract_tb(raised.value.__traceback__)))
+    assert depths[:2] == depths[2:]
 
 
 def test_a_session_ends_with_its_lease_and_the_next_one_may_begin():

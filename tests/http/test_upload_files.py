@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
+import threading
 
 import pytest
 
@@ -64,17 +66,40 @@ def test_leftovers_are_removed_when_a_server_starts(make_stack, spool):
     assert not list(spool.iterdir())
 
 
-def test_a_file_is_lent_to_one_upload_at_a_time_and_removed_after_an_error(spool):
+async def test_a_file_is_lent_to_one_upload_at_a_time_and_removed_after_an_error(spool):
     files = upload_files.UploadFiles(ServeConfig(model="m", upload_dir=str(spool)))
-    with files.lend() as first, files.lend() as second:
+    async with files.lend() as first, files.lend() as second:
         assert first.file.path != second.file.path
-    with pytest.raises(KeyError), files.lend() as broken:
-        raise KeyError
+    with pytest.raises(KeyError):
+        async with files.lend() as broken:
+            raise KeyError
     assert not os.path.exists(broken.file.path) and len(list(spool.iterdir())) == 1
-    with files.lend() as late:
+    async with files.lend() as late:
         files.close()
         assert [str(path) for path in spool.iterdir()] == [late.file.path]
     assert not list(spool.iterdir())
+
+
+async def test_the_event_loop_goes_on_while_a_file_is_made_and_a_cancelled_upload_leaves_none(spool, monkeypatch):
+    may_allocate = threading.Event()
+
+    def allocate(fd: int, offset: int, nbytes: int) -> None:
+        assert may_allocate.wait(30)
+        os.ftruncate(fd, offset + nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    files = upload_files.UploadFiles(ServeConfig(model="m", upload_dir=str(spool)))
+    lending = asyncio.create_task(files.lend().__aenter__())
+    async with asyncio.timeout(20):
+        while not list(spool.iterdir()):
+            await asyncio.sleep(0.001)
+        lending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lending
+        assert not may_allocate.is_set()
+        may_allocate.set()
+        while list(spool.iterdir()):
+            await asyncio.sleep(0.001)
 
 
 def test_uploads_go_to_shared_memory_if_it_has_room(monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -57,22 +59,44 @@ def test_tensors_of_either_framework_give_the_same_bytes_without_the_other(frame
 STATE = {"x": np.arange(6, dtype=np.float16).reshape(2, 3).T, "y": np.float32(1.5), "z": np.zeros((0, 2), np.int64)}
 
 
-def test_safetensors_reads_every_encoding(tmp_path):
+async def test_safetensors_reads_every_encoding(tmp_path):
     host = state_encoding.host_tensors(STATE)
     state_encoding.write_folder(host, tmp_path)
-    with state_encoding.shared_memory(host) as (name, nbytes):
+    async with state_encoding.shared_memory(host) as (name, nbytes):
         segment = (state_encoding.SHM / name).read_bytes()
     assert len(segment) == nbytes and not (state_encoding.SHM / name).exists()
-    for read in (load(state_encoding.encode(host)), load(segment), load_file(tmp_path / "model.safetensors")):
+    for read in (load(b"".join(state_encoding.pieces(host))), load(segment), load_file(tmp_path / "model.safetensors")):
         assert {n: (v.dtype, v.shape, v.tolist()) for n, v in read.items()} == {
             n: (v.dtype, v.shape, v.tolist()) for n, v in STATE.items()
         }
 
 
-def test_a_shared_memory_segment_is_deleted_also_after_an_error():
-    with pytest.raises(ValueError), state_encoding.shared_memory(state_encoding.host_tensors(STATE)) as (name, _):
-        raise ValueError
+async def test_a_shared_memory_segment_is_deleted_also_after_an_error():
+    with pytest.raises(ValueError):
+        async with state_encoding.shared_memory(state_encoding.host_tensors(STATE)) as (name, _):
+            raise ValueError
     assert not (state_encoding.SHM / name).exists()
+
+
+async def test_the_event_loop_goes_on_while_a_segment_is_written_and_a_cancelled_write_leaves_none(
+    monkeypatch, tmp_path
+):
+    may_write = threading.Event()
+
+    async def write() -> None:
+        async with state_encoding.shared_memory(state_encoding.host_tensors(STATE)):
+            pass
+
+    monkeypatch.setattr(state_encoding, "SHM", tmp_path)
+    monkeypatch.setattr(state_encoding, "write_all", lambda file, piece: may_write.wait(30))
+    task = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    assert list(tmp_path.iterdir()) and not may_write.is_set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not list(tmp_path.iterdir())
+    may_write.set()
 
 
 def test_chunks_keep_the_order_and_their_size_and_lose_nothing():

@@ -11,10 +11,12 @@ from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
-from fastdeploy.core.weight_source import DeltaBase, FolderSource
+from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
 from fastdeploy.engine.holds import Hold
 from fastdeploy.engine.pause import Mode, PausePhase, PauseState
 from fastdeploy.engine.weight_session import Session
@@ -43,9 +45,26 @@ class Publication:
         return (numbers or [0])[-1] + (serving if self.partial else 0)
 
 
+@dataclass
+class Upload:
+    """An upload to a session, by way of one API server. part: the part that it is once it is complete, as a folder is
+    named. received: bytes of it that the engine has taken."""
+
+    name: str
+    session_id: str
+    client: str
+    part: str
+    received: int = 0
+
+
 def number_of(folder: str) -> int:
     """Return the k of "/w<k>", "/d<k>" and their like."""
     return int(folder[2:].partition("-")[0])
+
+
+def upload_path(part: str) -> str:
+    """Return a path in the folder of uploads."""
+    return f"{SHARED_MEMORY}/{UPLOAD_PREFIX}{part[1:]}"
 
 
 class CheckedEngine(RuleBasedStateMachine):
@@ -71,6 +90,8 @@ class CheckedEngine(RuleBasedStateMachine):
         self.doomed: dict[int, list[Expected]] = {}  # by the call of a pause with mode abort
         self.publications: dict[str, Publication] = {}  # by session
         self.opened: dict[str | int, dict] = {}  # replies to begins, by their key
+        self.uploads: dict[str, Upload] = {}  # that are received, by their name
+        self.has_same_clients = True  # since the last round began
         self.had_weights = True  # when the last round began
         self.known = self.book.known  # when the last round began
         self.calls_of_two_rounds: list[m.Args] = []  # a call that a step has read is handled in the next round
@@ -143,7 +164,38 @@ class CheckedEngine(RuleBasedStateMachine):
         """Return whether the engine takes a commit of this session that names nothing."""
         begin = session.begin
         fits = begin.expected_version in (None, self.h.served.version) and self.serves(begin.base)
+        fits = fits and not self.uploads_to(session.id)
         return fits and (begin.base is None or session.fingerprint is not None)
+
+    def uploads_to(self, session_id: str) -> list[Upload]:
+        """Return the uploads to a session that neither ended nor lost their API server."""
+        clients = self.engine.lifecycle.delivery.clients
+        return [u for u in self.uploads.values() if u.session_id == session_id and u.client in clients]
+
+    def send_piece(self, upload: Upload, nbytes: int, state: str, skip: int = 0, client: str = "") -> None:
+        """Send the next piece of an upload, and expect that it is refused if it does not follow the one before it.
+        skip: bytes that are left out. client: another one than that of the upload."""
+        source = StreamSource(upload.name, upload_path(upload.part), 0, nbytes, upload.received + skip, state)
+        args, session, seen = m.UpdateChunkArgs(upload.session_id, source), self.engine.weights.session, len(self.witness.replies)
+        is_open = session is not None and session.id == upload.session_id and session.state.value == "open"
+        streams = is_open and session.begin.base is None and not (session.begin.partial and session.begin.in_place)
+        fits = is_open and skip == 0 and client in ("", upload.client) and (streams or nbytes == 0)
+        if fits and state == "open":
+            self.uploads[upload.name] = upload
+            upload.received += nbytes
+        elif fits:
+            self.uploads.pop(upload.name, None)
+            upload.received = 0  # it may come again
+        if fits and streams and state == "complete":
+            self.publications[upload.session_id].names.append(upload.part)
+        self.call(args, client or upload.client)
+        self.step()
+        replies = [reply for call, reply in self.witness.replies[seen:] if call is args]
+        if (client or upload.client) in self.live_clients():
+            assert fits or (replies and replies[0].failure), "a piece that does not fit was taken"
+        codes = {reply.failure and reply.failure.code for reply in replies}
+        assert not fits or not codes & {"wrong_order", "invalid_field"}, "a piece that fits was refused"
+        event(f"piece {state}: {codes or 'later'}")
 
     def send_add(self, client, request_id, prompt, sampling, n, priority, salt, adapter=""):
         group = f"g{len(prompt) % 2}" if priority else ""
@@ -180,7 +232,9 @@ class CheckedEngine(RuleBasedStateMachine):
         self.had_weights = self.h.runner.has_weights
         self.known = self.book.known
         holds = {(pause.scope.id, hold.id): hold for pause in self.pauses() for hold in pause.holds.values()}
+        clients = set(self.engine.lifecycle.delivery.clients)
         self.h.run_rounds()
+        self.has_same_clients = clients == set(self.engine.lifecycle.delivery.clients)
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
             self.committed(weight_epoch + 1, self.publications[session.id], serving)
@@ -198,6 +252,7 @@ class CheckedEngine(RuleBasedStateMachine):
         self.check_calls()
         session = self.engine.weights.session
         idle = session is not None and session.state.value == "open" and not session.pending
+        idle = idle and not self.uploads_to(session.id) and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
 
     def rounds(self, times: int) -> None:
@@ -284,6 +339,9 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.UpdateChunkArgs(session_id, FolderSource(path)) if code == "update_in_progress":
                 # Too many reads hang. The session goes on without this part.
                 self.publications[session_id].names.remove(path)
+            case m.UpdateChunkArgs(session_id, StreamSource()) if code == "invalid_field":
+                told = self.publications[session_id]
+                assert args.source.nbytes and (told.delta or told.partial)
             case m.UpdateChunkArgs(session_id) if code == "invalid_field":
                 assert not args.form.is_plain and not self.publications[session_id].delta
             case m.BeginUpdateArgs(idempotency_key=key) if code is None:
@@ -378,6 +436,9 @@ class CheckedEngine(RuleBasedStateMachine):
             assert session.state.value == "open", "a session is being committed without a thread"
         if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
+        if session is not None and session.state.value == "open" and self.has_same_clients:
+            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
+            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients
 
     # ---------------------------------------------------------------- the end
 
