@@ -126,13 +126,16 @@ class UploadStream:
         return {**reply, "stage_ms": round(self._stage_ms, 3)}
 
     async def close(self) -> None:
-        """Wait until the engine reads no piece any more. Break the upload off, unless it is complete."""
+        """Wait until the engine reads no piece any more. Break the upload off, unless it is complete. Then the stream
+        does not refer to the memory any more, nor to an error, whose stack frames refer to the stream."""
         with contextlib.suppress(FastDeployError):
             await self._in_flight
+        del self._in_flight
         if not self._is_complete:
             self._filled = 0
             with contextlib.suppress(FastDeployError):
                 await self._send("broken")
+        self._memory = memoryview(b"")
 
     async def _hand_over(self, state: Literal["open", "complete"]) -> None:
         await self._reply()

@@ -8,6 +8,8 @@ import itertools
 import os
 import resource
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -222,6 +224,34 @@ def test_a_client_that_disconnects_leaves_no_part_of_its_upload(uploads, spool, 
     assert not engine.bodies
     wait_until(lambda: engine.kinds == (["BeginUpdate", "AbortUpdate"] if streams and path == UPDATE else []))
     assert post(uploads, path, b"again").status_code == 200 and engine.bodies == [b"again"]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Switch the search for reference cycles off. A server searches rarely."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("streams", [True], indirect=True)
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_stream_that_fails_frees_the_memory_of_its_file_at_once(uploads, spool, no_collector, cut):
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(spool) in line]
+
+    def refuse(args: m.Args) -> m.Failure | None:
+        has_content = isinstance(args, m.UpdateChunkArgs) and args.source.nbytes
+        return m.Failure("weight_update_refused", "no") if has_content and not cut else None
+
+    uploads.uploads.refuse = refuse
+    for _ in range(2):
+        if cut:
+            with unfinished_upload(uploads, CHUNK, 3 * HALF):
+                wait_until(mapped)
+        else:
+            assert post(uploads, CHUNK, bytes(3 * HALF)).status_code == 400
+        wait_until(lambda: not mapped())
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -63,6 +63,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         finally:
             http.flow.pause_reading()
             http.transport.set_protocol(http)
+            self._memory, self._filled = memoryview(b""), None  # so that nothing here refers to the memory
 
     def give_up(self) -> None:
         """End a wait of the route, because no further byte will come."""
