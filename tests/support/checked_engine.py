@@ -176,7 +176,8 @@ class CheckedEngine(RuleBasedStateMachine):
         """Send the next piece of an upload, and expect that it is refused if it does not follow the one before it.
         skip: bytes that are left out. client: another one than that of the upload."""
         source = StreamSource(upload.name, upload_path(upload.part), 0, nbytes, upload.received + skip, state)
-        args, session, seen = m.UpdateChunkArgs(upload.session_id, source), self.engine.weights.session, len(self.witness.replies)
+        args, seen = m.UpdateChunkArgs(upload.session_id, source), len(self.witness.replies)
+        session = self.engine.weights.session
         is_open = session is not None and session.id == upload.session_id and session.state.value == "open"
         streams = is_open and session.begin.base is None and not (session.begin.partial and session.begin.in_place)
         fits = is_open and skip == 0 and client in ("", upload.client) and (streams or nbytes == 0)
@@ -254,6 +255,11 @@ class CheckedEngine(RuleBasedStateMachine):
         idle = session is not None and session.state.value == "open" and not session.pending
         idle = idle and not self.uploads_to(session.id) and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
+        if session is not None and session.state.value == "open" and self.has_same_clients:
+            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
+            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients, (
+                "it outlives its API server"
+            )
 
     def rounds(self, times: int) -> None:
         for _ in range(times):
@@ -436,9 +442,6 @@ class CheckedEngine(RuleBasedStateMachine):
             assert session.state.value == "open", "a session is being committed without a thread"
         if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
-        if session is not None and session.state.value == "open" and self.has_same_clients:
-            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
-            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients
 
     # ---------------------------------------------------------------- the end
 
