@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.lib.perturb import WEIGHTS
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import change, fingerprint, over_all
+from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
 
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
@@ -62,7 +63,8 @@ class Checkpoint:
 
 
 class Flips:
-    """Deltas between a checkpoint and a second state, which has another lowest bit in a ``share`` of all values.
+    """Deltas between a checkpoint and a second state, which has another lowest bit in a ``share`` of all values. Both
+    are in bfloat16, as every engine serves them.
 
     frames: two safetensors files of overwrites: from the checkpoint to the second state, and back. fingerprints: of the
     checkpoint and of the second state."""
@@ -71,7 +73,8 @@ class Flips:
         rng = np.random.default_rng(seed)
         payloads: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] = ({}, {})
         before, after = {}, {}
-        for name, bits in checkpoint.tensors():
+        for name, stored in checkpoint.tensors():
+            bits = in_dtype(stored.view(np.float32) if stored.dtype == np.uint32 else stored, "bfloat16")
             count = rng.binomial(bits.size, share)
             index = np.unique(rng.integers(0, bits.size, count))
             old = bits[index]

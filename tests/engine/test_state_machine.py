@@ -16,7 +16,7 @@ from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import DeltaBase, FolderSource
 from fastdeploy.engine.pause import Mode, PausePhase
 from fastdeploy.inter_communicator import messages as m
-from support.checked_engine import CheckedEngine, number_of
+from support.checked_engine import CheckedEngine
 from support.fake_runner import fingerprint_of
 from support.machine_inputs import (
     ADAPTERS,
@@ -34,6 +34,7 @@ from support.machine_inputs import (
     TAGS,
     UPDATES,
 )
+from support.publications import number_of
 
 
 class AdapterMachine(CheckedEngine):

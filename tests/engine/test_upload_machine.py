@@ -8,7 +8,8 @@ from hypothesis.stateful import precondition, rule
 
 from engine.test_state_machine import AdapterMachine, EngineMachine, explore
 from fastdeploy.inter_communicator import messages as m
-from support.checked_engine import CheckedEngine, Upload
+from support.checked_engine import CheckedEngine
+from support.publications import Upload
 
 PARTS = st.sampled_from(["/w4", "/w5", "/w6-recompute", "/w4", "/w5", "/bad", "/garbage"])
 STATES = st.sampled_from(["open", "open", "complete", "broken"])

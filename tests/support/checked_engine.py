@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass, field
 from itertools import count
 
 from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from fastdeploy.core.config import UPLOAD_PREFIX
 from fastdeploy.core.errors import ModelNotFound
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.scope import WHOLE_ENGINE, adapter_scope
-from fastdeploy.core.shared_files import SHARED_MEMORY
 from fastdeploy.core.weight_source import DeltaBase, FolderSource, StreamSource
 from fastdeploy.engine.holds import Hold
 from fastdeploy.engine.pause import Mode, PausePhase, PauseState
@@ -25,46 +22,8 @@ from fastdeploy.scheduler.queue import Gate
 from support.fake_runner import FakeRunner, fingerprint_of, nothing
 from support.harness import Harness
 from support.machine_inputs import ADAPTERS, LATER, REFUSALS, SYSTEM_HOLDS
+from support.publications import Publication, Upload, upload_path
 from support.witness import Expected, Witness
-
-
-@dataclass
-class Publication:
-    """The calls of one weight session. names: the folders of the parts before its commit."""
-
-    version: str | None
-    partial: bool
-    delta: bool = False
-    names: list[str] = field(default_factory=list)
-    committing: bool = False
-
-    def weights(self, serving: int) -> int:
-        numbers = [number_of(name) for name in self.names]
-        if self.delta:
-            return serving + sum(numbers)
-        return (numbers or [0])[-1] + (serving if self.partial else 0)
-
-
-@dataclass
-class Upload:
-    """An upload to a session, by way of one API server. part: the part that it is once it is complete, as a folder is
-    named. received: bytes of it that the engine has taken."""
-
-    name: str
-    session_id: str
-    client: str
-    part: str
-    received: int = 0
-
-
-def number_of(folder: str) -> int:
-    """Return the k of "/w<k>", "/d<k>" and their like."""
-    return int(folder[2:].partition("-")[0])
-
-
-def upload_path(part: str) -> str:
-    """Return a path in the folder of uploads."""
-    return f"{SHARED_MEMORY}/{UPLOAD_PREFIX}{part[1:]}"
 
 
 class CheckedEngine(RuleBasedStateMachine):
@@ -255,6 +214,11 @@ class CheckedEngine(RuleBasedStateMachine):
         idle = session is not None and session.state.value == "open" and not session.pending
         idle = idle and not self.uploads_to(session.id) and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
+        if session is not None and session.state.value == "open" and self.has_same_clients:
+            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
+            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients, (
+                "it outlives its API server"
+            )
 
     def rounds(self, times: int) -> None:
         for _ in range(times):
@@ -437,9 +401,6 @@ class CheckedEngine(RuleBasedStateMachine):
             assert session.state.value == "open", "a session is being committed without a thread"
         if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
-        if session is not None and session.state.value == "open" and self.has_same_clients:
-            assert len(session.streams) == len(self.uploads_to(session.id)), "an upload was forgotten, or never ends"
-            assert session.owner is None or session.owner in self.engine.lifecycle.delivery.clients
 
     # ---------------------------------------------------------------- the end
 

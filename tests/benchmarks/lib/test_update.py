@@ -11,19 +11,20 @@ from benchmarks.lib.timeline import StreamLog, TokenEvent
 from benchmarks.lib.update_run import Row, fill, medians
 from fastdeploy.core import delta_format
 from fastdeploy.core.fingerprint import fingerprint, over_all
+from fastdeploy.core.serving_dtype import in_dtype
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_two_flips_give_the_checkpoint_again(tmp_path, compression):
+def test_two_flips_give_the_checkpoint_in_bfloat16_again(tmp_path, compression):
     tensors = {f"t{i}": np.random.default_rng(i).random((i + 1, 500), np.float32) for i in range(3)}
     save_file(tensors, tmp_path / "model.safetensors")
     flips = Flips(Checkpoint(tmp_path), 0.1, compression)
-    state = {name: array.reshape(-1).view(np.uint32).copy() for name, array in tensors.items()}
+    state = {name: in_dtype(array.reshape(-1), "bfloat16") for name, array in tensors.items()}
     for frame, reached in zip(flips.frames, reversed(flips.fingerprints), strict=True):
         for name, payload in load(frame).items():
             if compression == "zstd":
                 payload = delta_format.decompress(payload, 1 << 20)
-            index, values = delta_format.read_overwrite(payload, state[name].size, 4)
+            index, values = delta_format.read_overwrite(payload, state[name].size, 2)
             assert 0 < index.size < 0.15 * state[name].size
             state[name][index] = values
         assert over_all({name: fingerprint(bits) for name, bits in state.items()}) == reached
