@@ -107,7 +107,8 @@ class UploadMachine(CheckedEngine):
         self.step()
         told, fits = self.publications[session.id], self.may_commit(session)
         is_open = self.engine.weights.session is session and session.state.value == "open"
-        args, seen, client = m.CommitUpdateArgs(session.id), len(self.witness.replies), self.some_client(data)
+        kv = "recompute" if told.names and told.names[-1].endswith("recompute") else None
+        args, seen, client = m.CommitUpdateArgs(session.id, kv=kv), len(self.witness.replies), self.some_client(data)
         self.call(args, client)
         told.committing |= is_open and fits
         self.step()
