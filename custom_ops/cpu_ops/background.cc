@@ -12,8 +12,8 @@
 namespace fd {
 namespace {
 
-// Ten nice values are a tenth of the weight (1024 of nice 0, 110 of nice 10: sched_prio_to_weight of the kernel). Beside
-// steps that want all cores, the work gets a tenth of them. The whole process may have a nice value of its own.
+// Ten nice values are a tenth of the weight (1024 of nice 0, 110 of nice 10: sched_prio_to_weight of the kernel).
+// Beside steps that want all cores, the work gets a tenth of them. The whole process may have a nice value of its own.
 constexpr int kMoreNice = 10;
 
 void lower_priority() {
@@ -39,7 +39,7 @@ void run_in_background(int threads, const std::function<void()>& body) {
   workers.reserve(static_cast<size_t>(threads));
   try {
     for (int i = 0; i < threads; ++i) workers.emplace_back(run);
-  } catch (...) {  // system_error or bad_alloc; threads that run must be joined
+  } catch (...) {                // system_error or bad_alloc; threads that run must be joined
     if (workers.empty()) throw;  // with fewer threads the work takes longer
   }
   for (std::thread& worker : workers) worker.join();
