@@ -25,7 +25,7 @@ from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.fingerprint import fingerprint, over_all
 from fastdeploy.core.serving_dtype import in_dtype
 from fastdeploy.rl.errors import FleetError
-from fastdeploy.rl.state_encoding import HostTensor, encode
+from fastdeploy.rl.state_encoding import HostTensor, pieces
 from fastdeploy.rl.sync_client import SyncRolloutClient
 from rl.embedded_weights import embedded_weights
 
@@ -247,7 +247,7 @@ class Trainer:
                 payloads[name] = HostTensor("U8", payload.shape, payload.data)
             fingerprints = {name: fingerprint(now[name]).hex for name in payloads}
             form = {"encoding": encoding, "compression": compression, "fingerprints": fingerprints}
-            parts.append((encode(payloads), form))
+            parts.append((b"".join(pieces(payloads)), form))
         return parts
 
     def _succeed(self, path: str, body: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 
-from e2e.server import PROMPT, Server, until
+from e2e.server import PROMPT, Reply, Server, until
 
 
 def body(request_id: str, **more) -> dict:
@@ -76,6 +76,18 @@ def test_a_deadline_ends_a_request_with_the_tokens_it_has(server):
     assert 0 < len(choice["token_ids"]) < 4000
 
 
+def answer_of_the_new_engine(server: Server, fields: dict) -> Reply:
+    """Send a request until the API server that answers has found the new engine."""
+    replies = []
+
+    def is_answered() -> bool:
+        replies.append(server.post("/v1/completions", fields))
+        return replies[-1].status != 503
+
+    until(is_answered, 30, "the API server finds the new engine")
+    return replies[-1]
+
+
 def test_after_the_death_of_the_engine_a_retained_result_is_lost_and_not_computed_again(start_server):
     server = start_server("--workers", "2").wait_ready()
     server.post("/v1/completions", body("ended", max_tokens=5)).ok()
@@ -87,7 +99,7 @@ def test_after_the_death_of_the_engine_a_retained_result_is_lost_and_not_compute
     server.wait_ready()
     for _ in range(4):  # both API servers are asked
         for fields in (body("ended", max_tokens=5), body("running"), body("running", stream=True)):
-            reply = server.post("/v1/completions", fields)
+            reply = answer_of_the_new_engine(server, fields)
             assert reply.status == 410 and reply.json["error"]["code"] == "result_lost", reply.body
     assert tokens_made(server) == 0
     server.post("/v1/completions", body("ended-2", max_tokens=5)).ok()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -43,6 +44,16 @@ def test_after_a_sleep_the_same_weights_serve_bit_for_bit(name, tags, make_runne
     assert list(tmp_path.iterdir()) == []
 
 
+def open_files(folder: Path) -> list[str]:
+    """Return the descriptors of this process of files in ``folder``, also of files without a name."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # another thread closed it
+            if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
+                found.append(number)
+    return sorted(found)
+
+
 def test_a_partial_update_survives_a_sleep(make_runner, tmp_path):
     runner, name = make_runner("qwen2_bf16"), "model.layers.0.self_attn.k_proj.weight"
     new = bfloat16_bits(random_tensors(replace(SPECS["qwen2_bf16"], seed=9))[name])
@@ -69,9 +80,9 @@ def test_the_file_of_sleeping_weights_has_no_name_and_is_closed_on_wake_up(make_
     runner = make_runner("qwen2", spill_dir=str(tmp_path))
     sleep(runner, "weight")
     assert list(tmp_path.iterdir()) == []
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(open_files(tmp_path))
     wake(runner, "weight")
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    assert len(open_files(tmp_path)) == descriptors - 1
 
 
 def test_an_unknown_tag_or_one_in_the_wrong_state_is_refused_and_nothing_changes(make_runner):
@@ -134,12 +145,12 @@ def file_size_limit():
 def test_a_full_disk_refuses_the_sleep_and_changes_nothing(make_runner, tmp_path, file_size_limit):
     runner = make_runner("qwen2", spill_dir=str(tmp_path))
     before, weights, cache = outputs(runner), runner.weights, runner.cache
-    descriptors = sorted(os.listdir("/proc/self/fd"))
+    descriptors = open_files(tmp_path)
     file_size_limit(50_000)
     with pytest.raises(OutOfSpace):
         sleep(runner, "kv_cache", "weight")
     assert runner.asleep == set() and runner.weights is weights and runner.cache is cache
-    assert list(tmp_path.iterdir()) == [] and sorted(os.listdir("/proc/self/fd")) == descriptors
+    assert list(tmp_path.iterdir()) == [] and open_files(tmp_path) == descriptors
     assert outputs(runner) == before
 
 
@@ -249,13 +260,13 @@ def test_steps_and_updates_go_on_while_the_weights_are_written(make_runner, tmp_
 
 
 @pytest.mark.parametrize("way", ["sleep", "wake"])
-def test_a_move_that_is_abandoned_stops_at_the_next_piece_and_frees_its_copy(way, make_runner, monkeypatch):
-    runner = make_runner("qwen2")
+def test_a_move_that_is_abandoned_stops_at_the_next_piece_and_frees_its_copy(way, make_runner, monkeypatch, tmp_path):
+    runner = make_runner("qwen2", spill_dir=str(tmp_path))
     before = outputs(runner)
     if way == "wake":
         sleep(runner, "weight")
     move = runner.begin_wake(("weight",)) if way == "wake" else runner.begin_sleep(("weight",), False)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(open_files(tmp_path))
     name = "preadv" if way == "wake" else "write"
     call, calls = getattr(os, name), []
 
@@ -270,20 +281,20 @@ def test_a_move_that_is_abandoned_stops_at_the_next_piece_and_frees_its_copy(way
         with pytest.raises(WrongOrder):
             move.run()
     gc.collect()  # pytest keeps the frames of the error
-    assert len(calls) == 2 and len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(calls) == 2 and len(open_files(tmp_path)) == descriptors
     if way == "wake":
         wake(runner, "weight")
     assert outputs(runner) == before
 
 
-def test_a_copy_that_is_ready_and_not_wanted_is_freed(make_runner):
-    runner = make_runner("qwen2")
-    before, descriptors = outputs(runner), len(os.listdir("/proc/self/fd"))
+def test_a_copy_that_is_ready_and_not_wanted_is_freed(make_runner, tmp_path):
+    runner = make_runner("qwen2", spill_dir=str(tmp_path))
+    before, descriptors = outputs(runner), len(open_files(tmp_path))
     written = runner.begin_sleep(("weight",), discard=False)
     written.run()
-    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    assert len(open_files(tmp_path)) == descriptors + 1
     written.abandon()
-    assert len(os.listdir("/proc/self/fd")) == descriptors and outputs(runner) == before
+    assert len(open_files(tmp_path)) == descriptors and outputs(runner) == before
 
 
 def test_a_read_that_hangs_keeps_the_file_so_that_no_other_gets_its_number(make_runner, monkeypatch):
