@@ -120,6 +120,8 @@ def run(engines: Sequence[Engine], args: argparse.Namespace, printer: Printer) -
         printer.say(f"making a changed copy of {args.model_path}")
         perturbed_copy(args.model_path, changed, scale=0.01)
         checkpoints = [Checkpoint(args.model_path.resolve()), Checkpoint(changed)]
+        for checkpoint in checkpoints:  # a trainer has its weights in memory
+            checkpoint.load(shared=SHARED in args.only)
         try:
             with running.started(engines, args.ready_s):
                 rows = asyncio.run(run_repeats(args, running, checkpoints, printer.say))

@@ -52,8 +52,13 @@ class Checkpoint:
 
     @contextmanager
     def segment(self) -> Iterator[str]:
-        """Yield the name of a shared memory segment with the file. It is written once, and removed by ``close``."""
+        """Yield the name of a shared memory segment with the file. It is written at the first call, and removed by
+        ``close``."""
         yield self._segment.name
+
+    def load(self, shared: bool) -> None:
+        """Read the file, and write the segment if it is ``shared``, so that no later call has to."""
+        assert self.data and (not shared or self._segment)
 
     def close(self) -> None:
         """Remove the segment."""
