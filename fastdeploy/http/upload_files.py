@@ -23,8 +23,9 @@ from fastdeploy.core.errors import OutOfSpace
 from fastdeploy.core.safe_files import open_regular
 from fastdeploy.core.shared_files import has_room, new_file
 
-# Of a file of two halves: one is filled while the engine reads the other.
-HALF_BYTES = 16 << 20
+# Of a file of two halves: one is filled while the engine reads the other. The engine takes a half between two steps, so
+# an upload beside steps takes at least one step for each half.
+HALF_BYTES = 64 << 20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
