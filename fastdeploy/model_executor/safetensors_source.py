@@ -24,12 +24,11 @@ from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.pulled_folder import lock_for_reading
 from fastdeploy.core.safe_files import ANYWHERE, Folder, open_regular
 from fastdeploy.core.shared_files import SHARED_MEMORY
-from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source
+from fastdeploy.core.weight_source import MAX_TENSORS, FileSource, FolderSource, SharedMemorySource, Source
 
 INDEX, SINGLE, CHECKSUMS = "model.safetensors.index.json", "model.safetensors", "checksums.json"
 # A tensor takes about 140 bytes of a header and 100 of an index.
 MAX_HEADER_BYTES = MAX_JSON_BYTES = 4 << 20
-MAX_TENSORS = 32_768
 MAX_FILES = 512  # all are open at once, and many systems limit a process to 1,024 open files
 MAX_ENTRY_BYTES = 4096
 MAX_RANK = 8

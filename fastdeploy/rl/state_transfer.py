@@ -1,4 +1,4 @@
-"""What each replica is sent in a publication: the whole state, or its difference from the last publication."""
+"""Choice of what a publication sends to each replica: the whole state, or its difference from the last publication."""
 
 from __future__ import annotations
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.core.weight_source import DeltaBase, FolderSource, PartFormat
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import expected_tokens
+from support.fake_runner import expected_tokens, fingerprint_of
 from support.harness import PROMPT, Harness
+
+XOR = PartFormat("xor", "zstd")
+
+
+def base_of(weights: int, **more) -> DeltaBase:
+    """Return the base of a delta against the weights ``weights`` of the fake runner."""
+    return DeltaBase(fingerprint_of(weights), **more)
 
 
 def begin(h: Harness, **args) -> str:
