@@ -103,10 +103,6 @@ class WeightSessions:
         """True while a job of the staging thread runs or waits."""
         return self._thread.busy
 
-    @property
-    def in_use(self) -> bool:
-        return self.session is not None or self.staging_busy
-
     def hold_for_republish(self, locked: str = "") -> None:
         """Hold the whole engine until weights are committed. locked: see Hold."""
         self._pause.place_system_hold(REPUBLISH_HOLD, Mode.KEEP, Admission.HOLD, locked)
@@ -226,9 +222,8 @@ class WeightSessions:
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
         session = self.session
-        if session is not None and session.lease_runs:
-            return session.expires_at
-        return self._thread.next_deadline()
+        of_lease = session.expires_at if session is not None and session.lease_runs else None
+        return min((due for due in (of_lease, self._thread.next_deadline()) if due is not None), default=None)
 
     def drop_session(self, why: str) -> list[str]:
         """End the open session, if there is one. Return the ids of ended sessions."""

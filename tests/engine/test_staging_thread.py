@@ -84,6 +84,15 @@ def hang_in_checksums(h: Harness) -> int:
     return call
 
 
+def test_an_idle_loop_wakes_up_at_the_time_out_of_a_job_or_the_end_of_a_lease_whichever_is_first(h):
+    begin(h, lease_s=100.0)
+    lease_ends = h.now + 100.0
+    assert h.engine.weights.next_deadline() == lease_ends
+    hang_in_checksums(h)
+    assert h.engine.weights.next_deadline() == h.now + 60.0 < lease_ends
+    h.mend()
+
+
 def test_an_update_that_hangs_times_out_and_the_next_one_has_a_thread_of_its_own(h):
     call = hang(h)
     assert h.engine.weights.next_deadline() == h.now + 60.0, "an idle loop wakes up at that time"

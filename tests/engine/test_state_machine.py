@@ -452,7 +452,7 @@ class EngineMachine(AdapterMachine):
         event(f"died with calls: {bool(self.witness.calls)}")
         self.witness.look()
         self.witness.assert_nothing_is_owed()
-        assert not any(pause.unanswered for pause in self.pauses()) and not self.engine.weights.in_use
+        assert not any(pause.unanswered for pause in self.pauses()) and not self.is_updating
         self.start_engine(lost_commit=self.h.served.weight_epoch > 0)
 
 

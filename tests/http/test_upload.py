@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import itertools
@@ -11,6 +12,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from fastdeploy.core.config import UPLOAD_PREFIX
@@ -191,6 +193,32 @@ def test_a_part_that_the_engine_refuses_is_answered_with_its_error(uploads, spoo
     if streams and path == UPDATE:
         assert uploads.uploads.kinds == ["BeginUpdate", "AbortUpdate"]
     assert_nothing_left(uploads, spool)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_answer_to_a_large_upload_that_is_refused_early_reaches_a_client_that_sends_on(
+    make_stack, spool, monkeypatch, path
+):
+    """httpx's asynchronous client reads no answer before it has sent the whole body."""
+    monkeypatch.setattr(upload_files, "HALF_BYTES", HALF)
+    stack = make_stack(upload_dir=str(spool), max_upload_mb=64)
+    engine = UploadEngine(stack.engine)
+    failure = m.Failure("weight_update_refused", "tensor a: no")
+    engine.refuse = lambda args: failure if isinstance(args, m.UpdateChunkArgs) and args.source.nbytes else None
+
+    async def pieces():
+        for _ in range(48):
+            yield bytes(1 << 20)
+            await asyncio.sleep(0.002)
+
+    async def post() -> httpx.Response:
+        headers = OCTETS | {"Content-Length": str(48 << 20)}
+        async with httpx.AsyncClient(base_url=stack.http.base_url, timeout=30) as client:
+            return await client.post(path, content=pieces(), headers=headers)
+
+    reply = asyncio.run(post())
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, "tensor a: no")
+    assert sum(piece.source.nbytes for piece in engine.pieces) < 8 << 20, "the rest was dropped, and not staged"
 
 
 @pytest.mark.parametrize("streams", [True], indirect=True)

@@ -29,6 +29,10 @@ from support.witness import Expected, Witness
 class CheckedEngine(RuleBasedStateMachine):
     """The parts of a state machine that are not rules. Every round is checked."""
 
+    @property
+    def is_updating(self) -> bool:
+        return self.engine.weights.session is not None or self.engine.weights.staging_busy
+
     def __init__(self):
         super().__init__()
         self.ids = count()
@@ -373,7 +377,7 @@ class CheckedEngine(RuleBasedStateMachine):
         loads = [args for args in calls if isinstance(args, m.LoadAdapterArgs)]
         assert not loads or self.engine.adapters.busy, "the load of an adapter was forgotten"
         if len(calls) > len(pauses) + len(loads):
-            assert self.engine.weights.in_use, "a call about weights was forgotten"
+            assert self.is_updating, "a call about weights was forgotten"
 
     @invariant()
     def flags_are_legal(self):

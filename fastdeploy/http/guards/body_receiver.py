@@ -18,13 +18,18 @@ EXTENSION = "fastdeploy.body_receiver"  # of the ASGI scope
 class BodyReceiver(asyncio.BufferedProtocol):
     """Takes the place of the protocol ``http`` while the body of its request, of ``nbytes`` bytes, is received. The
     route must not read the body in another way. received: called with each number of bytes. complete: called once the
-    parser would have seen the end of the body."""
+    parser would have seen the end of the body. linger_s: seconds in which the rest of a refused body is dropped."""
 
     def __init__(
-        self, http: HttpProtocol, nbytes: int, received: Callable[[int], None], complete: Callable[[], None]
+        self,
+        http: HttpProtocol,
+        nbytes: int,
+        received: Callable[[int], None],
+        complete: Callable[[], None],
+        linger_s: float,
     ) -> None:
         self._http, self._cycle, self._left = http, http.cycle, nbytes
-        self._received, self._complete = received, complete
+        self._received, self._complete, self._linger_s = received, complete, linger_s
         self._memory = memoryview(b"")  # to receive into
         self._filled: asyncio.Future[None] | None = None
 
@@ -38,6 +43,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         """Receive the next bytes of the body, and return their number: that of ``memory``, unless the body ends. Raises
         ClientDisconnect."""
         cycle, room = self._cycle, min(len(memory), self._left)
+        self._http.transport.linger_for(self._left, self._linger_s)
         if cycle.waiting_for_100_continue:
             self._http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             cycle.waiting_for_100_continue = False

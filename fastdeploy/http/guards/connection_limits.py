@@ -118,7 +118,8 @@ class HttpProtocol(HttpToolsProtocol):
         if has_large_body(self.headers):
             self.flow.pause_reading()
             if not self.pipeline and (nbytes := _declared_length(self.headers)):
-                self._receiver = BodyReceiver(self, nbytes, self._progressed, self._body_complete)
+                linger_s = self._settings.body_idle_s
+                self._receiver = BodyReceiver(self, nbytes, self._progressed, self._body_complete, linger_s)
                 self.scope["extensions"] = {EXTENSION: self._receiver}  # type: ignore[dict-item]
 
     def _progressed(self, nbytes: int) -> None:
@@ -189,8 +190,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 class LingeringTransport(asyncio.Transport):
     """``transport`` with another :meth:`close`. While the client still sends (``unread``), a closed connection stays
-    open for LINGER_S seconds or LINGER_BYTES bytes, and these bytes are dropped. Without that, the kernel would answer
-    the bytes with a reset, and the client might lose our answer."""
+    open for LINGER_S seconds or LINGER_BYTES bytes, or as :meth:`linger_for` says, and these bytes are dropped. Without
+    that, the kernel would answer the bytes with a reset, and the client might lose our answer."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         super().__init__()
@@ -198,7 +199,12 @@ class LingeringTransport(asyncio.Transport):
         self._loop = loop
         self.unread = False
         self._closing = False
-        self._left = LINGER_BYTES
+        self._left, self._linger_s = LINGER_BYTES, LINGER_S
+
+    def linger_for(self, nbytes: int, seconds: float) -> None:
+        """Let :meth:`close` wait longer, if ``nbytes`` bytes are more. For an upload that was admitted: many clients
+        look for no answer before they have sent the rest of it."""
+        self._left, self._linger_s = max(LINGER_BYTES, nbytes), max(LINGER_S, seconds)
 
     def close(self) -> None:
         if self.is_closing():
@@ -207,7 +213,7 @@ class LingeringTransport(asyncio.Transport):
         if self.unread:
             self._transport.write_eof()
             self._transport.resume_reading()
-            self._loop.call_later(LINGER_S, self._transport.close)
+            self._loop.call_later(self._linger_s, self._transport.close)
         else:
             self._transport.close()
 

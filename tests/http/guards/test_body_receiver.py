@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from fastdeploy.http import upload_files
 from fastdeploy.inter_communicator import messages as m
 from support.http_calls import wait_until
 from support.upload_engine import SESSION, UploadEngine
@@ -95,7 +96,8 @@ def test_a_body_that_waits_for_the_engine_is_not_too_slow(stack, connection):
     assert read_reply(connection)[0] == 200
 
 
-def test_an_upload_that_is_refused_early_is_answered_while_its_client_still_sends(stack, connection):
+def test_an_upload_that_is_refused_early_is_answered_while_its_client_still_sends(stack, connection, monkeypatch):
+    monkeypatch.setattr(upload_files, "HALF_BYTES", 16 << 20)
     failure = m.Failure("weight_update_refused", "no")
     stack.uploads.refuse = lambda args: failure if args.source.state == "open" else None
     large = bytes(64 << 20)
