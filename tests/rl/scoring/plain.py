@@ -1,0 +1,65 @@
+"""A straightforward forward pass in Paddle: one sequence at a time, one projection at a time, nothing fused."""
+
+from __future__ import annotations
+
+import paddle
+import paddle.nn.functional as F
+
+from fastdeploy.model_executor.models import load_config
+from fastdeploy.model_executor.models.decoder import rope_frequencies, rope_tables
+from fastdeploy.model_executor.models.llama import LlamaConfig
+
+Tensors = dict[str, paddle.Tensor]
+
+
+def plain_logprobs(
+    folder: str, tensors: Tensors, sequences: list[tuple[list[int], list[int]]], temperature: float
+) -> paddle.Tensor:
+    """Return the log probability of each output token. tensors: float32 by checkpoint name."""
+    config = load_config(folder)
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta)
+    if isinstance(config, LlamaConfig) and config.rope is not None:
+        frequencies = config.rope.scale(frequencies)
+    cos, sin = (paddle.concat([table, table], 1) for table in rope_tables(frequencies, 512))
+
+    def linear(x: paddle.Tensor, name: str) -> paddle.Tensor:
+        y = x @ tensors[name + ".weight"].T
+        return y + tensors[name + ".bias"] if name + ".bias" in tensors else y
+
+    def norm(x: paddle.Tensor, name: str) -> paddle.Tensor:
+        return x / paddle.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * tensors[name + ".weight"]
+
+    def rotated(x: paddle.Tensor) -> paddle.Tensor:
+        half = config.head_dim // 2
+        turned = paddle.concat([-x[..., half:], x[..., :half]], -1)
+        return x * cos[: x.shape[1]] + turned * sin[: x.shape[1]]
+
+    def heads(x: paddle.Tensor, count: int) -> paddle.Tensor:
+        return x.reshape([-1, count, config.head_dim]).transpose([1, 0, 2])
+
+    def attention(x: paddle.Tensor, at: str) -> paddle.Tensor:
+        q = heads(linear(x, at + "q_proj"), config.num_attention_heads)
+        k, v = (heads(linear(x, f"{at}{name}_proj"), config.num_key_value_heads) for name in "kv")
+        if at + "q_norm.weight" in tensors:
+            q, k = norm(q, at + "q_norm"), norm(k, at + "k_norm")
+        groups = config.num_attention_heads // config.num_key_value_heads
+        q, k, v = rotated(q), rotated(k).repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        scores = q @ k.transpose([0, 2, 1]) * config.head_dim**-0.5
+        visible = paddle.tril(paddle.ones(scores.shape[1:]))
+        weights = F.softmax(paddle.where(visible > 0, scores, paddle.full([1], -1e30)), -1)
+        return linear((weights @ v).transpose([1, 0, 2]).reshape([x.shape[0], -1]), at + "o_proj")
+
+    def of(prompt: list[int], output: list[int]) -> paddle.Tensor:
+        ids = paddle.to_tensor(prompt + output)
+        x = tensors["model.embed_tokens.weight"][ids[:-1]]
+        for layer in range(config.num_hidden_layers):
+            at = f"model.layers.{layer}."
+            x = x + attention(norm(x, at + "input_layernorm"), at + "self_attn.")
+            y = norm(x, at + "post_attention_layernorm")
+            gate = F.silu(linear(y, at + "mlp.gate_proj"))
+            x = x + linear(gate * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+        head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        logits = norm(x, "model.norm")[len(prompt) - 1 :] @ head.T / temperature
+        return paddle.take_along_axis(F.log_softmax(logits, -1), ids[len(prompt) :].unsqueeze(1), 1)[:, 0]
+
+    return paddle.concat([of(*sequence) for sequence in sequences])
