@@ -99,14 +99,17 @@ class KVCacheManager:
         request.blocks.extend(fresh)
         return True
 
-    def publish(self, request: Request) -> None:
-        """Add the computed blocks to the prefix index: full blocks, and the prompt's last, partial block."""
+    def publish(self, request: Request, ended: bool = False) -> None:
+        """Add the computed blocks to the prefix index: full blocks, and the prompt's last, partial block. ended: the
+        request computes nothing more, so its last, partial block is added too. The next turn of a conversation, or the
+        continuation of an aborted request, then finds every computed token."""
         if not self.enable_prefix_caching or request.kv_mixed:
             return
         size = self.block_size
         full = request.num_computed // size
         tail_due = not request.tail_published and request.num_computed >= request.num_prompt_tokens
-        if full == request.num_published and not tail_due:
+        rest = request.num_computed % size if ended else 0
+        if full == request.num_published and not tail_due and not rest:
             return
         if request.published_node is None or not request.published_node.attached:
             # The first time, or an equal block of another request was evicted: insert the own blocks from the root on.
@@ -120,6 +123,9 @@ class KVCacheManager:
         request.num_published = full
         if tail_due and not request.tail_published:
             self._publish_tail(request)
+        if rest:
+            tokens = tuple(request.token_ids[full * size : full * size + rest])
+            self.index.insert(request.published_node, tokens, request.blocks[full])
 
     def _publish_tail(self, request: Request) -> None:
         """Publish the prompt's partial last block below ``published_node``, the prompt's last full block."""

@@ -12,8 +12,8 @@ from typing import Any
 
 
 class Node:
-    """A block in the trie. tokens: in the first slots of ``block``; fewer than block_size only at the end of a prompt.
-    attached: False once no root leads to the node any more."""
+    """A block in the trie. tokens: in the first slots of ``block``; fewer than block_size only where a prompt ended or
+    a request ended. Such a node has no children. attached: False once no root leads to the node any more."""
 
     __slots__ = ("attached", "block", "children", "parent", "tokens")
 
@@ -48,15 +48,16 @@ class PrefixIndex:
 
     def lookup(self, namespace: Hashable, token_ids: Sequence[int]) -> list[Node]:
         """Return the longest chain of nodes whose tokens, joined, are a prefix of ``token_ids``: full blocks, then
-        perhaps one partial block that ends exactly where ``token_ids`` end."""
+        perhaps one partial block."""
         node: Node | None = self._roots.get(namespace)
         path: list[Node] = []
-        at, size = 0, self.block_size
-        while node is not None and at < len(token_ids):
-            node = node.children.get(tuple(token_ids[at : at + size]))
+        size = self.block_size
+        for at in range(0, len(token_ids), size):
+            if node is None:
+                break
+            node = _longest_match(node, tuple(token_ids[at : at + size]))
             if node is not None:
                 path.append(node)
-                at += len(node.tokens)
         return path
 
     def insert(self, parent: Node, tokens: tuple[int, ...], block: int) -> Node:
@@ -109,3 +110,12 @@ class PrefixIndex:
             seen[node.block] += 1
             stack.extend(node.children.values())
         assert seen == {block: len(nodes) for block, nodes in self._by_block.items()}
+
+
+def _longest_match(node: Node, tokens: tuple[int, ...]) -> Node | None:
+    """Return the child of ``node`` with the most tokens, of those whose tokens ``tokens`` begins with."""
+    for count in range(len(tokens) if node.children else 0, 0, -1):
+        child = node.children.get(tokens[:count])
+        if child is not None:
+            return child
+    return None

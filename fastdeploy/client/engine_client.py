@@ -52,6 +52,7 @@ class EngineClient:
         self._task: asyncio.Task[None] | None = None
         self.missing_because = "it is starting"
         self.connected = asyncio.Event()
+        self.closing = asyncio.Event()  # the server shuts down
         self.welcome: m.Welcome | None = None
         self.model_info: dict[str, Any] = {}
 
@@ -241,9 +242,9 @@ class EngineClient:
     async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
         """Send a request, and return its stream, which the caller must close. Several streams may have one ``reader``.
         Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine."""
-        await self.require_engine()
         name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
         while True:  # other requests with this name may begin and end while this one waits
+            await self.require_engine()  # also after each wait: the loss of an engine fails only the streams open then
             if (open_stream := self._streams.get(name)) is not None:
                 self._take_over(open_stream, fingerprint)
             if (cancelled := self._cancelled.get(name)) is None:
@@ -280,6 +281,7 @@ class EngineClient:
     async def abort_open(self, bound_s: float) -> None:
         """Abort every open request. A request that has not ended after ``bound_s`` seconds fails with EngineDead. So
         does a request with retain_s, which runs on at the engine."""
+        self.closing.set()
         to_abort = [name for name, stream in self._streams.items() if not stream.fingerprint]
         if to_abort and self.connected.is_set():
             try:

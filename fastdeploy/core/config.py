@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import tempfile
 from typing import TypeVar
 
@@ -56,6 +57,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         adapter_root: folder in which unknown adapter names are looked up; "" = nowhere.
         adapter_store: folder for copies of loaded adapters; "" = the temporary folder.
         max_lora_rank: largest rank of an adapter.
+
+    Trace
+        trace: file for a trace of all that happens; "" = none. trace_max_mb: MiB after which the trace ends.
     """
 
     model: str
@@ -84,11 +88,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     adapter_root: str = ""
     adapter_store: str = ""
     max_lora_rank: int = 64
+    trace: str = ""
+    trace_max_mb: int = 1024
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
         _require_writable("spill_dir", self.spill_dir)
         _require_writable("adapter_store", self.adapter_store)
+        if self.trace:
+            is_file = os.path.isfile(self.trace) or not os.path.exists(self.trace)
+            _require("trace", is_file, "a regular file or a new one", self.trace)
+            _require_writable("trace", os.path.dirname(os.path.abspath(self.trace)))
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         policy = self.standby_weights
         _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)

@@ -29,6 +29,15 @@ class RequestEvent(StrEnum):
     RETIRE = "retire"
 
 
+class Preemption(StrEnum):
+    """Reasons why the KV of a running request is given up."""
+
+    MEMORY = "memory"  # other requests need the room
+    PAUSE = "pause"  # a pause that drains does not wait for a prompt
+    CLEARED = "cleared"  # the KV cache was cleared
+    RECOMPUTE = "recompute"  # new weights compute the KV again
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -58,10 +67,14 @@ class Request:
     key: (request id, number of the choice). Random numbers depend on the number; a resubmitted choice keeps it.
     model: the model that computes the request. scope: the scope that the request is paused with.
     num_new_prompt_tokens: tokens of the prompt without the output of an earlier attempt.
+    computed_before: tokens that were computed before their KV was lost, here or in an earlier, aborted attempt. Where
+    they are computed again, they count as recomputed.
     blocks: ids of KV blocks. Grows in place; a new array after the KV was given up.
     order: (priority, arrival number), smaller first. Preemption takes the largest.
     kv_mixed: a commit with kv=keep happened since the KV was begun, so the blocks belong to no single weight_epoch.
     silent: the client wants no final output (it cancelled the request, or is gone).
+    served: the weights that sampled the last token. sampled_by: the index of the first output token of each change of
+    ``served``, with the weights.
     first_kv_namespace: of the weights that sampled the first token.
     kv_recomputed: the KV was lost since the first token and rebuilt under other weights; see ``Span.recomputed``.
     published_node: node of the last full block that is published in the prefix index. num_published: number of
@@ -72,11 +85,11 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "blocks", "cached_tokens", "choice", "finish_reason", "first_kv_namespace", "first_token_at",
-        "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message", "model",
-        "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
-        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampling",
-        "scope", "sequence", "silent", "state", "stop_reason", "tail_published", "token_ids",
+        "arrival", "blocks", "cached_tokens", "choice", "computed_before", "finish_reason", "first_kv_namespace",
+        "first_token_at", "group", "key", "kv_mixed", "kv_recomputed", "last_token_at", "max_output_tokens", "message",
+        "model", "num_computed", "num_new_prompt_tokens", "num_preempted", "num_prompt_tokens", "num_published",
+        "num_told_blocks", "num_told_tokens", "order", "prompt_key", "prompt_logprobs", "published_node", "sampled_by",
+        "sampling", "scope", "sequence", "served", "silent", "state", "stop_reason", "tail_published", "token_ids",
     )  # fmt: skip
 
     def __init__(self, group: Group, choice: int, order: tuple[int, int], max_output_tokens: int):
@@ -95,12 +108,15 @@ class Request:
         self.prompt_key = group.prompt_key
         self.state = RequestState.WAITING
         self.num_computed = 0
+        self.computed_before = self.num_prompt_tokens - 1 if add.resumed_tokens else 0  # the last one was sampled only
         self.blocks = array("i")
         self.published_node: Any = None
         self.num_published = 0
         self.tail_published = False
         self.kv_mixed = False
         self.kv_recomputed = False
+        self.served: ServedWeights | None = None
+        self.sampled_by: tuple[tuple[int, ServedWeights], ...] = ()
         self.first_kv_namespace: tuple[int, int] | None = None
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprob] = []
@@ -149,8 +165,8 @@ class Request:
         """Add one token that ``served`` has sampled, and return the span that labels it."""
         at = self.num_output_tokens
         self.token_ids.append(token_id)
-        if at == 0:
-            self.first_kv_namespace = served.kv_namespace
+        if served is not self.served:
+            self._change_weights(at, served)
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         return Span(
@@ -162,6 +178,26 @@ class Request:
             served.adapter_name,
             served.adapter_epoch,
         )
+
+    def _change_weights(self, at: int, served: ServedWeights) -> None:
+        """Take note that ``served`` sampled the output token number ``at``, and other weights the one before."""
+        if at == 0:
+            self.first_kv_namespace = served.kv_namespace
+        self.served = served
+        self.sampled_by += ((at, served),)
+
+    @property
+    def name(self) -> str:
+        """The name of this choice in events: "request id/choice"."""
+        return f"{self.key[0]}/{self.key[1]}"
+
+    def spans(self) -> list[tuple[str, int, int, int, int]]:
+        """Return (version, weight_epoch, adapter_epoch, start, end) of the output tokens, for events."""
+        ends = [*(at for at, _ in self.sampled_by[1:]), self.num_output_tokens]
+        return [
+            (served.version, served.weight_epoch, served.adapter_epoch, start, end)
+            for (start, served), end in zip(self.sampled_by, ends, strict=False)
+        ]
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed}/{self.num_tokens}"

@@ -60,10 +60,14 @@ def stream(seed: int, split: Split) -> Iterator[Problem]:
     while True:
         kind = rng.choice(KINDS)
         (level,) = rng.choices(LEVELS, LEVEL_WEIGHTS)
-        # Only the operands are drawn again, so that both splits have the same mix.
-        while split_of(kind, operands := _draw_operands(rng, kind, level)) != split:
-            pass
-        yield make_problem(kind, level, operands)
+        yield random_problem(rng, kind, level, split)
+
+
+def random_problem(rng: random.Random, kind: str, level: int, split: Split) -> Problem:
+    """Return a problem of this kind and level. Only the operands are drawn again, so both splits have the same mix."""
+    while split_of(kind, operands := _draw_operands(rng, kind, level)) != split:
+        pass
+    return make_problem(kind, level, operands)
 
 
 def split_of(kind: str, operands: tuple[int, ...]) -> Split:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,23 +44,34 @@ class Batch(NamedTuple):
     weight: np.ndarray
 
 
-def document(problem: arithmetic.Problem, rng: random.Random) -> tuple[list[int], int]:
+Answer = Callable[[arithmetic.Problem, random.Random], str]
+
+
+def solution(problem: arithmetic.Problem, rng: random.Random) -> str:
+    """Return the answer that the embedded model learns: the problem's solution."""
+    return problem.solution
+
+
+def document(problem: arithmetic.Problem, rng: random.Random, answer: Answer = solution) -> tuple[list[int], int]:
     """Return the ids of a training text and the length of its prompt. Half of the texts are chats, half are plain."""
     prompt = tokenizer.encode(problem.prompt)
     if rng.random() < 0.5:
         (form,) = rng.choices(CHAT_FORMS, (0.8, 0.1, 0.1))
         system = rng.choice(SYSTEM_LINES) if rng.random() < 0.1 else None
         prompt = tokenizer.chat_ids(form.format(problem.prompt.rstrip("=")), system)
-    return prompt + tokenizer.encode(problem.solution) + [tokenizer.END_ID], len(prompt)
+    return prompt + tokenizer.encode(answer(problem, rng)) + [tokenizer.END_ID], len(prompt)
 
 
-def batches(seed: int) -> Iterator[Batch]:
-    """Yield batches without end. A row holds whole documents, in the order they are generated, then padding."""
+def batches(seed: int, answer: Answer = solution) -> Iterator[Batch]:
+    """Yield batches without end. A row holds whole documents, in the order they are generated, then padding. The rare
+    document that is too long for a row is left out."""
     rng = random.Random(seed)
     full: dict[int, list[list[tuple[list[int], int]]]] = {length: [[]] for length in ROW_LENGTHS}
     for problem in arithmetic.stream(seed, "train"):
-        doc = document(problem, rng)
-        length = next(length for length in ROW_LENGTHS if len(doc[0]) <= length)
+        doc = document(problem, rng, answer)
+        length = next((length for length in ROW_LENGTHS if len(doc[0]) <= length), None)
+        if length is None:
+            continue
         rows = full[length]
         if sum(len(ids) for ids, _ in rows[-1]) + len(doc[0]) > length:
             if len(rows) * length >= TOKENS_PER_STEP:
@@ -88,6 +99,18 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_LR * min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
+def mean_loss(model: Qwen3, batch: Batch) -> paddle.Tensor:
+    """Return the weighted mean of the cross entropy of a batch's targets, a scalar."""
+    logits = model.logits(paddle.to_tensor(batch.ids))
+    losses = F.cross_entropy(
+        logits.reshape([-1, model.config.vocab_size]),
+        paddle.to_tensor(batch.targets).reshape([-1]),
+        reduction="none",
+    )
+    weight = paddle.to_tensor(batch.weight).reshape([-1, 1])
+    return (losses.reshape([-1, 1]) * weight).sum() / weight.sum()
+
+
 def train(steps: int, seed: int = SEED, config: ModelConfig = MODEL_CONFIG, report_every: int = 50) -> Qwen3:
     """Train for ``steps`` steps and return the model, in float32. Progress goes to stdout."""
     model = Qwen3(config, initial_weights(config, seed))
@@ -100,14 +123,7 @@ def train(steps: int, seed: int = SEED, config: ModelConfig = MODEL_CONFIG, repo
     )
     began, cpu_began = time.perf_counter(), time.process_time()
     for step, batch in zip(range(steps), batches(seed), strict=False):
-        logits = model.logits(paddle.to_tensor(batch.ids))
-        losses = F.cross_entropy(
-            logits.reshape([-1, model.config.vocab_size]),
-            paddle.to_tensor(batch.targets).reshape([-1]),
-            reduction="none",
-        )
-        weight = paddle.to_tensor(batch.weight).reshape([-1, 1])
-        loss = (losses.reshape([-1, 1]) * weight).sum() / weight.sum()
+        loss = mean_loss(model, batch)
         loss.backward()
         optimizer.set_lr(learning_rate(step, steps))
         optimizer.step()

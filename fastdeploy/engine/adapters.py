@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from fastdeploy.core.config import EngineConfig
@@ -22,6 +23,7 @@ from fastdeploy.core.errors import (
     WeightUpdateRefused,
     WrongOrder,
 )
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
@@ -76,7 +78,8 @@ class AdapterRegistry:
     With an adapter root, a request may name an unknown adapter. The request is accepted for a model that has no weights
     yet, and is refused when the lookup finds none.
 
-    clock: of the loop. wake: wakes the loop up. num_failed: loads that were refused or failed."""
+    clock: of the loop. wake: wakes the loop up. events: gets the commits. num_failed: loads that were refused or
+    failed."""
 
     def __init__(
         self,
@@ -87,8 +90,10 @@ class AdapterRegistry:
         policy: SourcePolicy,
         wake: Callable[[], None],
         clock: Callable[[], float],
+        events: EventLog,
     ):
         self._config = config
+        self._events = events
         self._scopes = scopes
         self._lifecycle = lifecycle
         self._memory = lifecycle.scheduler.adapters
@@ -169,9 +174,9 @@ class AdapterRegistry:
             "requests_in_flight": len(model.requests),
         }
 
-    def describe(self) -> dict[str, Any]:
-        """Return a description of every known adapter."""
-        return {"adapters": [self._describe(adapter) for adapter in self._known.values()]}
+    def describe(self, limit: int | None = None) -> dict[str, Any]:
+        """Return a description of every known adapter, or of the first ``limit`` ones."""
+        return {"adapters": [self._describe(adapter) for adapter in islice(self._known.values(), limit)]}
 
     def drop_loads(self, why: str) -> list[str]:
         """End all loads in progress. Return their names."""
@@ -272,6 +277,10 @@ class AdapterRegistry:
         version = args.version if args.version is not None else str(epoch)
         model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
+        self._lifecycle.metrics.commits.labels("adapter", args.kv).inc()
+        if self._events.watched:
+            fields = {"version": version, "weight_epoch": before.weight_epoch, "adapter_epoch": epoch, "kv": args.kv}
+            self._events.add(EventKind.COMMITTED, model.scope.id, **fields)
         if replaced:
             self._lifecycle.scheduler.weights_changed(model, before, recompute)
             self.reads.remove_copy(before.adapter)

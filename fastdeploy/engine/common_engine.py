@@ -20,6 +20,7 @@ from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
@@ -36,6 +37,8 @@ from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.engine.retention import Retention
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.sleep import Sleeper
+from fastdeploy.engine.trace_file import tracing
+from fastdeploy.engine.viewers import StateReader, Viewers
 from fastdeploy.engine.weight_checks import check_label
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_switch import WeightSwitch
@@ -52,7 +55,9 @@ log = logging.getLogger("fastdeploy.engine")
 class CommonEngine:
     """The engine. on_commit(weight_epoch) is called after each commit of weights, on the loop's thread. clock: seconds,
     for deadlines and heartbeats. runs(pid): whether the process of a client lives and is not stopped. retained_log: of
-    the requests with retain_s; None = there is no next engine."""
+    the requests with retain_s; None = there is no next engine.
+
+    events: gets all that happens, for those who look."""
 
     def __init__(
         self,
@@ -74,28 +79,33 @@ class CommonEngine:
         self._transport = transport
         self._inbox = Inbox(transport)
         self._clock = clock
+        self.events = EventLog(clock)
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)
         pacer = StepPacer(config.max_num_batched_tokens, config.max_step_ms / 1000)
         self.adapter_memory = AdapterMemory(config.adapter_memory_mb << 20)
-        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory)
+        self.scheduler = Scheduler(info, config.max_num_seqs, pacer, self.kv, self.adapter_memory, self.events)
         self.metrics = EngineMetrics()
         self._finite_watch = FiniteWatch(self.metrics)
         retained_log = retained_log or RetainedLog()
         self.retention = Retention(config.max_retained, config.max_retained_mb << 20, retained_log)
         self.lifecycle = RequestLifecycle(self.scheduler, self.retention, self.metrics, transport, clock, runs)
-        self.scopes = Scopes(self.lifecycle, self.boot_id, clock)
+        self.scopes = Scopes(self.lifecycle, self.boot_id, clock, self.events)
         self.pause = self.scopes.whole_pause
         policy = SourcePolicy(config.model_roots, config.upload_dir)
-        self.adapters = AdapterRegistry(config, runner, self.scopes, self.lifecycle, policy, transport.wake, clock)
+        self.adapters = AdapterRegistry(
+            config, runner, self.scopes, self.lifecycle, policy, transport.wake, clock, self.events
+        )
         admission = AdmissionControl(
             info, config.max_waiting, self.scopes, self.adapters, self.lifecycle, self.retention
         )
-        switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit)
+        switch = WeightSwitch(runner, self.scopes, self.lifecycle, on_commit, self.events)
         clients = self.lifecycle.delivery.clients
         self.weights = WeightSessions(
-            runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s, clients
+            runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s, clients, self.events
         )
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
+        reader = StateReader(self.scheduler, self.kv, self.metrics, self.scopes, self.weights, self.adapters, runner)
+        self.viewers = Viewers(self.events, reader, clock)
         self._switch = switch
         add_request_gauges(self.metrics, self.scheduler, self.kv, self.retention)
         add_adapter_gauges(self.metrics, self.adapters, self.adapter_memory)
@@ -131,6 +141,7 @@ class CommonEngine:
             m.SleepArgs: self.sleeper.sleep,
             m.WakeArgs: self.sleeper.wake,
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
+            m.EventsArgs: lambda args, answer: self.viewers.read(args),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
         }
         # Calls that the engine must tie to the client that makes them.
@@ -146,6 +157,11 @@ class CommonEngine:
     def run(self) -> None:
         """Run the loop until ``stop``. Every open request and call is answered at the end. Raises EngineError if a step
         failed: the process must be replaced."""
+        path, max_mb, dropped = self.config.trace, self.config.trace_max_mb, self.metrics.trace_dropped.inc
+        with tracing(path, max_mb, self.events, self.boot_id, self.info.num_blocks, dropped):
+            self._run()
+
+    def _run(self) -> None:
         self.weights.refresh_standby()
         try:
             while not self._stopping:
@@ -170,6 +186,7 @@ class CommonEngine:
         self.lifecycle.delivery.drop_unreachable()
         self.weights.poll()
         self.adapters.poll()
+        self.viewers.poll()
         self.lifecycle.end_what_is_due()
         self.lifecycle.hand_over([])
         self._settle()
@@ -196,17 +213,28 @@ class CommonEngine:
             self.weights.next_deadline(),
             self.adapters.next_deadline(),
             self.sleeper.next_deadline(),
+            self.viewers.next_deadline(),
             self.lifecycle.deadlines.next(),
             self._next_heartbeat,
         )
         return max(min(d for d in deadlines if d is not None) - self._clock(), 0.0)
 
     def _step(self, plan: StepPlan) -> list[NewToken]:
+        if not self.events.watched_steps:
+            return self._compute(plan) or []
+        began, requests = self._clock(), self.scheduler.in_flight
+        tokens = self._compute(plan)
+        fields = {"plan": plan, "requests": requests, "sampled": tokens, "free_blocks": self.kv.num_free}
+        self.events.add(EventKind.STEP, "", seconds=self._clock() - began, **fields)
+        return tokens or []
+
+    def _compute(self, plan: StepPlan) -> list[NewToken] | None:
+        """Compute one step. Return its tokens, or None if the step was given up for a pause."""
         result = self._runner.execute(plan, self._between_layers)
         if result is None:
             self.scheduler.abandon()
             self.metrics.steps_abandoned.inc()
-            return []
+            return None
         self._inbox.step_completed()
         before = self.scheduler.num_non_finite
         tokens = self.scheduler.apply(plan, result)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.runner import Runner
@@ -25,6 +27,8 @@ def add_request_gauges(metrics: EngineMetrics, scheduler: Scheduler, kv: KVCache
     add("prefix_cache_hit_tokens", "Tokens served from the prefix cache since start", lambda: kv.hit_tokens)
     add("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache", lambda: kv.queried_tokens)
     add("num_preemptions", "Preemptions of sequences since start", lambda: scheduler.num_preemptions)
+    add("recomputed_tokens", "Tokens computed again after their KV was lost", lambda: scheduler.num_recomputed)
+    add("num_requests_frozen", "Sequences whose adapter is paused while they run", lambda: len(scheduler.frozen))
     add("retained_bytes", "Memory of results kept for retain_s, about", lambda: retention.nbytes)
     add("retained_results_dropped", "Results dropped before their retain_s was over", lambda: retention.num_dropped)
 
@@ -53,6 +57,8 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)
+    started = time.time()
+    add("start_time_seconds", "Start of this engine, in seconds since 1970", lambda: started)
     text = "Memory of the standby copy, packed weights that do not serve"
     add("standby_weight_bytes", text, lambda: runner.standby_nbytes)
     metrics.add_flags("asleep", "1 while memory of this tag is released", "tag", TAGS, lambda tag: tag in runner.asleep)

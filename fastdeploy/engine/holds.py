@@ -31,6 +31,14 @@ SYSTEM = "system"  # placed_by of the engine's own holds
 SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which are reserved
 
 
+class ReleaseReason(Enum):
+    """Reasons for the end of a hold, with the text of errors."""
+
+    RESUME = "resumed"
+    TTL = "the hold's ttl ended"
+    CANCEL = "the drain timed out"
+
+
 class PausePhase(Enum):
     RUNNING = "running"
     DRAINING = "draining"

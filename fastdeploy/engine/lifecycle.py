@@ -64,7 +64,7 @@ class RequestLifecycle:
     ):
         self.scheduler = scheduler
         self._retention = retention
-        self._metrics = metrics
+        self.metrics = metrics
         self._clock = clock
         self._runs = runs
         self.requests = RequestTable()
@@ -80,7 +80,7 @@ class RequestLifecycle:
         self.deadlines.add(group, self._clock(), time.time())
         for request in group.requests:
             self.scheduler.add(request)
-        self._metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
+        self.metrics.prompt_tokens.inc(len(group.add.prompt_token_ids))
 
     def attach(self, client: str, record: Record) -> None:
         """Send ``client`` the outputs of a retained request from the first token on. A client that was attached before
@@ -102,8 +102,8 @@ class RequestLifecycle:
         ended, self.scheduler.ended = self.scheduler.ended, []
         if not tokens and not ended:
             return
-        self._metrics.observe_tokens(tokens)
-        self._metrics.observe_ended(ended, time.time())
+        self.metrics.observe_tokens(tokens)
+        self.metrics.observe_ended(ended, time.time())
         for request in ended:
             self._count_ended(request)
             self.scheduler.retire(request)

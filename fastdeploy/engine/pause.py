@@ -23,9 +23,21 @@ from fastdeploy.core.errors import (
     PauseTimeout,
     ResumeRefused,
 )
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.scope import Scope
 from fastdeploy.engine.delivery import Answer, DeliveryFence
-from fastdeploy.engine.holds import GATES, SYSTEM, TRANSITIONS, Admission, Hold, Mode, PauseEvent, PausePhase, expiry
+from fastdeploy.engine.holds import (
+    GATES,
+    SYSTEM,
+    TRANSITIONS,
+    Admission,
+    Hold,
+    Mode,
+    PauseEvent,
+    PausePhase,
+    ReleaseReason,
+    expiry,
+)
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.pause_call import PauseCall, PauseTerms, read_terms
 from fastdeploy.inter_communicator.messages import PauseArgs, RenewArgs, ResumeArgs
@@ -38,11 +50,20 @@ class PauseState:
     """The pause state of one scope. The loop calls ``settle`` between any two steps, after it has handled the messages,
     unless the scope is ``at_rest`` and no deadline has come."""
 
-    def __init__(self, scope: Scope, lifecycle: RequestLifecycle, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        scope: Scope,
+        lifecycle: RequestLifecycle,
+        clock: Callable[[], float] = time.monotonic,
+        events: EventLog | None = None,
+    ):
         self.scope = scope
         self._lifecycle = lifecycle
         self._clock = clock
+        self._events = events or EventLog(clock)
         self.phase = PausePhase.RUNNING
+        self._told = (self.phase, Gate.OPEN)  # of the last PHASE event
+        self._began = 0.0
         self.holds: dict[str, Hold] = {}
         self._calls: list[PauseCall] = []
         self._num_anonymous = 0
@@ -100,18 +121,16 @@ class PauseState:
         mode_before = self.mode
         call = self._new_call(args, answer, system_hold or args.hold_id)
         call.hold.locked = locked
-        self.holds[call.hold.id] = call.hold
         if mode_before is not None and call.hold.mode > mode_before:
             self._escalate_others(call)
         self._calls.append(call)
-        self._advance(PauseEvent.PLACE)
+        self._place(call.hold)
         call.aborted_ids = self._enforce(call.hold.mode, f"paused by hold {call.hold.id!r}")
 
     def place_system_hold(self, hold_id: str, mode: Mode, admission: Admission, locked: str = "") -> None:
         """Place a hold of the engine's own. A resume must name the hold to release it; locked: see Hold."""
         now = self._clock()
-        self.holds[hold_id] = Hold(hold_id, self.scope.id, mode, admission, False, SYSTEM, True, now, locked=locked)
-        self._advance(PauseEvent.PLACE)
+        self._place(Hold(hold_id, self.scope.id, mode, admission, False, SYSTEM, True, now, locked=locked))
         self._enforce(mode, f"paused by hold {hold_id!r}")
 
     def resume(self, args: ResumeArgs) -> dict[str, Any]:
@@ -123,7 +142,7 @@ class PauseState:
             released = [h.id for h in self.holds.values() if not h.named]
         else:
             released = [args.hold_id] if args.hold_id in self.holds else []
-        self._release(released, "resumed")
+        self._release(released, ReleaseReason.RESUME)
         return {
             "status": "running" if not self.holds else "held",
             "state": self.phase.value,
@@ -146,7 +165,7 @@ class PauseState:
 
     def release_system_hold(self, hold_id: str) -> None:
         hold = self.holds.get(hold_id)
-        self._release([hold_id] if hold is not None and hold.placed_by == SYSTEM else [], "released")
+        self._release([hold_id] if hold is not None and hold.placed_by == SYSTEM else [], ReleaseReason.RESUME)
 
     def status(self) -> dict[str, Any]:
         counts = self._lifecycle.counts(self.scope)
@@ -208,7 +227,7 @@ class PauseState:
 
     def _expire(self, now: float) -> None:
         expired = [h.id for h in self.holds.values() if h.expires_at is not None and h.expires_at <= now]
-        self._release(expired, "the hold's ttl ended")
+        self._release(expired, ReleaseReason.TTL)
         if self._fence is not None and self._fence.deadline <= now:
             self._check_silent_clients(self._fence, now)
         # Each iteration answers the call or extends its deadline. It may also answer other calls that share the hold.
@@ -229,7 +248,7 @@ class PauseState:
             call.deadline = self._fence.deadline if self._fence is not None else now + FENCE_TIMEOUT_S
         elif call.on_timeout == "cancel":
             error = PauseTimeout("the drain did not end within timeout_s; the hold is released (on_timeout=cancel)")
-            self._release([call.hold.id], "the drain timed out", error)
+            self._release([call.hold.id], ReleaseReason.CANCEL, error)
         else:
             mode = Mode[call.on_timeout.upper()]
             self._escalate_others(call)
@@ -246,24 +265,51 @@ class PauseState:
 
     def _apply_gate(self) -> None:
         self._lifecycle.scheduler.set_gate(self.scope, self.gate)
+        before, now = self._told, (self.phase, self.gate)
+        if before != now:
+            self._told = now
+            self._measure(before[0])
+            if self._events.watched:
+                self._events.add(EventKind.PHASE, self.scope.id, phase=self.phase.value, gate=self.gate.value)
+
+    def _measure(self, before: PausePhase) -> None:
+        """Count a pause of the whole engine at its first hold, with the mode of this hold, and its duration at its
+        end."""
+        if self.scope.above is not None:
+            return
+        if before is PausePhase.RUNNING and self.mode is not None:
+            self._began = self._clock()
+            self._lifecycle.metrics.pauses.labels(self.mode.name.lower()).inc()
+        elif self.phase is PausePhase.RUNNING:
+            self._lifecycle.metrics.pause_seconds.observe([self._clock() - self._began])
 
     def _escalate_others(self, call: PauseCall) -> None:
         for other in self._calls:
             if other is not call:
                 other.escalated_by = call.hold.id
 
-    def _release(self, hold_ids: list[str], why: str, error: FastDeployError | None = None) -> None:
+    def _place(self, hold: Hold) -> None:
+        """Place a new hold, or make a standing hold stronger."""
+        self.holds[hold.id] = hold
+        self._advance(PauseEvent.PLACE)
+        if self._events.watched:
+            fields = {"mode": hold.mode.name.lower(), "placed_by": hold.placed_by}
+            self._events.add(EventKind.HELD, self.scope.id, hold_id=hold.id, **fields)
+
+    def _release(self, hold_ids: list[str], why: ReleaseReason, error: FastDeployError | None = None) -> None:
         if not hold_ids:
             return
         for hold_id in hold_ids:
             del self.holds[hold_id]
+            if self._events.watched:
+                self._events.add(EventKind.RELEASED, self.scope.id, hold_id=hold_id, why=why.name.lower())
         interrupted = [c for c in self._calls if c.hold.id in hold_ids]
         self._calls = [c for c in self._calls if c.hold.id not in hold_ids]
         if not self.holds:
             self._advance(PauseEvent.RELEASE_LAST)
         self._apply_gate()
         for call in interrupted:
-            default = PauseInterrupted(f"hold {call.hold.id!r} was released during the drain: {why}")
+            default = PauseInterrupted(f"hold {call.hold.id!r} was released during the drain: {why.value}")
             call.answer(self._report(call, "interrupted"), error or default)
 
     def _advance(self, event: PauseEvent) -> None:

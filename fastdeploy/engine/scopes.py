@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.core.events import EventLog
 from fastdeploy.core.scope import ADAPTER_PREFIX, WHOLE_ENGINE, Scope, ServedModel, adapter_scope
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.engine.adapter_checks import not_found
@@ -27,13 +28,14 @@ class Scopes:
 
     base: the base model. adapters: the models over it, also those that were unloaded and still have requests."""
 
-    def __init__(self, lifecycle: RequestLifecycle, boot_id: str, clock: Callable[[], float]):
+    def __init__(self, lifecycle: RequestLifecycle, boot_id: str, clock: Callable[[], float], events: EventLog):
         self._lifecycle = lifecycle
+        self._events = events
         self._clock = clock
         self.whole = Scope(WHOLE_ENGINE, boot_id)
         self.base = self.whole.model
         self.adapters: dict[ServedModel, None] = {}
-        self.whole_pause = PauseState(self.whole, lifecycle, clock)
+        self.whole_pause = PauseState(self.whole, lifecycle, clock, events)
         self._pauses = {WHOLE_ENGINE: self.whole_pause}
         self._held: list[PauseState] = []  # of adapters, with a hold
         self._moving: list[PauseState] = []  # of adapters: those to settle before the next step
@@ -44,7 +46,7 @@ class Scopes:
         scope_id = adapter_scope(served.adapter_name)
         if scope_id not in self._pauses:
             scope = Scope(scope_id, self.whole.boot_id, self.whole)
-            self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock)
+            self._pauses[scope_id] = PauseState(scope, self._lifecycle, self._clock, self._events)
         scope = self._pauses[scope_id].scope
         scope.num_models += 1
         scope.model = model = ServedModel(scope, served)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import ChunkReceipt, Staging
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.weight_streams import WeightStreams, may_stream
@@ -47,7 +48,8 @@ class Session:
     version, kv, fingerprint: of begin, until a later call replaces them. staging: None when the session has ended.
     owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
     being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
-    staging thread has worked. answer: of the commit call. Times are on the loop's clock.
+    staging thread has worked. answer: of the commit call. events: gets every change of the state. Times are on the
+    loop's clock.
     """
 
     id: str
@@ -69,11 +71,13 @@ class Session:
     stage_s: float = 0.0
     ready_at: float = 0.0
     answer: Answer | None = None
+    events: EventLog = field(default_factory=EventLog)
 
     def __post_init__(self) -> None:
         self.version, self.kv, self.fingerprint = self.begin.version, self.begin.kv, self.begin.fingerprint
         self.streams = WeightStreams(may_stream(self.begin))
         self.renew(self.started_at)
+        self._tell("begin")
 
     def renew(self, now: float) -> None:
         """Let the lease end ``lease_s`` seconds from now."""
@@ -93,6 +97,12 @@ class Session:
 
     def advance(self, event: SessionEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
+        self._tell(event.value)
+
+    def _tell(self, event: str) -> None:
+        if self.events.watched:
+            fields = {"state": self.state.value, "event": event, "version": self.version, "nbytes": self.nbytes}
+            self.events.add(EventKind.SESSION, self.id, **fields)
 
     def add(self, staging: Staging, args: UpdateChunkArgs | UpdateWeightsArgs) -> ChunkReceipt:
         """Add one part to ``staging``, on the staging thread. Raises an error if the session has ended meanwhile."""

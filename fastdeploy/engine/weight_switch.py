@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
@@ -13,15 +14,21 @@ from fastdeploy.engine.weight_checks import check_label
 
 class WeightSwitch:
     """Swaps in staged weights, and relabels the weights that serve. on_commit(weight_epoch): called after each
-    commit."""
+    commit. events: gets the commits."""
 
     def __init__(
-        self, runner: Runner, scopes: Scopes, lifecycle: RequestLifecycle, on_commit: Callable[[int], None] | None
+        self,
+        runner: Runner,
+        scopes: Scopes,
+        lifecycle: RequestLifecycle,
+        on_commit: Callable[[int], None] | None,
+        events: EventLog,
     ):
         self._runner = runner
         self._scopes = scopes
         self._lifecycle = lifecycle
         self._on_commit = on_commit
+        self._events = events
 
     def commit(self, staged: Staged, version: str | None, kv: str) -> dict[str, Any]:
         """Change weights, ``weight_epoch``, label, KV namespace and EOS ids at once. Return the report. The EOS ids
@@ -34,6 +41,11 @@ class WeightSwitch:
         self._runner.commit(staged.weights)
         weight_epoch = before.weight_epoch + 1
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
+        self._lifecycle.metrics.commits.labels("engine", kv).inc()
+        if self._events.watched:
+            served = whole.model.served
+            fields = {"version": served.version, "weight_epoch": weight_epoch, "adapter_epoch": 0, "kv": kv}
+            self._events.add(EventKind.COMMITTED, whole.id, **fields)
         self._lifecycle.scheduler.weights_changed(whole.model, before, recompute)
         if staged.eos_token_ids is not None:
             self._lifecycle.scheduler.set_eos(staged.eos_token_ids)

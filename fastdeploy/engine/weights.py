@@ -25,6 +25,7 @@ from fastdeploy.core.errors import (
     WeightUpdateRefused,
     WrongOrder,
 )
+from fastdeploy.core.events import EventLog
 from fastdeploy.core.runner import ChunkReceipt, Runner, Staged
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.weight_source import FolderSource, StreamSource
@@ -58,7 +59,7 @@ NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 class WeightSessions:
     """Updates of the weights of all scopes, one session at a time. pause: of the whole engine. wake: wakes the loop up.
     stage_timeout_s: seconds that a job of the staging thread may take, unless its session has another time-out.
-    clients: those that are connected.
+    clients: those that are connected. events: gets the states of sessions.
 
     session: the open one, or None. num_failed: sessions that ended without a commit. last_commit_s: seconds of the last
     commit."""
@@ -73,6 +74,7 @@ class WeightSessions:
         clock: Callable[[], float],
         stage_timeout_s: float,
         clients: Container[str],
+        events: EventLog,
     ):
         self._runner = runner
         self._switch = switch
@@ -83,6 +85,7 @@ class WeightSessions:
         self._clock = clock
         self._stage_timeout_s = stage_timeout_s
         self._clients = clients
+        self._events = events
         self._thread = StagingThread(wake, clock)
         self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
         self._book = SessionBook()
@@ -204,8 +207,11 @@ class WeightSessions:
 
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
         """See ``WeightInfo.info``."""
-        session = self.session.describe(self._clock()) if self.session is not None else None
-        self._info.info(args, session, answer)
+        self._info.info(args, self.describe_session(), answer)
+
+    def describe_session(self) -> dict[str, Any] | None:
+        """Return a description of the open session, if there is one."""
+        return self.session.describe(self._clock()) if self.session is not None else None
 
     # ------------------------------------------------------------------ between two steps
 
@@ -280,6 +286,7 @@ class WeightSessions:
             timeout_s=timeout_s,
             staging=staging,
             owner=owner,
+            events=self._events,
             started_at=self._clock(),
         )
         return session

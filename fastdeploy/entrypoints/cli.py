@@ -94,6 +94,9 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
     )
     add("--runner-process", action="store_true", help="run the model in a separate process")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
+    text = "write a trace for Perfetto; a file that exists is kept, and NAME.2.json and so on are written (none)"
+    add("--trace", default=engine.trace, metavar="FILE", help=text)
+    add("--trace-max-mb", type=int, default=engine.trace_max_mb, help="MiB after which a trace ends (%(default)s)")
     add("--max-retained-mb", type=int, default=engine.max_retained_mb, help="MiB of such results (%(default)s)")
 
 
@@ -156,6 +159,8 @@ def configs(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig]:
     if args.pull_root:
         args.pull_root = os.path.abspath(args.pull_root)
         roots = [*roots, args.pull_root]  # pulled weights must be allowed as a source
+    if args.trace:
+        args.trace = os.path.abspath(args.trace)
     if args.adapter_root:
         args.adapter_root = os.path.abspath(args.adapter_root)
     model_roots = tuple(os.path.abspath(root) for root in roots)

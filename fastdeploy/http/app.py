@@ -36,6 +36,7 @@ from fastdeploy.http.middleware import Guard, LastResort, Routing, TraceId
 from fastdeploy.http.openai.serving_chat import chat_router
 from fastdeploy.http.openai.serving_completion import completion_router
 from fastdeploy.http.openapi import DescribedApp
+from fastdeploy.http.ui.routes import ui_router
 from fastdeploy.http.upload_files import UploadFiles, remove_leftovers
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeC
         for router in routers:
             app.include_router(router(context), tags=[tag])
     add_docs_page(app)
+    app.include_router(ui_router(client))
     add_error_handlers(app)
     # The middleware added last is the outermost. BodyLimit is outside of all that may answer without reading a body.
     app.add_middleware(Guard, check=AccessPolicy.of(config, keys).check)

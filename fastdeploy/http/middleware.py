@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.http.errors import error_response
 
+EVENT_STREAMS = ("/ui/events",)  # streams that GET opens
+
 
 class Guard:
     """Answers the error that ``check`` returns for a request, without reading the body of the request."""
@@ -25,7 +27,8 @@ class Guard:
 
 class Routing:
     """Serves /path/ as /path, and HEAD as GET. A redirect to /path would lose the body of the request. The HTTP server
-    sends no body in the answer to a HEAD request."""
+    sends no body in the answer to a HEAD request. HEAD of an event stream is not served (405): its answer would not end
+    before the stream, and the next request on the connection would wait."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -33,7 +36,8 @@ class Routing:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"].rstrip("/") or "/"
-            scope = {**scope, "path": path, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+            as_get = scope["method"] == "HEAD" and path not in EVENT_STREAMS
+            scope = {**scope, "path": path, "method": "GET" if as_get else scope["method"]}
         await self._app(scope, receive, send)
 
 

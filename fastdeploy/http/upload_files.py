@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import uuid
@@ -20,8 +19,7 @@ from typing import NamedTuple
 
 from fastdeploy.core.config import UPLOAD_PREFIX, ServeConfig, upload_folders
 from fastdeploy.core.errors import OutOfSpace
-from fastdeploy.core.safe_files import open_regular
-from fastdeploy.core.shared_files import has_room, new_file
+from fastdeploy.core.shared_files import has_room, new_locked_file, remove_abandoned
 
 # Of a file of two halves: one is filled while the engine reads the other. The engine takes a half between two steps, so
 # an upload beside steps takes at least one step for each half.
@@ -35,8 +33,7 @@ class UploadFile:
     def __init__(self, folder: Path):
         self._path = folder / f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors"
         with self._out_of_space():
-            self._file = new_file(self._path, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._file = new_locked_file(self._path, 0o600)
 
     @property
     def path(self) -> str:
@@ -139,9 +136,6 @@ def upload_folder(config: ServeConfig, nbytes: int) -> Path:
 
 
 def remove_leftovers(config: ServeConfig) -> None:
-    """Remove the files of API servers that were killed. Pipes and links with such names are left alone."""
+    """Remove the files of API servers that were killed."""
     for folder in upload_folders(config.upload_dir):
-        for path in Path(folder).glob(f"{UPLOAD_PREFIX}*"):
-            with contextlib.suppress(OSError), open(open_regular(path), "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its API server lives
-                path.unlink()
+        remove_abandoned(folder, UPLOAD_PREFIX)

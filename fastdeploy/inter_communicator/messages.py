@@ -288,13 +288,26 @@ class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
 
+class EventsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Ask for the state and for what has happened since the last call, for viewers of /ui. An API server calls only
+    while it has viewers. after: "next" of the last reply; 0 at first. requests: reply the live requests too.
+
+    Reply: {"now": on the clock of the events, "next", "events": [Event] after ``after``, "lost": number of events that
+    came too fast to be kept, "state": {...}, "requests": [...] if asked for or if events were lost}. After a restart of
+    the engine "next" counts from 0 again; "boot_id" of the state tells the restart."""
+
+    after: int = 0
+    requests: bool = False
+
+
 PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
 WeightCall = (
     UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
 )
 AdapterCall = LoadAdapterArgs | UnloadAdapterArgs | AdaptersArgs
 StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
-Args = PauseCall | WeightCall | AdapterCall | StateCall | WeightInfoArgs | ModelInfoArgs | MetricsArgs
+InfoCall = WeightInfoArgs | ModelInfoArgs | MetricsArgs | EventsArgs
+Args = PauseCall | WeightCall | AdapterCall | StateCall | InfoCall
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):

@@ -30,11 +30,11 @@ class ZmqRouterTransport:
     """The engine's end (see transport.Transport). Bytes that are no message are logged. See Malformed."""
 
     def __init__(self, endpoint: str):
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -80,6 +80,9 @@ class ZmqRouterTransport:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+    def __del__(self) -> None:
+        # Not in close(): a signal handler or a staging thread may call wake() later.
         os.close(self._wake_fd)
 
 

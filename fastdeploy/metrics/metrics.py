@@ -65,17 +65,27 @@ class EngineMetrics:
 
         self.prompt_tokens = make(Counter, "prompt_tokens_total", "Prompt tokens of accepted requests")
         self.tokens = make(Counter, "generation_tokens_total", "Tokens sampled")
+        self.num_tokens = 0  # the value of that counter
         ended = make(Counter, "request_finished_total", "Sequences that ended, by reason", labelnames=("reason",))
         self._by_reason = {reason: ended.labels(reason.value) for reason in FinishReason}
+        tokens = make(
+            Counter, "ended_tokens_total", "Output tokens of ended sequences, by reason", labelnames=("reason",)
+        )
+        self._tokens_by_reason = {reason: tokens.labels(reason.value) for reason in FinishReason}
+        self.pauses = make(Counter, "pauses_total", "Pauses of the whole engine, by mode", labelnames=("mode",))
+        self.commits = make(Counter, "commits_total", "Commits, by scope and kv", labelnames=("scope", "kv"))
         self.non_finite_rows = make(Counter, "non_finite_rows_total", "Sequences that ended by non-finite logits")
         self.non_finite_commits = make(Counter, "non_finite_commits_total", "Weights whose first logits are not finite")
         self.internal_errors = make(Counter, "internal_errors_total", "Messages that failed by an error of the engine")
         self.steps_abandoned = make(Counter, "steps_abandoned_total", "Steps given up for a pause, to be done again")
+        self.trace_dropped = make(Counter, "trace_events_dropped_total", "Events missing in the trace: a slow disk")
         self.ttft = make(Durations, "time_to_first_token_seconds", "Arrival to first token")
         self.tpot = make(Durations, "time_per_output_token_seconds", "Gap between tokens")
+        self.pause_seconds = make(Durations, "pause_seconds", "First hold to last release, of the whole engine")
         self.e2e = make(Durations, "e2e_request_latency_seconds", "Arrival to last token")
 
     def observe_tokens(self, tokens: list[NewToken]) -> None:
+        self.num_tokens += len(tokens)
         self.tokens.inc(len(tokens))
         self.tpot.observe([token.gap_s for token in tokens if not token.first])
         self.ttft.observe([token.gap_s for token in tokens if token.first])
@@ -84,6 +94,9 @@ class EngineMetrics:
         for reason, count in collections.Counter(request.finish_reason for request in requests).items():
             assert reason is not None, "a request that has not ended"
             self._by_reason[reason].inc(count)
+        for request in requests:
+            assert request.finish_reason is not None, "a request that has not ended"
+            self._tokens_by_reason[request.finish_reason].inc(request.num_output_tokens)
         self.e2e.observe([now - request.arrival for request in requests])
 
     def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

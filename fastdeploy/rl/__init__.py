@@ -1,4 +1,5 @@
-"""The trainer's side: a client of one or many servers, and integrations of RL frameworks. Imports no Paddle.
+"""The trainer's side: a client of one or many servers, and integrations of RL frameworks. Imports no Paddle,
+except for scoring/, which is a layer of its own.
 
 client, sync_client   the public classes: RolloutClient, and the same without an event loop
 generate              one request until it is finished, over many attempts; continuation joins the attempts
@@ -10,4 +11,5 @@ holds, hold_renewal   pause and resume of all servers as one, and the renewal of
 adapters              adapters to all servers, and the count of their loads
 publish               weights to all servers in two phases; state_transfer makes parts, state_encoding encodes them
 frameworks/           integrations of TRL, verl and SkyRL
+scoring/              log probabilities by the engine's own ops, with gradients
 """

@@ -84,6 +84,7 @@ class RolloutRequest:
             "prompt": self.prompt_ids + first.token_ids,
             "n": len(choices),
             "stream": True,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
@@ -134,6 +135,7 @@ class PartialRollout:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_preempted: int = 0
+    cached_tokens: int | None = None
     replicas: list[str] = field(default_factory=list)
     _base: int = 0
     _is_new_attempt: bool = True
@@ -206,6 +208,11 @@ class PartialRollout:
             else:
                 self.spans.append(span)
 
+    def add_usage(self, usage: Mapping[str, Any]) -> None:
+        """Take the count of cached tokens from the usage that ends a stream, if this attempt began without a token."""
+        if not self._base:
+            self.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+
     def end_attempt_early(self) -> None:
         """End an aborted attempt. The choice is complete if its last token ends it or max_tokens is reached."""
         count = len(self.token_ids)
@@ -232,4 +239,5 @@ class PartialRollout:
             num_preempted=self.num_preempted,
             num_resumes=max(len(self.replicas) - 1, 0),
             replicas=tuple(self.replicas),
+            cached_tokens=self.cached_tokens,
         )

@@ -106,6 +106,9 @@ class RolloutGenerator:
                     choices[item["index"]].add_output(item, replica.boot_id)
                     if item.get("finish_reason") is not None:
                         ended.add(item["index"])
+                if event.get("usage"):
+                    for choice in choices:
+                        choice.add_usage(event["usage"])
         for choice in choices:  # the prompt logprobs of a group come once, with choice 0
             choice.prompt_logprobs = choice.prompt_logprobs or choices[0].prompt_logprobs
         if len(ended) < len(choices):

@@ -39,7 +39,9 @@ class Rollout:
     finish_reason: stop | length | abort (only by the caller's deadline_s or max_queue_s) | error (only within
     RolloutFailed). staleness: number of this client's publications (of its loads of the adapter, for a generation with
     an adapter) that the oldest token's weights lack.
-    num_resumes: attempts after the first. replicas: url of each attempt.
+    num_resumes: attempts after the first. replicas: url of each attempt. cached_tokens: tokens of the prompt that were
+    in the prefix cache when choice 0 began, in the attempt that made the first token; None if its stream broke off, so
+    that the server could not say.
     """
 
     prompt_ids: list[int]
@@ -57,6 +59,7 @@ class Rollout:
     num_resumes: int = 0
     replicas: tuple[str, ...] = ()
     staleness: int = 0
+    cached_tokens: int | None = None
 
     @property
     def min_version(self) -> str | None:

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
+from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, new_locked_file, remove_abandoned, write_all
 
 SHM = Path(SHARED_MEMORY)
+SEGMENT_PREFIX = "fastdeploy-weights-"
 DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -109,13 +110,17 @@ def pieces(tensors: Mapping[str, HostTensor]) -> Iterator[bytes | memoryview]:
 @asynccontextmanager
 async def shared_memory(tensors: Mapping[str, HostTensor]) -> AsyncIterator[tuple[str, int]]:
     """Write a POSIX shared memory segment in safetensors layout, on a thread; yield its name and size; delete it on
-    exit. The segment is written and not mapped, so that a full /dev/shm raises OSError and sends no SIGBUS."""
-    path = SHM / f"fastdeploy-{uuid.uuid4().hex}"
-    file = new_file(path, 0o600)  # made before the thread begins: so a cancelled caller deletes it too
+    exit. The segment is written and not mapped, so that a full /dev/shm raises OSError and sends no SIGBUS. Segments of
+    trainers that were killed are removed first, to make room."""
+    remove_abandoned(SHM, SEGMENT_PREFIX)
+    path = SHM / f"{SEGMENT_PREFIX}{os.getpid()}-{uuid.uuid4().hex}"
+    file = new_locked_file(path, 0o600)  # made before the thread begins: so a cancelled caller deletes it too
+    lock = os.dup(file.fileno())  # keeps the lock when the thread closes the file
     try:
         yield path.name, await asyncio.to_thread(_write, file, tensors)
     finally:
         path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def write_folder(tensors: Mapping[str, HostTensor], folder: str | os.PathLike[str]) -> None:

@@ -10,9 +10,10 @@ import msgspec
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.errors import NonFiniteLogits
+from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.outputs import Logprob, Span
 from fastdeploy.core.plan import BlockCopy, NonFinite, ScheduledChunk, StepPlan, StepResult
-from fastdeploy.core.request import FinishReason, Request, RequestEvent, RequestState
+from fastdeploy.core.request import FinishReason, Preemption, Request, RequestEvent, RequestState
 from fastdeploy.core.runner import ModelInfo
 from fastdeploy.core.scope import Scope, ServedModel
 from fastdeploy.core.served_weights import ServedWeights
@@ -39,11 +40,18 @@ class Scheduler:
 
     gate: of the whole engine. While it is closed, requests stay where they are. running: sorted by order. frozen:
     requests whose own scope was closed while they ran. A frozen request takes no place in the batch, and keeps its KV
-    until another request needs the room.
+    until another request needs the room. in_flight: the request of each chunk of the plan that runs. events: gets all
+    events of requests.
     """
 
     def __init__(
-        self, info: ModelInfo, max_num_seqs: int, pacer: StepPacer, kv: KVCacheManager, adapters: AdapterMemory
+        self,
+        info: ModelInfo,
+        max_num_seqs: int,
+        pacer: StepPacer,
+        kv: KVCacheManager,
+        adapters: AdapterMemory,
+        events: EventLog,
     ):
         self.info = info
         self.max_num_seqs = max_num_seqs
@@ -58,9 +66,11 @@ class Scheduler:
         self._prefilling: dict[int, Request] = {}  # prompt_key -> the request that computes this prompt now
         self.ended: list[Request] = []  # in state ENDING; the final output is not collected yet
         self._step_id = 0
-        self._in_flight: list[Request] = []  # one per chunk of the plan that runs
+        self.in_flight: list[Request] = []
+        self._events = events
         self._sequences = RunnerSequences(info)
         self.num_preemptions = 0
+        self.num_recomputed = 0  # tokens computed again, since their KV was lost
         self.num_non_finite = 0  # sequences that ended because their logits were not finite
 
     # ------------------------------------------------------------------ requests in and out
@@ -68,12 +78,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         request.model.requests[request] = None
         self.waiting.push(request)
+        if self._events.watched:
+            whose = {"scope": request.scope.id, "request_id": request.group.client_id}
+            sizes = {"prompt_tokens": request.num_prompt_tokens, "max_tokens": request.max_output_tokens}
+            self._events.add(EventKind.QUEUED, request.name, **whose, **sizes)
 
     def end(
         self, request: Request, reason: FinishReason, message: str = "", stop_reason: int | str | None = None
     ) -> None:
         """Compute nothing more for ``request``. ``retire`` follows once its final output is handed over."""
         if request.state is RequestState.RUNNING:
+            # Here and not in retire(): new weights may be committed in between, and the KV is not theirs.
+            self.kv.publish(request, ended=True)
             self._leave_batch(request)
             if request.scope.above is not None:
                 self.adapters.leave(request.model)
@@ -88,14 +104,20 @@ class Scheduler:
         request.advance(RequestEvent.RETIRE)
         del request.model.requests[request]
         self.kv.release(request)
+        if self._events.watched:
+            fields = {"output_tokens": request.num_output_tokens, "spans": request.spans()}
+            self._events.add(EventKind.FINAL, request.name, reason=request.finish_reason, **fields)
 
-    def retract(self, request: Request) -> None:
+    def retract(self, request: Request, why: Preemption) -> None:
         """Put a request back into the queue and release its KV, which is recomputed at the next admission."""
+        if self._events.watched:
+            self._events.add(EventKind.PREEMPTED, request.name, why=why, computed=request.num_computed)
         self._leave_batch(request)
         if request.scope.above is not None:
             self.adapters.leave(request.model)
         if request.num_output_tokens == 0:
             request.prompt_logprobs = []  # the prompt is computed again
+        request.computed_before = max(request.computed_before, request.num_computed)
         request.advance(RequestEvent.RETRACT)
         self.kv.release(request)
         self.waiting.push(request)
@@ -143,7 +165,7 @@ class Scheduler:
         if self.adapters.num_users:
             chunks = dict(sorted(chunks.items(), key=lambda item: item[1].served.adapter))
         self._step_id += 1
-        self._in_flight = list(chunks)
+        self.in_flight = list(chunks)
         return StepPlan(self._step_id, list(chunks.values()), copies)
 
     def _plan_decodes(self, chunks: dict[Request, ScheduledChunk]) -> None:
@@ -195,6 +217,9 @@ class Scheduler:
                     self._prefilling.setdefault(request.prompt_key, request)
             if grant.copy is not None:
                 copies.append(grant.copy)
+            if self._events.watched:
+                fields = {"cached_tokens": grant.hit_tokens, "computed_before": request.num_output_tokens}
+                self._events.add(EventKind.ADMITTED, request.name, **fields)
             chunks[request] = self._sequences.chunk(request, min(request.num_tokens - request.num_computed, budget))
             budget -= chunks[request].count
 
@@ -222,13 +247,13 @@ class Scheduler:
         victim = max(candidates, key=lambda r: (not r.kv_mixed, r.order, r.choice))
         victim.num_preempted += 1
         self.num_preemptions += 1
-        self.retract(victim)
+        self.retract(victim, Preemption.MEMORY)
         return victim
 
     def abandon(self) -> None:
         """Take note that the step was given up, after its copies. No request has changed, and no block that the step
         wrote to can be found by others. The next plan computes the same again."""
-        self._in_flight = []
+        self.in_flight = []
         self.kv.step_done()
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[NewToken]:
@@ -238,9 +263,11 @@ class Scheduler:
         now = time.time()
         tokens: list[NewToken] = []
         prefill_tokens = 0
-        in_flight, self._in_flight = self._in_flight, []
+        in_flight, self.in_flight = self.in_flight, []
         for i, (request, chunk, sampled) in enumerate(zip(in_flight, plan.chunks, result.sampled, strict=True)):
             count = chunk.count
+            if request.num_computed < request.computed_before:
+                self.num_recomputed += min(count, request.computed_before - request.num_computed)
             request.num_computed += count
             prefill_tokens += count if count > 1 else 0
             self.kv.publish(request)
@@ -302,17 +329,21 @@ class Scheduler:
                 self._unfreeze(scope)
         for request in [r for r in self.running if not r.group.started]:
             if Gate.STARTED_ONLY in (self.gate, self.waiting.gate_of(request.scope)):
-                self.retract(request)  # a drain waits for begun answers, and not for half-computed prompts
+                self.retract(request, Preemption.PAUSE)  # a drain waits for begun answers, not for half a prompt
 
     def _freeze(self, scope: Scope) -> None:
         for request in [r for r in self.running if r.scope is scope]:
             self._leave_batch(request)
             self.frozen.append(request)
+            if self._events.watched:
+                self._events.add(EventKind.FROZEN, request.name)
 
     def _unfreeze(self, scope: Scope) -> None:
         for request in [r for r in self.frozen if r.scope is scope]:
             self.frozen.remove(request)
             self._join_batch(request)
+            if self._events.watched:
+                self._events.add(EventKind.THAWED, request.name)
         while len(self.running) > self.max_num_seqs:
             self._preempt(self.running)
 
@@ -336,7 +367,7 @@ class Scheduler:
         models = {scope.model}
         for request in [r for r in (*self.running, *self.frozen) if scope.covers(r.scope)]:
             models.add(request.model)
-            self.retract(request)
+            self.retract(request, Preemption.CLEARED)
         # A model that is being looked up has no adapter yet: its namespace would be that of the base model.
         namespaces = {model.served.kv_namespace for model in models if model.served.adapter}
         self.kv.forget_prefixes(None if scope.above is None else namespaces)
@@ -349,7 +380,7 @@ class Scheduler:
         for request in [r for r in (*self.running, *self.frozen) if base or r.model is model]:
             self._prefilling.pop(request.prompt_key, None)
             if recompute or request.wants_prompt_logprobs:  # prompt logprobs would mix two weights
-                self.retract(request)
+                self.retract(request, Preemption.RECOMPUTE)
             else:
                 request.kv_mixed = bool(request.num_computed) or request.kv_mixed
         self.kv.forget_prefixes(None if base else {before.kv_namespace})

@@ -149,7 +149,8 @@ def _logprobs(
         logits, token_ids = paddle.index_select(logits, paddle.to_tensor(rows)), token_ids[rows]
     kept = _kept_of_rows(logits, params, token_ids) if mode == PROCESSED else {}
     if mode != RAW:
-        logits = _masked(_scaled(logits, params), kept)
+        temperatures = [p.temperature if p.temperature else 1.0 for p in params]
+        logits = _masked(at_temperature(logits, temperatures), kept)
     found = token_logprobs(ops, logits, token_ids, [p.logprobs or 0 for p in params])
     for i, p in enumerate(params):
         one = found[i]
@@ -171,9 +172,9 @@ def token_logprobs(ops: Ops, logits: paddle.Tensor, token_ids: np.ndarray, top: 
     return result
 
 
-def _scaled(logits: paddle.Tensor, params: list[SamplingParams]) -> paddle.Tensor:
-    """Return (logits - largest logit) / temperature; the divisor is 1 if the temperature is 0."""
-    divisors = np.array([[max(p.temperature, MIN_TEMPERATURE) if p.temperature else 1.0] for p in params], np.float32)
+def at_temperature(logits: paddle.Tensor, temperatures: list[float]) -> paddle.Tensor:
+    """Return (logits - largest logit) / temperature of each row, for logits [S, V] and temperatures [S] above 0."""
+    divisors = np.array([[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures], np.float32)
     return (logits - logits.max(axis=1, keepdim=True)) / paddle.to_tensor(divisors)
 
 

@@ -36,8 +36,8 @@ def serve(kv: KVCacheManager, token_ids: list[int], salt: str = "") -> Request:
 
 @pytest.mark.parametrize(
     ("first", "second", "hit_tokens", "copied"),
-    [(10, 10, 9, 2), (8, 8, 7, 1), (10, 12, 8, None)],
-    ids=["partial last block", "full last block", "longer prompt"],
+    [(10, 10, 9, 2), (8, 8, 7, 1), (10, 12, 10, 2), (8, 12, 8, None)],
+    ids=["partial last block", "full last block", "longer than a partial block", "longer than a full block"],
 )
 def test_a_prompt_shares_full_blocks_and_copies_a_block_that_it_will_write_to(first, second, hit_tokens, copied):
     kv = KVCacheManager(16, 4)
@@ -50,19 +50,63 @@ def test_a_prompt_shares_full_blocks_and_copies_a_block_that_it_will_write_to(fi
     kv.check_integrity([one, two])
 
 
-def test_output_tokens_are_found_in_full_blocks_only():
-    kv = KVCacheManager(16, 4)
-    request = make(list(range(6)))
-    kv.admit(request)
+def generate(kv: KVCacheManager, prompt: list[int], output: list[int]) -> Request:
+    """Serve a request up to its last output token, whose KV is never computed."""
+    request = make(prompt)
+    assert kv.admit(request) is not None
+    kv.step_done()
     compute(kv, request)
-    for token in range(6, 11):
+    for token in output:
         request.token_ids.append(token)
         assert kv.grow(request)
-        compute(kv, request)
-    assert kv.admit(make(list(range(11)))).hit_tokens == 8
-    assert kv.admit(make([*range(6), 99, 98])).hit_tokens == 4, "the prompt's partial block must match to its end"
+        compute(kv, request, upto=request.num_tokens - 1)
+    return request
+
+
+def hits(kv: KVCacheManager, token_ids: list[int]) -> int:
+    """Return the hit of a request that computes nothing and is released at once."""
+    request = make(token_ids)
+    hit = kv.admit(request).hit_tokens
     kv.step_done()
-    assert kv.admit(make(list(range(6)))).hit_tokens == 5
+    kv.release(request)
+    return hit
+
+
+def test_output_tokens_of_a_running_request_are_found_in_full_blocks_only():
+    kv = KVCacheManager(16, 4)
+    generate(kv, list(range(6)), list(range(6, 12)))
+    assert hits(kv, list(range(11))) == 8
+    assert hits(kv, list(range(6))) == 5
+    assert hits(kv, [*range(6), 99, 98]) == 6, "the prompt's partial block"
+
+
+def test_the_next_turn_finds_every_computed_token_of_a_request_that_has_ended():
+    kv = KVCacheManager(16, 4)
+    request = generate(kv, list(range(6)), list(range(6, 12)))
+    kv.publish(request, ended=True)
+    assert hits(kv, [*range(12), 99]) == 11, "while its final output is on its way"
+    kv.release(request)
+    kv.check_integrity([])
+    turn = make([*range(12), 99, 98, 97])
+    assert kv.admit(turn).hit_tokens == 11
+    kv.step_done()
+    compute(kv, turn)
+    assert hits(kv, [*range(11), 50]) == 11, "the copy has left the first turn's block as it was"
+    assert hits(kv, [*range(9), 50]) == 8, "a partial block must match to its end"
+    kv.check_integrity([turn])
+
+
+@pytest.mark.parametrize("computed", range(10))
+def test_a_request_that_ends_within_its_prompt_publishes_what_is_computed(computed):
+    kv = KVCacheManager(16, 4)
+    request = make(list(range(10)))
+    kv.admit(request)
+    compute(kv, request, upto=computed)
+    kv.publish(request, ended=True)
+    kv.release(request)
+    kv.index.check_integrity()
+    assert hits(kv, list(range(10))) == computed
+    assert computed or not kv.index._roots, "an empty root stays for ever"
 
 
 @pytest.mark.parametrize("change", ["salt", "weight_epoch", "adapter", "forgotten", "off"])
@@ -83,6 +127,7 @@ def test_blocks_of_several_weight_epochs_are_never_published():
     kv.admit(request)
     request.kv_mixed = True
     compute(kv, request)
+    kv.publish(request, ended=True)
     assert kv.admit(make(list(range(10)))).hit_tokens == 0
     kv.release(request)
     assert not request.kv_mixed, "later blocks are of one weight_epoch"

@@ -27,10 +27,10 @@ def blocks(index: PrefixIndex, token_ids: list[int], namespace=SPACE) -> list[in
 
 @pytest.mark.parametrize(
     ("token_ids", "hit"),
-    [([1, 2, 3, 4, 5], [10, 11, 12]), ([1, 2, 3, 4, 6], [10, 11]), ([1, 2, 9], [10, 13]), ([1, 2, 9, 1], [10]),
+    [([1, 2, 3, 4, 5], [10, 11, 12]), ([1, 2, 3, 4, 6], [10, 11]), ([1, 2, 9], [10, 13]), ([1, 2, 9, 1], [10, 13]),
      ([1, 2, 3], [10]), ([3, 4], []), ([2, 1, 3, 4], []), ([1], []), ([], [])],
 )  # fmt: skip
-def test_a_lookup_finds_the_longest_chain_and_a_partial_block_only_at_the_end(index, token_ids, hit):
+def test_a_lookup_finds_the_longest_chain_and_a_partial_block_only_as_a_whole(index, token_ids, hit):
     assert blocks(index, token_ids) == hit
 
 
@@ -76,3 +76,14 @@ def test_the_root_of_a_namespace_is_removed_with_its_last_block():
     for block in range(4):
         index.evict(block)
     assert not index._roots and not index._by_block
+
+
+def test_a_lookup_prefers_the_longest_partial_block():
+    index = PrefixIndex(4)
+    for count in (1, 3, 2):
+        index.insert(index.root(SPACE), tuple(range(count)), 10 + count)
+    assert blocks(index, [0, 1, 2, 9]) == [13]
+    assert blocks(index, [0, 1, 9, 9]) == blocks(index, [0, 1]) == [12]
+    assert blocks(index, [0, 1, 2, 9, 1]) == [13], "nothing follows a partial block"
+    index.evict(12)
+    assert blocks(index, [0, 1, 9, 9]) == [11]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.test_staging_thread import HangingHarness, HangingRunner
+from fastdeploy.core.request import Preemption
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import PROMPT, Harness
@@ -141,7 +142,7 @@ def test_a_drain_waits_for_a_started_request_whose_adapter_is_read_again():
     h.add("started", PROMPT, max_tokens=20, adapter="a1")
     h.run_rounds(6)
     h.runner.may_stage.clear()
-    h.engine.scheduler.retract(h.engine.scheduler.running[0])
+    h.engine.scheduler.retract(h.engine.scheduler.running[0], Preemption.MEMORY)
     h.engine.adapter_memory.evict(next(iter(h.engine.adapter_memory.models())))
     h.add("not-started", PROMPT, adapter="a2")
     h.run_rounds(2)

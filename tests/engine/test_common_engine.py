@@ -56,6 +56,8 @@ def test_preemption_recomputes_without_losing_or_doubling_a_token():
         h.add(f"r{i}", [i + 1] * 10, max_tokens=60)
     h.run_out()
     assert h.engine.scheduler.num_preemptions > 0
+    computed_once = 4 * (10 + 60 - 1)  # the last token of a sequence is sampled only
+    assert 0 < h.metric("recomputed_tokens") == h.runner.computed_tokens - computed_once
     for i in range(4):
         stream = h.stream(f"r{i}")
         assert stream.tokens == expected_tokens([i + 1] * 10, 60)

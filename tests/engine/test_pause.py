@@ -39,6 +39,22 @@ def test_abort_does_not_prefill_the_rest_of_a_half_prefilled_prompt():
     assert h.engine.kv.num_free == 64
 
 
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_tokens_of_an_aborted_request_that_is_sent_again_count_as_recomputed_without_prefix_hits(clear_cache):
+    h, prompt = Harness(), list(range(1, 30))
+    h.add("first", prompt, max_tokens=20)
+    h.run_rounds(6)
+    h.pause(mode="abort", clear_cache=clear_cache)
+    tokens, once = h.stream("first").tokens, h.runner.computed_tokens
+    h.resume()
+    h.add("again", prompt + tokens, max_tokens=20 - len(tokens), resumed_tokens=len(tokens))
+    h.run_out()
+    hits = h.engine.kv.hit_tokens
+    assert hits == (0 if clear_cache else len(prompt + tokens) - 1)
+    assert h.metric("recomputed_tokens") == len(prompt + tokens) - 1 - hits
+    assert h.runner.computed_tokens == once + h.metric("recomputed_tokens") + 20 - len(tokens)
+
+
 def test_no_request_starts_while_an_abort_waits_for_its_fence():
     h = busy()
     h.transport.mute.add("a")

@@ -52,6 +52,18 @@ class AdapterMachine(CheckedEngine):
             sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
             self.send_add(self.some_client(data), f"r{next(self.ids)}", prompt, sampling, n, 0, "", adapter)
 
+    @precondition(lambda self: any(stream.tokens for stream in self.witness.streams.values()))
+    @rule(data=st.data(), more=st.lists(st.integers(0, 12), max_size=5), sampling=SAMPLING)
+    def the_next_turn_of_a_conversation_comes(self, data, more, sampling):
+        """Send a prompt that begins with the prompt and the output of another request."""
+        before = data.draw(st.sampled_from([stream for stream in self.witness.streams.values() if stream.tokens]))
+        prompt = [*before.add.prompt_token_ids, *before.tokens, *more][:40]
+        client, salt, adapter = self.some_client(data), before.add.cache_salt, before.add.adapter
+        hits = self.engine.kv.hit_tokens
+        self.send_add(client, f"r{next(self.ids)}", prompt, sampling, 1, 0, salt, adapter)
+        self.step()
+        event(f"a turn with hits beyond full blocks: {(self.engine.kv.hit_tokens - hits) % 4 > 0}")
+
     @precondition(lambda self: self.pause.holds and not SYSTEM_HOLDS & set(self.pause.holds))
     @rule(data=st.data())
     def resume_everything(self, data):

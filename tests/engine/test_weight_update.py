@@ -107,6 +107,7 @@ def test_only_recompute_computes_kv_again():
         assert_follows_its_spans(h, "r", list(range(1, 21)), {0: 0, 1: 1})
         assert {s.recomputed for s in h.stream("r").spans if s.weight_epoch == 1} == {kv == "recompute"}
         computed[kv] = h.runner.computed_tokens
+        assert h.metric("recomputed_tokens") == result["tokens_to_recompute"]
     assert computed["recompute"] == computed["keep"] + 20 + 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.request import Preemption
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import FakeRunner, expected_tokens
 from support.harness import Harness
@@ -65,7 +66,7 @@ def test_prompt_logprobs_are_reported_once_if_the_request_is_preempted_before_an
     h.run_rounds(3)
     request = h.engine.lifecycle.requests.get("asks")[0]
     assert 0 < request.num_computed < len(PROMPT)
-    h.engine.scheduler.retract(request)
+    h.engine.scheduler.retract(request, Preemption.MEMORY)
     h.run_out()
     assert h.stream("asks").finals[0].num_preempted > 0, "preempted after the first token, too"
     assert reported(h, "asks") == all_of(PROMPT) and h.stream("asks").tokens == expected_tokens(PROMPT, 30)

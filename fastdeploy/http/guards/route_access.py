@@ -6,7 +6,8 @@ Every route has a class in ROUTES. Any other path counts as CONTROL. The rules, 
 2. With --control-port, CONTROL routes are answered on that port only. That port answers all other routes too.
 3. A server that other machines can reach and that has no control key refuses CONTROL routes. With --insecure-control it
    answers them, but refuses uploads of weights: it takes new weights from folders under --model-root only.
-4. DATA routes need an API key or a control key, if the server has API keys.
+4. DATA routes need an API key or a control key, if the server has API keys. WATCH routes need one of them if the
+   server has keys of either kind.
 5. CONTROL routes need a control key, or an API key if the server has API keys only.
 """
 
@@ -26,15 +27,20 @@ from fastdeploy.http.guards.keys import CONTROL_KEY, Keys, is_exposed
 
 
 class Access(enum.Enum):
-    """The classes of routes. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. CONTROL: affects
-    other clients, reads or writes files, or computes over all weights."""
+    """The classes of routes. OPEN: needs no guard. DATA: generates, tokenizes, or reads the state. WATCH: shows the
+    requests of other clients. CONTROL: affects other clients, reads or writes files, or computes over all weights."""
 
     OPEN = enum.auto()
     DATA = enum.auto()
+    WATCH = enum.auto()
     CONTROL = enum.auto()
 
 
-_OPEN = ("/docs", "/health", "/health_generate", "/metrics", "/openapi.json", "/ready", "/version")
+_OPEN = (
+    "/docs", "/health", "/health_generate", "/metrics", "/openapi.json", "/ready", "/ui", "/ui/page.css", "/ui/page.js",
+    "/ui/server.js", "/ui/timeline.js", "/version",
+)  # fmt: skip
+_WATCH = ("/ui/events",)
 _DATA = (
     "/detokenize", "/finish_session", "/generate", "/get_load", "/get_model_info", "/get_server_info",
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
@@ -62,7 +68,10 @@ _CONTROL = (
     "/weight_checker", "/weights_checker",
 )  # fmt: skip
 ROUTES: dict[str, Access] = (
-    dict.fromkeys(_OPEN, Access.OPEN) | dict.fromkeys(_DATA, Access.DATA) | dict.fromkeys(_CONTROL, Access.CONTROL)
+    dict.fromkeys(_OPEN, Access.OPEN)
+    | dict.fromkeys(_DATA, Access.DATA)
+    | dict.fromkeys(_WATCH, Access.WATCH)
+    | dict.fromkeys(_CONTROL, Access.CONTROL)
 )
 
 
@@ -127,6 +136,8 @@ def _key_refusal(given: bytes | None, access: Access, keys: Keys) -> InvalidKey 
     wanted = keys.control or keys.data
     if access is Access.DATA:
         wanted = keys.data and keys.data + keys.control
+    if access is Access.WATCH:
+        wanted = keys.data + keys.control
     if not wanted or (given is not None and _is_one_of(given, wanted)):
         return None
     if given is None:

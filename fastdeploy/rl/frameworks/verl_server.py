@@ -103,9 +103,8 @@ class VerlServer:
         params = self._params(sampling_params, len(prompt_ids), request_id) | {"priority": priority}
         choice = PartialRollout(RolloutRequest(prompt_ids, params, request_id=request_id))
         choice.begin_attempt(self._server.url)
-        usage: Mapping[str, Any] = {}
         try:
-            usage = await self._stream_when_admitted(choice)
+            await self._stream_when_admitted(choice)
         except FastDeployError as error:
             if choice.finish_reason is None:
                 if not is_retryable(error):
@@ -115,16 +114,17 @@ class VerlServer:
                 choice.end_attempt_early()
         if choice.finish_reason == "error":
             raise RolloutFailed(f"the answer ended with an error: {choice.stop_reason}", [choice.rollout()])
-        return await self._reply(choice.rollout(), usage)
+        return await self._reply(choice.rollout())
 
-    async def _stream_when_admitted(self, choice: PartialRollout) -> Mapping[str, Any]:
-        """Send the request until the server takes it, and return its usage. Raises the refusal after BUSY_S, or after
-        one wait if :meth:`abort_all_requests` asked for rejections: verl then uses another server."""
+    async def _stream_when_admitted(self, choice: PartialRollout) -> None:
+        """Send the request until the server takes it. Raises the refusal after BUSY_S, or after one wait if
+        :meth:`abort_all_requests` asked for rejections: verl then uses another server."""
         now = asyncio.get_running_loop().time
         until = now() + BUSY_S
         while True:
             try:
-                return await self._stream(choice)
+                await self._stream(choice)
+                return
             except FastDeployError as error:
                 if not is_busy(error):
                     raise
@@ -133,16 +133,15 @@ class VerlServer:
                 if self._rejecting or now() >= until:
                     raise
 
-    async def _stream(self, choice: PartialRollout) -> Mapping[str, Any]:
-        """Add the output of the server's stream to ``choice``; return the usage at its end."""
-        usage: Mapping[str, Any] = {}
-        body = choice.request.body([choice]) | {"stream_options": {"include_usage": True}}
+    async def _stream(self, choice: PartialRollout) -> None:
+        """Add the output of the server's stream to ``choice``."""
+        body = choice.request.body([choice])
         async with self._server.stream("/v1/completions", body, SILENCE_S) as events:
             async for event in events:
-                usage = (event or {}).get("usage") or usage
                 for item in (event or {}).get("choices", ()):
                     choice.add_output(item, event.get("system_fingerprint"))
-        return usage
+                if (event or {}).get("usage"):
+                    choice.add_usage(event["usage"])
 
     def _params(self, given: Mapping[str, Any], prompt_tokens: int, request_id: str) -> dict[str, Any]:
         params = {name: value for name, value in given.items() if name not in ("max_new_tokens", "logprobs")}
@@ -158,7 +157,7 @@ class VerlServer:
             params.setdefault("seed", int.from_bytes(digest[:8]) >> 1)
         return params
 
-    async def _reply(self, rollout: Rollout, usage: Mapping[str, Any]) -> Any:
+    async def _reply(self, rollout: Rollout) -> Any:
         versions = [span.version for span in rollout.spans] or [(await self._call("GET", "/v1/weights"))["version"]]
         steps = [int(version) for version in versions if version.isdigit()]  # other versions are no step
         fields: dict[str, Any] = {
@@ -166,7 +165,7 @@ class VerlServer:
             "global_steps": min(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
-            "num_cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            "num_cached_tokens": rollout.cached_tokens,
         }
         if rollout.prompt_logprobs is not None:
             fields["prompt_ids"], fields["prompt_logprobs"] = rollout.prompt_ids, rollout.prompt_logprobs

@@ -1,0 +1,56 @@
+"""Metrics of pauses, commits and tokens: each counts what it says, once."""
+
+from __future__ import annotations
+
+from fastdeploy.inter_communicator import messages as m
+from support.harness import PROMPT, Harness, one_running
+
+
+def metrics(h: Harness, name: str) -> dict[str, float]:
+    """Return the samples of ``fastdeploy:<name>`` by their labels."""
+    lines = h.ask(m.MetricsArgs()).result["text"].splitlines()
+    rows = [line.rsplit(" ", 1) for line in lines if line.startswith(f"fastdeploy:{name}{{")]
+    return {labels.partition("{")[2].rstrip("}"): float(value) for labels, value in rows if float(value)}
+
+
+def test_a_pause_counts_once_by_its_first_mode_and_lasts_until_the_last_release():
+    h = one_running(max_tokens=60)
+    h.pause(mode="keep", hold_id="a")
+    h.now += 2
+    h.pause(mode="abort", hold_id="b")
+    h.resume("a")
+    h.now += 3
+    assert h.metric("pause_seconds_count") == 0
+    h.resume("b")
+    assert metrics(h, "pauses_total") == {'mode="keep"': 1}
+    assert (h.metric("pause_seconds_count"), h.metric("pause_seconds_sum")) == (1, 5)
+
+
+def test_a_pause_of_an_adapter_is_no_pause_of_the_engine():
+    h = Harness()
+    h.load_adapter("alice", 1)
+    h.pause(mode="keep", scope="adapter:alice")
+    assert metrics(h, "pauses_total") == {}
+
+
+def test_commits_count_by_scope_and_kv():
+    h = Harness()
+    h.update("w1")
+    h.update("w2", kv="recompute")
+    h.update("refused")
+    h.load_adapter("alice", 1)
+    found = metrics(h, "commits_total")
+    assert found == {
+        'kv="keep",scope="engine"': 1,
+        'kv="recompute",scope="engine"': 1,
+        'kv="keep",scope="adapter"': 1,
+    }
+
+
+def test_output_tokens_count_by_the_reason_of_the_end():
+    h = one_running(max_tokens=60)
+    h.add("done", PROMPT, max_tokens=5)
+    h.run_rounds(10)
+    h.ask(m.AbortArgs(abort_all=True))
+    expected = {'reason="abort"': len(h.stream("r").tokens), 'reason="length"': 5}
+    assert metrics(h, "ended_tokens_total") == expected
