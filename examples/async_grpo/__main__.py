@@ -1,0 +1,59 @@
+"""Train the embedded model by asynchronous GRPO: ``python -m examples.async_grpo --help``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import paddle
+
+from examples.async_grpo.config import Settings, parse
+from examples.async_grpo.records import Display
+from examples.async_grpo.serving import ServerFailed, served
+from examples.async_grpo.trainer import Trainer
+from fastdeploy.core.errors import FastDeployError
+from fastdeploy.embedded.tokenizer import END_ID
+from fastdeploy.rl.client import RolloutClient
+
+TRAINER_THREADS = 1  # of Paddle: the server has the other core
+
+
+async def train(settings: Settings, url: str, display: Display) -> None:
+    """Make the run on the server at ``url``."""
+    async with RolloutClient(url, eos_ids=[END_ID]) as client:
+        await Trainer(settings, client, display).run()
+
+
+def run(settings: Settings) -> int:
+    """Make the run, on a server of its own if the settings name none. Returns the exit status of the program."""
+    out, status = Path(settings.out), 0
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        own = served(settings, out / "server.log")
+        with nullcontext(settings.url) if settings.url else own as url, Display(settings.minutes) as display:
+            asyncio.run(train(settings, url, display))
+    except* (FastDeployError, ServerFailed, OSError) as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        print(f"the run could not go on: {first}", file=sys.stderr)
+        status = 1
+    except* KeyboardInterrupt:
+        status = 130
+    return status
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings = parse(argv)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    paddle.set_device("cpu")
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})  # strided views make the backward pass 1.6 times slower
+    paddle.base.core.set_num_threads(TRAINER_THREADS)
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
