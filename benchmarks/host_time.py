@@ -1,4 +1,5 @@
 """Measure a step's host time, without the model: ``python -m benchmarks.host_time [--running 256 --waiting 5000]``.
+``--trace`` measures instead what a trace (``fastdeploy serve --trace``) costs: with and without it, twice in turns.
 
 The real loop, scheduler, model runner and unix socket run with a model that returns at once. Another process receives
 the outputs. A part's time excludes the parts that it calls, so the rows add up to the step.
@@ -7,9 +8,11 @@ the outputs. A part's time excludes the parts that it calls, so the rows add up 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,6 +31,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.engine.common_engine import CommonEngine
+from fastdeploy.engine.trace_file import tracing
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.remote_runner import RemoteRunner
 from fastdeploy.inter_communicator.runner_server import RunnerServer
@@ -179,12 +183,15 @@ def watch(engine: CommonEngine) -> Stopwatch:
     return clock
 
 
-def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
+def measure(args: argparse.Namespace, waiting: int, traced: bool = False) -> list[Row]:
     """Measure ``steps`` steps of an engine with ``running`` sequences in the batch and ``waiting`` in the queue."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         endpoint = f"ipc://{folder}/engine"
         runner_folder = folder if args.runner_process else None
         engine = make_engine(args.running, waiting, args.context, args.steps, endpoint, runner_folder)
+        path = f"{folder}/trace.json" if traced else ""
+        metrics, num_blocks = engine.metrics, engine.info.num_blocks
+        stack.enter_context(tracing(path, 1 << 12, engine.events, "boot", num_blocks, metrics.trace_dropped.inc))
         connected = SPAWN.Event()
         other = SPAWN.Process(target=take_outputs, args=(endpoint, connected), daemon=True)
         other.start()
@@ -205,6 +212,11 @@ def measure(args: argparse.Namespace, waiting: int) -> list[Row]:
                 if step >= WARMUP:
                     laps.append(lap)
             assert len(running) == args.running and len(engine.scheduler.waiting) == waiting
+            if traced:
+                missing = metrics.registry.get_sample_value("fastdeploy:trace_events_dropped_total")
+                print(
+                    f"{os.path.getsize(path) / 1000:.0f} kB of trace; {missing:.0f} events are missing", file=sys.stderr
+                )
         finally:
             other.kill()
             other.join()
@@ -245,13 +257,18 @@ def main() -> None:
     what = "run the model runner in another process; its row is the time that the engine waits for it"
     parser.add_argument("--runner-process", action="store_true", help=what)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="measure the cost of a trace")
     args = parser.parse_args()
-    tables = {waiting: measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
+    if args.trace:
+        names = ("no trace", "trace", "no trace again", "trace again")
+        tables = {name: measure(args, 0, name.startswith("trace")) for name in names}
+    else:
+        tables = {str(waiting): measure(args, waiting) for waiting in dict.fromkeys((0, args.waiting))}
     if args.json:
-        print(json.dumps({waiting: [row._asdict() for row in rows] for waiting, rows in tables.items()}))
+        print(json.dumps({name: [row._asdict() for row in rows] for name, rows in tables.items()}))
         return
     print(f"{args.running} running sequences, ms a step: median (99th percentile)")
-    heads = "".join(f"{f'{waiting} waiting':>20}" for waiting in tables)
+    heads = "".join(f"{name + ' waiting' * name.isdigit():>20}" for name in tables)
     print(f"{'':24}{heads}")
     for part in [row.part for row in next(iter(tables.values()))]:
         found = [next(row for row in rows if row.part == part) for rows in tables.values()]

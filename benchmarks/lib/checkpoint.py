@@ -22,6 +22,20 @@ from fastdeploy.core.shared_files import SHARED_MEMORY, new_file, write_all
 KINDS: dict[str, np.dtype[Any]] = {"BF16": np.dtype("<u2"), "F32": np.dtype("<u4")}
 
 
+def float32_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of ``folder``/model.safetensors, which are bfloat16, as float32, sorted by name."""
+    raw = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in sorted(header.items()):
+        start, end = (8 + size + offset for offset in entry["data_offsets"])
+        bits = np.frombuffer(raw[start:end], "<u2").astype(np.uint32) << 16
+        tensors[name] = bits.view(np.float32).reshape(entry["shape"])
+    return tensors
+
+
 class Checkpoint:
     """folder: contains one model.safetensors, of bfloat16 or float32 tensors."""
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.lib.client import Client
@@ -33,15 +33,16 @@ class ServerProcess:
     """A server in a session of its own. All its processes have a mark in their environment, by which :meth:`left_over`
     finds those that outlive the server, also in another process group."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
-        """Start ``command``. folder: exists; gets server.log, and the socket files under ipc/."""
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start ``command``. folder: exists; gets server.log, and the socket files under ipc/. environment: variables
+        beside those of this process."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
         self.ipc = folder / "ipc"
         self.ipc.mkdir()
         self._mark = uuid.uuid4().hex
-        env = os.environ | {MARK: self._mark, "FASTDEPLOY_IPC_ROOT": str(self.ipc)}
+        env = os.environ | (environment or {}) | {MARK: self._mark, "FASTDEPLOY_IPC_ROOT": str(self.ipc)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--port", str(self.port)],
