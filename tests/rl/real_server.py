@@ -104,13 +104,12 @@ class RealServer:
             uuid.uuid4().hex,
             clock=lambda: time.monotonic() + self.skew_s,
         )
-        self._loop = threading.Thread(target=self._run, args=(self.engine, self._transport), daemon=True)
+        self._loop = threading.Thread(target=self._run, args=(self.engine,), daemon=True)
         self._loop.start()
 
-    def _run(self, engine: CommonEngine, transport: MortalTransport) -> None:
+    def _run(self, engine: CommonEngine) -> None:
         with contextlib.suppress(Killed):
             engine.run()
-        transport.close()
 
     def restart_engine(self) -> None:
         """Restart the engine as after a crash: no client is answered; the new engine has the start-up weights and no
@@ -123,11 +122,15 @@ class RealServer:
         self._transport.wake()
         self._loop.join(20)
         assert not self._loop.is_alive()
+        self._transport.close()  # not by the loop's own thread, which may end before the wake above
 
     def wait_ready(self) -> None:
-        for _ in range(1000):
-            if self.http.get("/health").status_code == 200:
-                return
+        """Wait until the client is connected to the engine that runs now. Shortly after a restart, /health still
+        answers for the one that died."""
+        for _ in range(4000):
+            if (welcome := self.client.welcome) is not None and welcome.boot_id == self.engine.boot_id:
+                if self.http.get("/health").status_code == 200:
+                    return
             time.sleep(0.005)
         raise AssertionError("never connected")
 
