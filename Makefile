@@ -1,10 +1,15 @@
-# make demo   set everything up in .venv, build the custom ops, run the main job
+# make demo   set everything up in .venv, build the custom ops, run the main job, train for a minute
 # make test   the test suite        make test-quick  without Paddle and processes
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
+#                                   make test-ui     those of the page /ui, in Chromium
+# make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
+# make soak   1,000 pauses and updates under load, while processes are killed (docs/soak.md)
+# make sync-ways  train by each way to sync, 3 seeds, some 30 minutes; write the tables and plots of docs/sync-ways.md
 # make lint   formatting, lint and types
+# make learn  train a small model by asynchronous GRPO: until 90 % or 15 minutes (SEED=0 ARGS="--sync keep ...")
 # make serve  serve the embedded model on port 8180 (ARGS="--model PATH --port N ...")
 
 PYTHON ?= python3
@@ -15,16 +20,24 @@ FRAMEWORKS := .venv-frameworks
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo serve test test-quick test-slow test-slime oracles fuzz ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui screenshot oracles fuzz soak sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
+	$(BIN)/python -m examples.async_grpo --out runs/demo --updates 10 --eval-every 5 --eval-problems 400
+
+SEED ?= 0
+learn: $(VENV)/.runtime ops
+	$(BIN)/python -m examples.async_grpo --seed $(SEED) --out runs/learn-$(SEED) $(ARGS)
 
 serve: $(VENV)/.runtime ops
 	$(BIN)/fastdeploy serve $(ARGS)
 
+sync-ways: $(VENV)/.plots ops
+	$(BIN)/python benchmarks/sync_ways.py --docs docs $(ARGS)
+
 test: $(VENV)/.test ops
-	$(BIN)/python -m pytest -m "not slow" -n 2 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not browser" -n 2 --no-loadscope-reorder $(ARGS)
 
 # Tests that need no Paddle, no process and no server, in less than a minute.
 test-quick: $(VENV)/.test
@@ -32,18 +45,28 @@ test-quick: $(VENV)/.test
 
 oracles: $(VENV)/.test ops
 	rm -rf tests/support/oracles
-	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py \
+	$(BIN)/python -m pytest -m "not slow" --oracles record tests/embedded tests/worker tests/model_executor/test_lora_config.py tests/rl/scoring \
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser" --timeout 1800 $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
 
+test-ui: $(VENV)/.ui ops
+	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+screenshot: $(VENV)/.ui ops
+	$(BIN)/python -m benchmarks.screenshot --out docs/ui.png $(ARGS)
+
 # Random requests, bodies and checkpoints against a real server, for some five minutes.
 fuzz: $(VENV)/.test ops
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-160} $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+# Pauses and updates under load, while processes are killed; ARGS="--minutes 60 --out FILE" for less.
+soak: $(VENV)/.runtime ops
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # setup.py pins the versions, because other versions of a formatter write other text.
 lint: $(VENV)/.lint
@@ -73,6 +96,10 @@ $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
 	@touch $@
 
+$(VENV)/.plots: $(VENV)/.runtime
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[plots]"
+	@touch $@
+
 $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,lint]"
 	@touch $@
@@ -80,6 +107,14 @@ $(VENV)/.lint: $(VENV)/.test
 # The long tests also need TRL, for training.
 $(VENV)/.slow: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
+	@touch $@
+
+# Debian's Chromium, driven by Playwright.
+$(VENV)/.ui: $(VENV)/.test
+	@command -v chromium >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium; } \
+		|| { echo "Chromium is missing: apt-get install chromium"; exit 1; }
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,ui-test]"
 	@touch $@
 
 # The frameworks pin other versions than this project, so they have an environment of their own.

@@ -82,7 +82,9 @@ RUNTIME = [
 ]
 TRL = ["trl==1.16.0", "accelerate>=1.10", "datasets>=4", "aiohttp>=3.11", "peft==0.21.2", "requests>=2.31"]
 LINT = ["clang-format==23.1.5", "mypy==2.4.1", "pre-commit>=4", "ruff==0.17.6"]
+PLOTS = ["matplotlib>=3.9,<4"]
 TEST = [
+    *PLOTS,
     "hypothesis>=6.100",
     "openai>=1.60",
     "peft==0.21.2",
@@ -92,6 +94,8 @@ TEST = [
     "schemathesis>=4.30,<5",
     "torch==2.13.0",
 ]
+
+UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 
 setup(
     cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel},
@@ -103,8 +107,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["fastdeploy", "fastdeploy.*"]),
-    package_data={"fastdeploy.embedded": ["model/*"], "fastdeploy.model_executor.ops": ["*.so"]},
+    package_data={
+        "fastdeploy.embedded": ["model/*"],
+        "fastdeploy.http.ui": ["*.html", "*.js", "*.css"],
+        "fastdeploy.model_executor.ops": ["*.so"],
+    },
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
-    extras_require={"test": TEST, "trl": TRL, "lint": LINT},
+    extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ui-test": UI_TEST},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
 )

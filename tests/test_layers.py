@@ -27,10 +27,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "client": ("core", "inter_communicator"),
     "http": ("core", "inter_communicator", "client"),
     "rl": ("core",),
+    "rl.scoring": ("core", "model_executor", "worker"),
     "entrypoints": ("core", "embedded", "inter_communicator", "model_executor", "worker", "engine", "client", "http"),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
-WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("embedded", "model_executor", "worker")]
+# All that users import. The programs in examples/ import nothing else of ours, so that users can write the same.
+PUBLIC = ("fastdeploy", "fastdeploy.rl", "fastdeploy.embedded", "fastdeploy.core.errors")
+PROGRAMS = ("benchmarks", "examples")  # beside the package; nothing in it imports them
+WITHOUT_PADDLE = [layer for layer in LAYERS if layer not in ("embedded", "model_executor", "worker", "rl.scoring")]
 
 
 def module_name(path: Path) -> str:
@@ -40,8 +44,8 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Return every module of fastdeploy/ and benchmarks/, by its dotted name."""
-    files = [path for folder in ("fastdeploy", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    """Return every module of the package and of the programs, by its dotted name."""
+    files = [path for folder in ("fastdeploy", *PROGRAMS) for path in (ROOT / folder).rglob("*.py")]
     return {module_name(path): path for path in files}
 
 
@@ -70,8 +74,12 @@ def imports_of(name: str) -> set[str]:
 
 
 def layer_of(name: str) -> str:
+    """Return the layer of a module; for a module of the programs, the folder of the programs."""
     package, _, rest = name.partition(".")
-    return "benchmarks" if package == "benchmarks" else rest.partition(".")[0] or "__init__"
+    if package in PROGRAMS:
+        return package
+    first_two = ".".join(rest.split(".")[:2])
+    return first_two if first_two in LAYERS else rest.partition(".")[0] or "__init__"
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -85,11 +93,25 @@ def test_a_layer_imports_only_itself_and_what_lies_below_it(layer):
             assert layer_of(target) in (layer, *LAYERS[layer]), f"{name} imports {target}"
 
 
-def test_every_module_belongs_to_a_layer_and_nothing_imports_the_benchmarks():
+def test_every_module_belongs_to_a_layer_and_the_package_imports_no_program():
     for name in modules():
-        assert layer_of(name) in (*LAYERS, *MAINS, "benchmarks"), f"{name} belongs to no layer"
-        if layer_of(name) != "benchmarks":
-            assert not any(layer_of(target) == "benchmarks" for target in imports_of(name)), name
+        assert layer_of(name) in (*LAYERS, *MAINS, *PROGRAMS), f"{name} belongs to no layer"
+        if layer_of(name) not in PROGRAMS:
+            assert not any(layer_of(target) in PROGRAMS for target in imports_of(name)), name
+
+
+def test_an_example_imports_only_itself_and_what_users_import():
+    examples = [name for name in modules() if layer_of(name) == "examples"]
+    assert examples
+    for name in examples:
+        own = ".".join(name.split(".")[:2])  # examples.NAME
+        for target in imports_of(name):
+            assert f"{target}.".startswith(f"{own}.") or is_public(target), f"{name} imports {target}"
+
+
+def is_public(name: str) -> bool:
+    """Whether users may import a module: it is in PUBLIC, or in a package of PUBLIC other than the whole."""
+    return name in PUBLIC or any(name.startswith(f"{package}.") for package in PUBLIC[1:])
 
 
 def test_no_files_import_in_a_circle():

@@ -252,6 +252,18 @@ async def test_late_outputs_of_a_cancelled_request_never_reach_a_new_one_of_the_
     assert [o.token_ids for o in await collect(stream)] == [[1]]
 
 
+async def test_a_request_that_waited_while_the_engine_was_lost_fails_and_is_not_forgotten(engine, client):
+    (await client.submit(request())).close()
+    engine.replies[m.PauseStatusArgs] = lambda call: None
+    waiting = asyncio.create_task(client.submit(request()))  # for the outputs of the cancelled request
+    call = await expect(engine, m.PauseStatusArgs)
+    client._receive(m.Reply(call.call_id, {}))
+    client._disconnect(errors.EngineDead("lost"))  # after the reply, and before the waiting task goes on
+    with pytest.raises(errors.EngineDead):
+        await waiting
+    assert not client._streams
+
+
 async def test_closing_a_stream_cancels_only_the_choices_that_run(engine, client):
     stream = await client.submit(request(n=3))
     await expect(engine, AddRequest)

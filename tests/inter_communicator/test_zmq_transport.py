@@ -141,3 +141,13 @@ def test_every_connection_has_an_identity_of_its_own(endpoint):
         return {connection.identity for connection in connections}
 
     assert len(asyncio.run(identities())) == 3
+
+
+def test_a_wake_after_the_close_touches_no_other_file(endpoint):
+    transport = ZmqRouterTransport(endpoint)
+    transport.close()
+    reader, writer = os.pipe()  # would get the number of a closed descriptor
+    transport.wake()  # as a second stop signal does
+    os.close(writer)
+    assert os.read(reader, 8) == b""
+    os.close(reader)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
+from benchmarks.lib.checkpoint import float32_tensors
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
 
 
 def embedded_weights() -> dict[str, np.ndarray]:
     """Return the tensors of the embedded model in float32, sorted by name."""
-    raw = (MODEL_DIR / "model.safetensors").read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    del header["__metadata__"]
-    tensors = {}
-    for name, entry in sorted(header.items()):
-        start, end = (8 + size + offset for offset in entry["data_offsets"])
-        bits = np.frombuffer(raw[start:end], "<u2").astype(np.uint32) << 16
-        tensors[name] = bits.view(np.float32).reshape(entry["shape"])
-    return tensors
+    return float32_tensors(MODEL_DIR)
 
 
 def scaled_weights(scale: float) -> list[tuple[str, np.ndarray]]:

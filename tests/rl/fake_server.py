@@ -50,8 +50,8 @@ def logprob_of(token: int, position: int) -> float:
 class FakeServer:
     """A scripted server. faults: one per generation request, in order; then none. refuse: (status, code) answers of
     control calls by path, used in order; the code "drop" breaks the connection before the call, "drop_reply" after it.
-    requests: bodies of the generations. calls: (path, body) of the control
-    calls."""
+    requests: bodies of the generations; their number is the count of cached tokens of the last one. calls: (path, body)
+    of the control calls."""
 
     def __init__(self, *faults: Fault | None):
         self.faults: deque[Fault | None] = deque(faults)
@@ -162,6 +162,9 @@ class FakeServer:
             for k in range(body.get("n", 1)):
                 if not await self._choice(writer, body, k, fault):
                     return None
+            if body["stream_options"]["include_usage"]:
+                usage = {"prompt_tokens_details": {"cached_tokens": len(self.requests)}}
+                await self._write(writer, {"system_fingerprint": self.boot_id, "choices": [], "usage": usage})
             await self._write(writer, b"data: [DONE]\n\n")
         finally:
             self.streams -= 1
@@ -182,7 +185,8 @@ class FakeServer:
                     break
                 self.before_token(resumed + len(ids))
                 ids.append(token_at(seed, index, len(prompt) + len(ids)))
-                if ids[-1] == EOS and not body.get("ignore_eos") and len(ids) >= body.get("min_tokens", 0):
+                stops = [*body.get("stop_token_ids", ()), *([] if body.get("ignore_eos") else [EOS])]
+                if ids[-1] in stops and len(ids) >= body.get("min_tokens", 0):
                     end = "stop"
                 elif len(ids) == budget:
                     end = "length"

@@ -57,6 +57,14 @@ def test_an_answer_aborted_at_any_token_equals_that_of_an_undisturbed_run(k, kin
     assert joined.num_resumes == len(server.requests) - 1 == (1 if k < 12 else 0)
 
 
+@pytest.mark.parametrize(
+    ("fault", "cached"),
+    [(None, 1), (Fault("abort"), 2), (Fault("abort", 5), 1), (Fault("drop"), 2), (Fault("drop", 5), None)],
+)
+def test_the_cached_tokens_are_those_of_the_attempt_that_made_the_first_token(fault, cached):
+    assert rollout(fault)[0].cached_tokens == cached
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     faults=st.lists(

@@ -48,7 +48,8 @@ def server() -> Iterator[RealServer]:
 
 
 async def disturb(server: RealServer, wire: Wire, events: list[tuple[str, int]]) -> None:
-    """Cause ``events`` by another client than the tested one."""
+    """Cause ``events`` by another client than the tested one. Await this together with the tested calls: after an error
+    here a hold may stand, and the calls would wait for ever."""
     for kind, milliseconds in events:
         await asyncio.sleep(milliseconds / 1000)
         match kind:
@@ -82,14 +83,12 @@ def assert_nothing_is_left(server: RealServer) -> None:
 def test_no_schedule_of_faults_changes_an_answer_of_the_client(server, events, budgets, n, named, retained):
     async def go():
         async with Wire(server.url, [None, *budgets]) as wire, RolloutClient(wire.url, max_failures=100) as client:
-            disturbing = asyncio.create_task(disturb(server, wire, events))
             params = PARAMS | ({"retain_s": 5.0} if named and retained else {})
             tasks = []
             for k, prompt in enumerate(PROMPTS):
                 options = {"request_id": f"{id(wire)}-{k}"} if named else {}
-                tasks.append(asyncio.create_task(client.generate_group(prompt, params, n=n, **options)))
-            groups = await asyncio.gather(*tasks)
-            await disturbing
+                tasks.append(client.generate_group(prompt, params, n=n, **options))
+            _, *groups = await asyncio.gather(disturb(server, wire, events), *tasks)
             return groups
 
     groups = run(go())
@@ -122,11 +121,8 @@ def test_no_schedule_of_faults_changes_an_answer_that_verls_client_joins(server,
     async def go():
         async with Wire(server.url, budgets) as wire:
             verl = VerlServer(wire.url, LIMITS, SimpleNamespace)
-            disturbing = asyncio.create_task(disturb(server, wire, events))
-            answers = await asyncio.gather(
-                *(generate_as_verl(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS))
-            )
-            await disturbing
+            tasks = [generate_as_verl(verl, p, f"{id(wire)}-{k}") for k, p in enumerate(PROMPTS)]
+            _, *answers = await asyncio.gather(disturb(server, wire, events), *tasks)
             await verl.close()
             return answers
 

@@ -78,6 +78,19 @@ async def test_a_shared_memory_segment_is_deleted_also_after_an_error():
     assert not (state_encoding.SHM / name).exists()
 
 
+async def test_the_segment_of_a_killed_trainer_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(state_encoding, "SHM", tmp_path)
+    killed = tmp_path / f"{state_encoding.SEGMENT_PREFIX}1-a"
+    killed.write_bytes(b"x")
+    (tmp_path / "somebody-else").write_bytes(b"x")
+    async with state_encoding.shared_memory(state_encoding.host_tensors(STATE)) as (first, _):
+        assert not killed.exists()
+        async with state_encoding.shared_memory(state_encoding.host_tensors(STATE)) as (second, _):
+            assert {path.name for path in tmp_path.iterdir()} == {first, second, "somebody-else"}
+
+
 async def test_the_event_loop_goes_on_while_a_segment_is_written_and_a_cancelled_write_leaves_none(
     monkeypatch, tmp_path
 ):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.md"))
 
 
 class Block(NamedTuple):

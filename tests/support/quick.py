@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent.parent
 FOLDERS = ("cache_manager", "client", "core", "engine", "http", "inter_communicator", "metrics", "rl", "scheduler")
-# Files that import Paddle, or whose tests all start servers. These files are not imported.
+# Files and folders that import Paddle, or whose tests all start servers. These files are not imported.
 LEFT_OUT = (
     "engine/test_adapter_exactness.py",
     "engine/test_update_exactness.py",
@@ -18,6 +18,7 @@ LEFT_OUT = (
     "http/guards/test_route_access_processes.py",
     "rl/frameworks/test_skyrl_worker.py",
     "rl/frameworks/test_trl.py",
+    "rl/scoring",
     "rl/test_client_e2e.py",
     "rl/test_publish_e2e.py",
     "rl/test_schedules.py",

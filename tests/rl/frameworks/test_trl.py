@@ -63,8 +63,8 @@ def test_without_a_pause_the_weights_are_committed_between_two_steps(server):
 def test_trl_trains_the_embedded_model_through_this_server(server, tmp_path):
     """Every step's weights arrive bit for bit, and no sample is lost or aborted. `make test-slow` installs TRL."""
     out = tmp_path / "seen.json"
-    command = [sys.executable, ROOT / "benchmarks" / "trl_async_grpo.py", "--url", server.url]
-    subprocess.run([*command, "--steps", str(STEPS), "--json", out], check=True, timeout=900)
+    command = [sys.executable, "-m", "examples.trl_async_grpo", "--url", server.url]
+    subprocess.run([*command, "--steps", str(STEPS), "--json", out], cwd=ROOT, check=True, timeout=900)
     seen = json.loads(out.read_text())
     steps = [entry for entry in seen["log"] if "reward" in entry]
     assert len(steps) == STEPS

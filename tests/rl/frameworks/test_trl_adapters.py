@@ -24,8 +24,8 @@ TRAINED = [*["--lora-rank", "8", "--learning-rate", "2e-3", "--max-staleness", "
 def seen(server, tmp_path_factory) -> Recording:
     """Everything that TRL sent to the server, and the answers."""
     with recording_proxy(server.url, tmp_path_factory.mktemp("policies")) as recording:
-        command = [sys.executable, ROOT / "benchmarks" / "trl_async_grpo.py", "--url", recording.url, *TRAINED]
-        subprocess.run(command, check=True, timeout=900)
+        command = [sys.executable, "-m", "examples.trl_async_grpo", "--url", recording.url, *TRAINED]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=900)
     return recording
 
 
