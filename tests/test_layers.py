@@ -25,10 +25,21 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "worker": ("core", "model_executor"),
     "engine": ("core", "inter_communicator", "scheduler", "cache_manager", "metrics"),
     "client": ("core", "inter_communicator"),
-    "http": ("core", "inter_communicator", "client"),
+    "fleet": ("core", "inter_communicator", "client"),
+    "http": ("core", "inter_communicator", "client", "fleet"),
     "rl": ("core",),
     "rl.scoring": ("core", "model_executor", "worker"),
-    "entrypoints": ("core", "embedded", "inter_communicator", "model_executor", "worker", "engine", "client", "http"),
+    "entrypoints": (
+        "core",
+        "embedded",
+        "inter_communicator",
+        "model_executor",
+        "worker",
+        "engine",
+        "client",
+        "fleet",
+        "http",
+    ),
 }
 MAINS = ("__init__", "__main__")  # of the package: the offline LLM, and the command line
 # All that users import. The programs in examples/ import nothing else of ours, so that users can write the same.

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from fastdeploy.client.connection import Connection, Connector
@@ -31,13 +32,26 @@ class EngineClient:
     """All requests and control calls of one process. Use from one event loop only.
 
     stall_s: an engine that sends nothing for so many seconds is stuck, and is killed (see ``_watch``); None = never.
-    first_connection_s: seconds that a request or call waits for the first connection.
+    first_connection_s: seconds that a request or call waits for the first connection. kills_stalled: False = an engine
+    that is stuck is only given up, since its process may be on another host. on_connected: called when an engine is
+    there; on_lost(error): when it is lost, before anything that is open fails.
     """
 
-    def __init__(self, connector: Connector, stall_s: float | None = 10.0, first_connection_s: float = 2.0):
+    def __init__(
+        self,
+        connector: Connector,
+        stall_s: float | None = 10.0,
+        first_connection_s: float = 2.0,
+        kills_stalled: bool = True,
+        on_connected: Callable[[], None] = lambda: None,
+        on_lost: Callable[[errors.EngineError], None] = lambda error: None,
+    ):
         self._connector = connector
         self._stall_s = stall_s
         self._first_connection_s = first_connection_s
+        self._kills_stalled = kills_stalled
+        self._on_connected = on_connected
+        self._on_lost = on_lost
         self._first_connection = True
         self._connection: Connection | None = None
         self._streams: dict[str, RequestStream] = {}
@@ -193,7 +207,7 @@ class EngineClient:
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.welcome = welcome
-        if welcome.pid != os.getpid():  # an engine in this process cannot be killed alone
+        if self._kills_stalled and welcome.pid != os.getpid():  # an engine in this process cannot be killed alone
             logger.info("connected to engine %s (pid %d)", welcome.boot_id, welcome.pid)
             try:
                 self._pidfd = os.pidfd_open(welcome.pid)
@@ -206,6 +220,7 @@ class EngineClient:
             self.model_info = future.result().result
             self._first_connection = False
             self.connected.set()
+            self._on_connected()
 
     def _disconnect(self, error: errors.EngineError) -> None:
         self.missing_because = error.message
@@ -215,6 +230,7 @@ class EngineClient:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+        self._on_lost(error)
         for stream in list(self._streams.values()):
             stream.fail(type(error)(error.message))
         calls, self._calls = self._calls, {}
@@ -295,6 +311,14 @@ class EngineClient:
 
     # ------------------------------------------------------------------ control
 
+    def post(self, args: m.Args) -> asyncio.Future[m.Reply]:
+        """Send a control call at once, without waiting for an engine, and return the future of its answer. So calls to
+        several engines are sent in one order everywhere. Raises EngineDead if no engine is connected; the future gets
+        EngineDead or EngineStalled as soon as the engine is lost."""
+        if not self.connected.is_set():
+            raise errors.EngineDead(f"no engine is connected: {self.missing_because}")
+        return self._post(args)[1]
+
     def _post(self, args: m.Args) -> tuple[int, asyncio.Future[m.Reply]]:
         future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
         self._next_call += 1
@@ -314,8 +338,13 @@ class EngineClient:
             reply = await future
         finally:
             self._calls.pop(call_id, None)
-        if reply.failure is None:
-            return reply.result
-        failure = reply.failure
-        detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
-        raise errors.from_wire(failure.code, failure.message, detail)
+        return result_of(reply)
+
+
+def result_of(reply: m.Reply) -> dict[str, Any]:
+    """Return the result of a reply, or raise its error. ``detail["report"]`` is the result that came with a failure."""
+    if reply.failure is None:
+        return reply.result
+    failure = reply.failure
+    detail = {**failure.detail, "report": reply.result} if reply.result else failure.detail
+    raise errors.from_wire(failure.code, failure.message, detail)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastdeploy.client.choice import Choice, Delta, TextOptions, joined, pieces
-from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.pace import Pace
 from fastdeploy.client.request_stream import Reader, RequestStream
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import EngineError, NonFiniteLogits
 from fastdeploy.core.request_fields import AddRequest
@@ -36,7 +36,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: ServingClient,
         tokenizer: Tokenizer | None,
         request: GenerationRequest,
         pace: Pace,

@@ -180,6 +180,15 @@ class WrongOrder(ControlError, code="wrong_order", status=409):
     """The engine is in the wrong state: asleep, not asleep, or not paused."""
 
 
+class NotLeader(ControlError, code="not_leader", status=409):
+    """The engine belongs to a fleet, and takes this call from the fleet's gateway only."""
+
+
+class FleetCallFailed(ControlError, code="fleet_call_failed", status=502):
+    """A control call failed on some replicas of the fleet and was undone on the others. detail["replicas"]: a report of
+    each replica."""
+
+
 class EngineError(FastDeployError, code="engine_error", status=500):
     """The engine process is at fault."""
 

@@ -28,6 +28,9 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: seconds after its arrival at which the request ends with the tokens that it has: reason "abort",
         stop_reason "deadline".
     max_queue_s: seconds that it may wait for its first step: reason "abort", stop_reason "queue_timeout".
+    session: requests of one session go to one replica of a fleet, which has their common beginning cached. "" = none. An
+        engine ignores it.
+    stale_ok: the answer may come from older weights than an earlier answer of its session. An engine ignores it.
     retain_s: the request runs on when its client disconnects, and its result is kept for so many seconds after its end.
         A request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.
     """
@@ -39,6 +42,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resumed_tokens: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     deadline_s: Annotated[float, Meta(gt=0, le=31 * DAY_S)] | None = None
     max_queue_s: Annotated[float, Meta(gt=0, le=31 * DAY_S)] | None = None
+    session: Annotated[str, Meta(max_length=256)] = ""
+    stale_ok: bool = False
     retain_s: Annotated[float, Meta(ge=0, le=DAY_S)] = 0.0
 
     def check_fields(self) -> None:
@@ -54,7 +59,7 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 NAMES = RequestFields.__struct_fields__
 # Fields that change no token of the answer, only when the answer comes or ends.
-TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s"})
+TIMING = frozenset({"priority", "deadline_s", "max_queue_s", "retain_s", "session", "stale_ok"})
 
 
 class AddRequest(RequestFields, frozen=True, tag=True, omit_defaults=True):

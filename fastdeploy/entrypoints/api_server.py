@@ -16,6 +16,7 @@ import uvicorn
 import uvloop
 
 from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import ServeConfig, from_json
@@ -35,7 +36,7 @@ KEEP_FREED_MEMORY = {-3: 4 << 20, -1: 64 << 20}  # M_MMAP_THRESHOLD, M_TRIM_THRE
 class ApiServer(uvicorn.Server):
     """A uvicorn server. At shutdown it ends its open requests first, then waits for their connections to close."""
 
-    def __init__(self, config: uvicorn.Config, client: EngineClient, bound_s: float):
+    def __init__(self, config: uvicorn.Config, client: ServingClient, bound_s: float):
         super().__init__(config)
         self._client = client
         self._bound_s = bound_s
@@ -47,7 +48,7 @@ class ApiServer(uvicorn.Server):
 
 
 def make_server(
-    client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
+    client: ServingClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
 ) -> ApiServer:
     """Return a server of :func:`create_app`. Connections get half of shutdown_s to close, and the engine a quarter to
     end open requests."""

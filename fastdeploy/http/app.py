@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from fastdeploy import __version__
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.http.context import ServingContext
@@ -54,7 +54,9 @@ ROUTERS = {
 }
 
 
-def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS) -> FastAPI:
+def create_app(
+    client: ServingClient, tokenizer: Tokenizer | None, config: ServeConfig, keys: Keys = NO_KEYS
+) -> FastAPI:
     """Return the HTTP application. Its start starts ``client``, and its end closes ``client``."""
 
     @contextlib.asynccontextmanager

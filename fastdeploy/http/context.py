@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from fastdeploy.client.choice import TextOptions
-from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.generation import GenerationRequest
 from fastdeploy.client.pace import Pace
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
@@ -43,7 +43,7 @@ class ServingContext:
     uploads: places for weight uploads. upload_files: files through which uploads reach the engine. slice_lock: see
     Pace."""
 
-    client: EngineClient
+    client: ServingClient
     tokenizer: Tokenizer | None
     config: ServeConfig
     uploads: Budget

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from fastapi import Request
 from msgspec.structs import replace
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import FileSource, Source, StreamSource
 from fastdeploy.http.context import ServingContext
@@ -84,7 +84,7 @@ class UploadStream:
     waits for it. halves: None for an upload without content, which only makes the session wait. part: makes the call
     for one piece."""
 
-    def __init__(self, client: EngineClient, halves: HalvedFile | None, part: MakePart):
+    def __init__(self, client: ServingClient, halves: HalvedFile | None, part: MakePart):
         self._client, self._part = client, part
         self._path, self._memory = (halves.file.path, halves.memory) if halves else ("", memoryview(b""))
         self._half_bytes = len(self._memory) // 2
@@ -164,7 +164,7 @@ async def _opened(stream: UploadStream) -> AsyncIterator[UploadStream]:
         await _to_the_end(stream.close())
 
 
-async def _ignore_errors(client: EngineClient, args: m.Args) -> None:
+async def _ignore_errors(client: ServingClient, args: m.Args) -> None:
     with contextlib.suppress(FastDeployError):
         await client.call(args)
 

@@ -19,9 +19,11 @@ from fastdeploy.core.weight_source import PLAIN, DeltaBase, PartFormat, Source, 
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of each connection of a client. The engine answers Welcome."""
+    """First message of each connection of a client. The engine answers Welcome. host: id of the client's machine; "" =
+    that of the engine. The engine cannot see whether a process of another machine lives."""
 
     pid: int
+    host: str = ""
 
 
 class CancelRequest(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +45,8 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
     on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope:
-    id of the scope, as in the messages below."""
+    id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as anonymous; a
+    gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
@@ -54,6 +57,7 @@ class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     hold_id: str | None = None
     placed_by: str = "native"
     scope: str = WHOLE_ENGINE
+    anonymous: bool = False
 
 
 class ResumeArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -176,13 +180,19 @@ class CheckUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Commit a weight session. Reply: a report. session_id: None = the open session of ``placed_by``; WrongOrder if
-    there is none. version, kv, fingerprint: replace those of begin."""
+    there is none. version, kv, fingerprint: replace those of begin. weight_epoch: number of the new weights, above that
+    of the weights that serve (VersionConflict otherwise); None = the next one.
+
+    prepare: make every check of the commit, and swap nothing. Reply: {"session_id", "fingerprint"}. Afterwards the
+    session takes a commit, which no check can refuse any more, or an abort, and its lease runs."""
 
     session_id: str | None
     version: str | None = None
     kv: str | None = None
     placed_by: str = ""
     fingerprint: str | None = None
+    weight_epoch: int | None = None
+    prepare: bool = False
 
 
 class AbortUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -200,7 +210,9 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     version: label of the adapter (None = made from its epoch). kv: keep or recompute the KV of requests in flight,
     when an adapter is replaced. replace: False = AdapterLoaded if the name is known.
     timeout_s: seconds that the copy of the source may take, and again for reading and checking the copy (None =
-    --stage-timeout-s); StagingTimeout after that."""
+    --stage-timeout-s); StagingTimeout after that. prepare: load everything and swap nothing; EndLoadArgs follows. Reply
+    then: {"lora_name", "status": "prepared"}. A prepared load that is not ended within its lease_s of 60 s is
+    forgotten."""
 
     lora_name: str
     source: WholeSource
@@ -210,6 +222,17 @@ class LoadAdapterArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
     kv: str = "keep"
     replace: bool = True
     timeout_s: float | None = None
+    prepare: bool = False
+
+
+class EndLoadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Finish a load that was made with ``prepare``: swap the adapter in between two steps (commit), or forget the load.
+    adapter_epoch: number of the new adapter, above that of the one it replaces; None = the next one. WrongOrder if no
+    load of this name is prepared. Reply: the report of the load, or {"lora_name", "status": "dropped"}."""
+
+    lora_name: str
+    commit: bool
+    adapter_epoch: int | None = None
 
 
 class UnloadAdapterArgs(msgspec.Struct, frozen=True, tag=True):
@@ -224,10 +247,12 @@ class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
     "rank", "nbytes", "in_memory", "requests"]}."""
 
 
-class SetVersionArgs(msgspec.Struct, frozen=True, tag=True):
-    """Give the weights that serve another label, which later tokens carry. Nothing else changes."""
+class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Give the weights that serve another label, which later tokens carry. weight_epoch: also another number, not below
+    that of now; for an engine that joins a fleet with the fleet's weights. Nothing else changes."""
 
     version: str
+    weight_epoch: int | None = None
 
 
 class ResetArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -284,6 +309,43 @@ class ModelInfoArgs(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Make the connection of this call the only one that may change the engine's state, as the gateway of a fleet does.
+    Repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
+    NotLeader, which names the leader; calls that only read are not.
+
+    fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused with
+    NotLeader, which shows the term that is in force, if a higher term has led, or if the lease of another controller
+    still runs on a live connection. Reply: that of FleetStateArgs."""
+
+    fleet: str
+    controller: str
+    term: int
+    lease_s: float
+
+
+class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
+    """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
+    "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
+    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "asleep": [tags], "session": as in WeightInfoArgs,
+    "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is "" and "term" 0 as
+    long as no gateway has led."""
+
+
+class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Write the weights that serve to a new file in the upload folder, as safetensors with the names and types of a
+    checkpoint, beside the steps. Reply: {"path", "nbytes", version, weight_epoch, "fingerprint"}. The caller deletes the
+    file. UpdateInProgress if a commit changed the weights meanwhile."""
+
+    timeout_s: float | None = None
+
+
+class RetainedArgs(msgspec.Struct, frozen=True, tag=True):
+    """Reply: {"known": whether a request with this id runs here or has a retained result}."""
+
+    request_id: str
+
+
 class MetricsArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply.result = {"text": Prometheus exposition}."""
 
@@ -304,10 +366,11 @@ PauseCall = PauseArgs | ResumeArgs | RenewArgs | PauseStatusArgs
 WeightCall = (
     UpdateWeightsArgs | BeginUpdateArgs | UpdateChunkArgs | CheckUpdateArgs | CommitUpdateArgs | AbortUpdateArgs
 )
-AdapterCall = LoadAdapterArgs | UnloadAdapterArgs | AdaptersArgs
+AdapterCall = LoadAdapterArgs | EndLoadArgs | UnloadAdapterArgs | AdaptersArgs
 StateCall = SetVersionArgs | ResetArgs | ResetCacheArgs | SleepArgs | WakeArgs | AbortArgs
 InfoCall = WeightInfoArgs | ModelInfoArgs | MetricsArgs | EventsArgs
-Args = PauseCall | WeightCall | AdapterCall | StateCall | InfoCall
+FleetCall = LeadArgs | FleetStateArgs | ExportWeightsArgs | RetainedArgs
+Args = PauseCall | WeightCall | AdapterCall | StateCall | InfoCall | FleetCall
 
 
 class FenceAck(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.scope import adapter_scope
 from fastdeploy.http.body import Body, BodyType, parse_body, parse_json
@@ -69,7 +69,9 @@ def scoped(args: Callable[..., m.Args]) -> Callable[..., m.Args]:
     return make
 
 
-def add_call(router: APIRouter, client: EngineClient, path: str, kind: type[Body], args: Callable[..., m.Args]) -> None:
+def add_call(
+    router: APIRouter, client: ServingClient, path: str, kind: type[Body], args: Callable[..., m.Args]
+) -> None:
     """Add a POST route that passes all fields of its body to the engine as ``args``, and answers with the result."""
 
     @router.post(path, name=path.rpartition("/")[2], openapi_extra=takes(kind, query=True))

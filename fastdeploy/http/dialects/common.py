@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy import __version__
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import STATUS, FastDeployError, InvalidField
 from fastdeploy.http.body import parse_body, parse_json
 from fastdeploy.http.context import ServingContext
@@ -82,7 +82,7 @@ class Routes:
 
 
 async def place_pause(
-    client: EngineClient,
+    client: ServingClient,
     mode: str,
     clear_cache: bool | None,
     placed_by: str,
@@ -99,7 +99,7 @@ async def place_pause(
     return await client.call(args)
 
 
-async def resume(client: EngineClient) -> dict[str, Any]:
+async def resume(client: ServingClient) -> dict[str, Any]:
     """Release every anonymous hold. Named and system holds stay, and the report lists them."""
     return await client.call(m.ResumeArgs())
 

@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError, ServerBusy
 from fastdeploy.http.errors import error_response
 from fastdeploy.inter_communicator.messages import EventsArgs
@@ -79,7 +79,7 @@ class Viewer:
 class Feed:
     """The viewers of one process, and the task that asks the engine for them."""
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: ServingClient):
         self._client = client
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None

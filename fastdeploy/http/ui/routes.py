@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.ui.feed import Feed, FeedResponse
 
@@ -23,7 +23,7 @@ ORIGIN = re.compile(r"https?://([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(:[
 MAX_SERVERS = 16
 
 
-def ui_router(client: EngineClient) -> APIRouter:
+def ui_router(client: ServingClient) -> APIRouter:
     router = APIRouter(include_in_schema=False)
     feed = Feed(client)
     page = (FOLDER / "index.html").read_bytes()

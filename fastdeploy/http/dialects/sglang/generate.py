@@ -12,9 +12,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from fastdeploy.client.choice import Choice, Delta
-from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.client.pace import GrowingArray, Pace
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.client.tokenizer import Tokenizer
 from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
@@ -65,7 +65,7 @@ class LabelledGeneration(Generation):
     labels: by adapter, the label of the weights for choices without tokens. The engine is asked for a label when such a
     choice ends."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
+    def __init__(self, client: ServingClient, tokenizer: Tokenizer | None, request: GenerationRequest, pace: Pace):
         super().__init__(client, tokenizer, request, pace)
         self.labels: dict[str, str] = {}
         self._kept_bytes = 0

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.dialects.common import place_pause
@@ -32,7 +32,7 @@ class Update(NamedTuple):
 class WeightUpdates:
     """Weight updates by calls that may reach any API server. The engine knows which session is open."""
 
-    def __init__(self, client: EngineClient):
+    def __init__(self, client: ServingClient):
         self._client = client
 
     async def begin(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BeforeValidator
 from starlette.responses import Response
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.http.body import Body, LaxBody
 from fastdeploy.http.context import ServingContext
@@ -134,11 +134,11 @@ def _add_memory(router: APIRouter, context: ServingContext) -> None:
         return json_response({"is_sleeping": bool(sleeping), "asleep": sleeping})
 
 
-async def asleep(client: EngineClient) -> list[str]:
+async def asleep(client: ServingClient) -> list[str]:
     return sorted((await client.call(m.WeightInfoArgs()))["asleep"])
 
 
-async def wake(client: EngineClient, tags: Collection[str]) -> dict[str, Any]:
+async def wake(client: ServingClient, tags: Collection[str]) -> dict[str, Any]:
     """Wake those of the tags that sleep. A tag that does not sleep is no error."""
     sleeping = await asleep(client)
     found = tuple(tag for tag in tags if tag in sleeping)

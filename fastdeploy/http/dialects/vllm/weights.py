@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.http.body import Body, LaxBody, parse_body
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 class WeightUpdates:
     """Weight updates by calls that may reach any API server. The engine knows which session is open."""
 
-    def __init__(self, client: EngineClient, deltas: CheckpointDeltas):
+    def __init__(self, client: ServingClient, deltas: CheckpointDeltas):
         self._client, self._deltas = client, deltas
 
     async def init(self, info: Any) -> None:

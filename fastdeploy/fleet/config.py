@@ -1,0 +1,21 @@
+"""Settings of a gateway."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a gateway. Times are in seconds.
+
+    fleet_id: of the fleet; the same for every gateway of it. fence_after_s: a replica that has not answered a call for
+    so long is fenced, if the call itself sets no longer time. lease_s: of the gateway's leadership of the engines.
+    stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
+    another one. max_replicas: places in the fleet."""
+
+    fleet_id: str
+    fence_after_s: float = 5.0
+    lease_s: float = 10.0
+    stall_s: float = 10.0
+    failover_s: float = 60.0
+    max_replicas: int = 1024
