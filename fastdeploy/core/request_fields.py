@@ -28,8 +28,8 @@ class RequestFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_s: seconds after its arrival at which the request ends with the tokens that it has: reason "abort",
         stop_reason "deadline".
     max_queue_s: seconds that it may wait for its first step: reason "abort", stop_reason "queue_timeout".
-    session: requests of one session go to one replica of a fleet, which has their common beginning cached. "" = none. An
-        engine ignores it.
+    session: requests of one session go to one replica of a fleet, which has their common beginning cached. "" = none.
+        An engine ignores it.
     stale_ok: the answer may come from older weights than an earlier answer of its session. An engine ignores it.
     retain_s: the request runs on when its client disconnects, and its result is kept for so many seconds after its end.
         A request with the same id and body attaches to it, and gets every output from the first. Needs a request_id.

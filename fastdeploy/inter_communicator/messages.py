@@ -43,9 +43,9 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
-    on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope:
-    id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as anonymous; a
+    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default. on_timeout:
+    keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope: id of
+    the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as anonymous; a
     gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
 
     mode: str = "abort"
@@ -314,9 +314,9 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     Repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
     NotLeader, which names the leader; calls that only read are not.
 
-    fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused with
-    NotLeader, which shows the term that is in force, if a higher term has led, or if the lease of another controller
-    still runs on a live connection. Reply: that of FleetStateArgs."""
+    fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused
+    with NotLeader, which shows the term that is in force, if a higher term has led, or if the lease of another
+    controller still runs on a live connection. Reply: that of FleetStateArgs."""
 
     fleet: str
     controller: str
@@ -327,15 +327,15 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
     "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
-    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "asleep": [tags], "session": as in WeightInfoArgs,
-    "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is "" and "term" 0 as
-    long as no gateway has led."""
+    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "asleep": [tags], "session": as in
+    WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is
+    "" and "term" 0 as long as no gateway has led."""
 
 
 class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Write the weights that serve to a new file in the upload folder, as safetensors with the names and types of a
-    checkpoint, beside the steps. Reply: {"path", "nbytes", version, weight_epoch, "fingerprint"}. The caller deletes the
-    file. UpdateInProgress if a commit changed the weights meanwhile."""
+    checkpoint, beside the steps. Reply: {"path", "nbytes", version, weight_epoch, "fingerprint"}. The caller
+    deletes the file. UpdateInProgress if a commit changed the weights meanwhile."""
 
     timeout_s: float | None = None
 
