@@ -43,10 +43,10 @@ class Call(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class PauseArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default. on_timeout:
-    keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous. scope: id of
-    the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as anonymous; a
-    gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
+    """Pause a scope. mode: abort|wait|keep. clear_cache, admission (reject|hold): None = the mode's default.
+    on_timeout: keep|abort|cancel. ttl_s: seconds after which the hold ends by itself. hold_id: None = anonymous.
+    scope: id of the scope, as in the messages below. anonymous: with a hold_id, a hold of this name that counts as
+    anonymous; a gateway names the anonymous holds of its fleet, so that they have one name on all engines."""
 
     mode: str = "abort"
     clear_cache: bool | None = None
