@@ -128,9 +128,10 @@ class RealServer:
         """Wait until the client is connected to the engine that runs now. Shortly after a restart, /health still
         answers for the one that died."""
         for _ in range(4000):
-            if (welcome := self.client.welcome) is not None and welcome.boot_id == self.engine.boot_id:
-                if self.http.get("/health").status_code == 200:
-                    return
+            welcome = self.client.welcome
+            connected = welcome is not None and welcome.boot_id == self.engine.boot_id
+            if connected and self.http.get("/health").status_code == 200:
+                return
             time.sleep(0.005)
         raise AssertionError("never connected")
 
