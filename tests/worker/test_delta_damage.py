@@ -84,7 +84,7 @@ def check_outcome(trainer: Trainer, new: State, source: FileSource, form: PartFo
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(ENCODED), st.sampled_from([K, K_BIAS, NORM]), damages(), st.integers(0, 99))
 def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, which, form, name, damaged, seed):
     trainer = shared_trainers[which]
@@ -99,7 +99,7 @@ def test_a_damaged_payload_is_refused_or_makes_the_same_values(shared_trainers, 
 
 
 @pytest.mark.parametrize("which", EACH_RUNNER)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(ENCODED), damages(), st.integers(0, 99))
 def test_a_damaged_file_is_refused_or_makes_the_same_values(shared_trainers, which, form, damaged, seed):
     trainer = shared_trainers[which]

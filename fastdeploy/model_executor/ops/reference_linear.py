@@ -12,6 +12,9 @@ import paddle
 from fastdeploy.model_executor.ops.interface import AdapterRows, PackedLinear, PackedLora
 
 ROWS = 16  # of a tile
+COLUMNS = (
+    16  # rows of a tile begin at multiples of 64 bytes: on some CPUs MKL adds in another order for other addresses
+)
 
 
 @dataclass  # not frozen: a protocol with plain attributes has no read-only implementer
@@ -78,8 +81,10 @@ def linear_in_tiles(x: paddle.Tensor, weight: PackedLinear, loras: LoraRows) -> 
 
 def _product_in_tiles(x: paddle.Tensor, weight: paddle.Tensor) -> paddle.Tensor:
     """Return x @ W.T with padding: x [M, K] -> [M rounded up to ROWS, N]."""
-    rows = x.shape[0]
-    if rows % ROWS:
-        x = paddle.concat([x, paddle.zeros([-rows % ROWS, x.shape[1]])])
+    rows, columns = x.shape
+    if rows % ROWS or columns % COLUMNS:
+        x = paddle.nn.functional.pad(x, [0, -rows % ROWS, 0, -columns % COLUMNS])
+    if columns % COLUMNS:
+        weight = paddle.nn.functional.pad(weight, [0, 0, 0, -columns % COLUMNS])
     tiles = [paddle.matmul(x[row : row + ROWS], weight, transpose_y=True) for row in range(0, x.shape[0], ROWS)]
     return tiles[0] if len(tiles) == 1 else paddle.concat(tiles)
