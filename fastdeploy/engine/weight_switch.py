@@ -66,16 +66,12 @@ class WeightSwitch:
 
     def relabel(self, version: str | None, weight_epoch: int | None = None) -> dict[str, Any]:
         """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes.
-        weight_epoch: also change this number, so that cached prefixes are forgotten. Raises InvalidField, or
-        VersionConflict for a lower number than that of now."""
+        weight_epoch: also change this number; new requests find no prefix that was cached before. Raises InvalidField,
+        or VersionConflict for a lower number than that of now."""
         check_label("version", version)
-        before = self._scopes.base.served
-        if weight_epoch is None:
-            weight_epoch = before.weight_epoch
-        elif weight_epoch != before.weight_epoch:
-            check_epoch(weight_epoch, before.weight_epoch)
+        serves = self._scopes.base.served.weight_epoch
+        if weight_epoch != serves:
+            check_epoch(weight_epoch, serves)
         if version is not None:
-            self._scopes.serve(version, weight_epoch)
-        if weight_epoch != before.weight_epoch:
-            self._lifecycle.scheduler.weights_changed(self._scopes.base, before, recompute=False)
+            self._scopes.serve(version, serves if weight_epoch is None else weight_epoch)
         return self._scopes.whole.weights_label()

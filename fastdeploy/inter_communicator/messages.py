@@ -252,8 +252,8 @@ class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
 
 class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Give the weights that serve another label, which later tokens carry. weight_epoch: also another number, not below
-    that of now, for an engine that joins a fleet with the fleet's weights; cached prefixes are forgotten then. Nothing
-    else changes."""
+    that of now, for an engine that joins a fleet with the fleet's weights; then new requests find no prefix that was
+    cached before. Nothing else changes."""
 
     version: str
     weight_epoch: int | None = None

@@ -10,7 +10,7 @@ from engine.weight_calls import assert_serves, base_of, begin, chunk, commit, ho
 from fastdeploy.core.events import EventKind
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.inter_communicator import messages as m
-from support.fake_runner import FakeRunner, fingerprint_of
+from support.fake_runner import FakeRunner, expected_tokens, fingerprint_of
 from support.harness import PROMPT, Harness
 
 
@@ -91,6 +91,17 @@ def test_a_new_label_may_bring_a_higher_number_and_no_kv_of_the_old_number_is_us
     assert h.failure(m.SetVersionArgs("lower", 8)).code == "version_conflict"
     h.assert_refused(m.SetVersionArgs("x", 2**53), "weight_epoch")
     assert (h.served.version, h.served.weight_epoch) == ("same", 9)
+
+
+def test_a_new_number_may_come_while_a_prompt_is_computed():
+    h, prompt = Harness(max_num_batched_tokens=4), list(range(1, 17))
+    h.add("r", prompt, max_tokens=4)
+    h.run_rounds(2)
+    h.ask(m.SetVersionArgs("fleet", 9))
+    h.add("same", prompt, max_tokens=4)
+    h.run_out()
+    assert {span.weight_epoch for name in ("r", "same") for span in h.stream(name).spans} == {9}
+    assert h.stream("r").tokens == h.stream("same").tokens == expected_tokens(prompt, 4)
 
 
 def test_an_adapter_sees_the_new_number_too():

@@ -82,11 +82,12 @@ def test_an_epoch_that_is_not_above_the_replaced_one_is_a_conflict_and_the_load_
 def test_a_dropped_load_leaves_no_file_and_changes_nothing():
     h = Harness()
     h.load_adapter("a", 1)
-    before = visible(h)
+    before, freed = visible(h), []
+    h.runner.discard_adapter = freed.append
     load_prepared(h, "a", 2)
     assert copies(h) == ["1", "2"]
     assert end(h, commit=False).result == {"lora_name": "a", "status": "dropped"}
-    assert copies(h) == ["1"] and visible(h) == before
+    assert copies(h) == ["1"] and visible(h) == before and [packed.content for packed in freed] == [2]
     assert end(h, commit=False).failure.code == "wrong_order", "it was dropped already"
     assert_serves(h, "a", 1)
 
