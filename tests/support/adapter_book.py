@@ -18,7 +18,8 @@ class AdapterBook:
     """Follows the list of adapters. Every load must name a path "a<k>" or "a<k>-recompute", with a k of its own.
 
     known: lora_int_id by name. epochs: the last adapter_epoch by lora_int_id, also of unloaded adapters. loaded: by
-    (lora_int_id, adapter_epoch). void: contents that must not be committed any more."""
+    (lora_int_id, adapter_epoch). void: contents that must not be committed any more. given: by name, the
+    adapter_epoch that the next commit must have; of other names it is the next one."""
 
     def __init__(self, registry: AdapterRegistry):
         self._registry = registry
@@ -27,6 +28,7 @@ class AdapterBook:
         self.loaded: dict[tuple[int, int], Loaded] = {}
         self.names: dict[int, str] = {}  # by content: the name of the load
         self.void: set[int] = set()
+        self.given: dict[str, int] = {}
         self.look()
 
     def look(self) -> None:
@@ -42,7 +44,7 @@ class AdapterBook:
             assert self.loaded[int_id, epoch] == told, "an adapter has changed without a new adapter_epoch"
 
     def _committed(self, name: str, int_id: int, epoch: int, told: Loaded) -> None:
-        assert epoch == self.epochs.get(int_id, 0) + 1, f"{name}: {epoch}"
+        assert epoch == self.given.pop(name, self.epochs.get(int_id, 0) + 1), f"{name}: {epoch}"
         assert self.names.get(told.content, name) == name and told.content not in self.void, f"{name}: {told}"
         self.void.add(told.content)  # it may not be committed again
         self.epochs[int_id] = epoch

@@ -201,7 +201,8 @@ class CheckedEngine(RuleBasedStateMachine):
         self.has_same_clients = clients == set(self.engine.lifecycle.delivery.clients)
         self.check_released_holds(holds)
         if self.h.served.weight_epoch != weight_epoch:
-            self.committed(weight_epoch + 1, self.publications[session.id], serving)
+            assert self.h.served.weight_epoch == (session.weight_epoch or weight_epoch + 1)
+            self.committed(self.h.served.weight_epoch, self.publications[session.id], serving)
             assert session.fingerprint in (None, self.h.runner.fingerprint), "not the result that was asked for"
         tokens = self.witness.look()
         if was_paused and self.pause.is_paused:
@@ -215,7 +216,7 @@ class CheckedEngine(RuleBasedStateMachine):
             self.check_reply(args, reply)
         self.check_calls()
         session = self.engine.weights.session
-        idle = session is not None and session.state.value == "open" and not session.pending
+        idle = session is not None and session.state.value in ("open", "prepared") and not session.pending
         idle = idle and not self.uploads_to(session.id) and self.has_same_clients
         assert not idle or session.expires_at > self.h.now, "its lease has ended"
         if session is not None and session.state.value == "open" and self.has_same_clients:
@@ -316,6 +317,9 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.BeginUpdateArgs(idempotency_key=key) if code is None:
                 assert self.opened.setdefault(key or reply.call_id, reply.result) == reply.result
                 self.check_fingerprint(reply)
+            case m.CommitUpdateArgs(session_id, prepare=True) if code is None:
+                weights = self.publications[session_id].weights(self.h.runner.weights)
+                assert reply.result["fingerprint"] == fingerprint_of(weights)
             case m.CommitUpdateArgs() | m.UpdateWeightsArgs() if code is None:
                 self.check_fingerprint(reply)
             case m.AbortArgs(lora_name=str()) if code is None:
@@ -323,6 +327,8 @@ class CheckedEngine(RuleBasedStateMachine):
             case m.LoadAdapterArgs(name, path=path) if code is not None:
                 assert code in REFUSALS[m.LoadAdapterArgs], reply
                 self.book.void.add(int(path[1:].partition("-")[0]))
+            case m.LoadAdapterArgs(prepare=True):
+                assert reply.result["status"] == "prepared"
             case m.LoadAdapterArgs(name) if name in self.book.known:
                 event(f"adapter replaced: {reply.result['replaced']}")
             case m.SleepArgs(tags=tags) if code is None:
@@ -402,7 +408,7 @@ class CheckedEngine(RuleBasedStateMachine):
         if "in_place" in holds and not (session is not None and session.begin.in_place) and runner.has_weights:
             assert self.engine.weights.staging_busy or runner.asleep, "the hold of an update in place outlives it"
         if session is not None and not self.engine.weights.staging_busy:
-            assert session.state.value == "open", "a session is being committed without a thread"
+            assert session.state.value in ("open", "prepared"), "a session is being committed without a thread"
         if session is not None and session.begin.in_place:
             assert "in_place" in holds and self.pause.is_paused
 

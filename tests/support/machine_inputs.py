@@ -70,6 +70,7 @@ REFUSALS: dict[type, set[str]] = {
     m.SleepArgs: {"wrong_order", "out_of_space", "pause_timeout", "pause_interrupted", "update_in_progress"},
     m.WakeArgs: {"wrong_order", "out_of_space", "staging_timeout", "update_in_progress"},
     m.LoadAdapterArgs: {"weight_update_refused", "update_in_progress", "wrong_order", "adapter_loaded"},
+    m.EndLoadArgs: {"wrong_order", "version_conflict"},
     m.UnloadAdapterArgs: {"model_not_found"},
     m.AbortArgs: {"model_not_found"},
     m.PauseStatusArgs: {"model_not_found"},
