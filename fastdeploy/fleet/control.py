@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import EngineDead, FastDeployError
+from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import UNCHANGED, plan_for
+from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
@@ -26,7 +26,8 @@ class FleetControl:
 
     quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
     stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
-    all replicas can read every source."""
+    all replicas can read every source. deposed: the error of a replica that another gateway leads. As long as it is set,
+    this gateway makes no call and fences nobody; whoever leads again sets it to None."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class FleetControl:
         self._fence = fence
         self.state = state or FleetState()
         self.stage_part: StagePart | None = None
+        self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -79,6 +81,8 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
+        if self.deposed is not None and not isinstance(args, READS):
+            raise NotLeader(self.deposed.message)
         members = {replica.name: replica for replica in self._quorum()}
         if not members:
             raise EngineDead("no replica of the fleet is ready")
@@ -87,7 +91,7 @@ class FleetControl:
         replicas = [members[name] for name in plan.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
         shows_replicas = not isinstance(args, UNCHANGED)
-        run = RunningCall(plan, replicas, self._config, shows_replicas, self.fence, self._ended)
+        run = RunningCall(plan, replicas, self._config, shows_replicas, self.fence, self._ended, self._depose)
         self._runs[run] = None
         run.start()
         return run.future
@@ -95,12 +99,18 @@ class FleetControl:
     def fence(self, replica: Replica, why: str) -> None:
         """Fence a replica that a call has lost, unless it is out already."""
         self.state.forget_replica(replica.name)
-        if replica.in_quorum and not self._closed:
+        if replica.in_quorum and not self._closed and self.deposed is None:
             self._fence(replica, why)
 
     def _ended(self, run: RunningCall) -> None:
         del self._runs[run]
         self.rearm()
+
+    def _depose(self, error: NotLeader) -> None:
+        """End all calls: the other gateway decides what the replicas do now."""
+        self.deposed = error
+        for run in list(self._runs):
+            run.abandon(NotLeader(error.message))
 
     def _expire(self) -> None:
         """Release the holds whose ttl has ended on all members at once, and end silent sessions."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from fastdeploy.client.engine_client import result_of
-from fastdeploy.core.errors import EngineDead, EngineError, EngineStalled, FastDeployError
+from fastdeploy.core.errors import EngineDead, EngineError, EngineStalled, FastDeployError, NotLeader
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Plan
 from fastdeploy.fleet.replica import Replica
@@ -23,7 +23,8 @@ STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROL
 
 class RunningCall:
     """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". fence(replica, why): cuts a
-    replica off. ended(call): called once, before the call is answered.
+    replica off. ended(call): called once, before the call is answered. deposed(error): called if a replica is led by
+    another gateway; it ends this call.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
@@ -35,6 +36,7 @@ class RunningCall:
         shows_replicas: bool,
         fence: Callable[[Replica, str], None],
         ended: Callable[[RunningCall], None],
+        deposed: Callable[[NotLeader], None],
     ):
         self._loop = asyncio.get_running_loop()
         self._plan = plan
@@ -43,6 +45,7 @@ class RunningCall:
         self._shows_replicas = shows_replicas
         self._fence = fence
         self._ended = ended
+        self._deposed = deposed
         self._transaction = Transaction(self._replicas, plan.rule)
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -152,10 +155,14 @@ class RunningCall:
             except (EngineDead, EngineStalled) as lost:  # the engine is ending
                 self._act(self._transaction.lose(name, lost.message))
                 return
+            except NotLeader as refused:
+                self._deposed(refused)
+                return
             except FastDeployError as refused:
                 errors.append(refused)
             else:
-                self._plan.heard(name, args, result)
+                if step is not Step.ROLLBACK:
+                    self._plan.heard(name, args, result)
         error = errors[0] if errors else self._plan.judge(name, step, result)
         if error is None:
             self._accepted(name, step, result)

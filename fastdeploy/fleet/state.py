@@ -16,13 +16,15 @@ class FleetHold:
     expires_at: on the event loop's clock, when the gateway releases it; None = never.
 
     The other fields serve pause calls that overlap. order: of the call that placed this hold last. below: the hold
-    before that call, until the call has succeeded. refused: the call did not place anything. owed: an earlier call on
-    this hold failed, and left its release to this one."""
+    before that call, until the call has succeeded. settled: the call has succeeded, so the hold stands on all members.
+    refused: the call did not place anything. owed: an earlier call on this hold failed, and left its release to this
+    one."""
 
     args: PauseArgs
     expires_at: float | None = None
     order: int = 0
     below: FleetHold | None = None
+    settled: bool = True
     refused: bool = False
     owed: bool = False
 

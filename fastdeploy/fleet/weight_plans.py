@@ -54,11 +54,14 @@ class SessionPlan(Plan[A]):
 
     def id_on(self, name: str) -> str | None:
         """Return the id of the session on a replica, as far as it is known."""
-        return self.session.ids.get(name) if self.session is not None else self._ids.get(name)
+        known = self.session.ids if self.session is not None else {}
+        return known.get(name, self._ids.get(name))
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         if result.get("session_id") is not None:
             self._ids[name] = result["session_id"]
+            if self.session is None:  # its begin was on the way when this call came
+                self.session = self.state.session_of(name, result["session_id"])
 
     def must_end(self) -> bool:
         """Return whether a refused call ends the session: not if it changed the session on no replica."""
