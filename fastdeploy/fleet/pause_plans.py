@@ -177,11 +177,12 @@ class ResetPlan(Plan[m.ResetArgs]):
 
     def begin(self) -> None:
         self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+        self._sessions = [session for session in self.state.sessions.values() if session.open]
 
     def done(self) -> dict[str, Any]:
         report = merge(list(self.results.values()))
-        report["sessions_aborted"] = [session.id for session in self.state.sessions.values() if session.open]
-        for session in list(self.state.sessions.values()):
+        report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
+        for session in self._sessions:
             self.state.close_session(session)
         self.state.version = report["version"]
         return report

@@ -33,13 +33,14 @@ class FleetHold:
 class FleetSession:
     """A weight session. ids: the session id of each replica that takes part, by its name. source: of the only part so
     far, if that part was a whole source. parts: number of parts. expires_at: on the event loop's clock, when the
-    gateway ends the session if no part comes."""
+    gateway ends the session if no part comes. begun: its begin was answered."""
 
     id: str
     begin: BeginUpdateArgs
     ids: dict[str, str]
     expires_at: float
     open: bool = True
+    begun: bool = False
     parts: int = 0
     source: WholeSource | None = None
 
@@ -95,12 +96,8 @@ class FleetState:
             return self.sessions.get(session_id)
         return next((s for s in self.sessions.values() if s.open and s.begin.placed_by == placed_by), None)
 
-    def session_of(self, replica: str, session_id: str) -> FleetSession | None:
-        """Return the session that has this id on this replica."""
-        return next((s for s in self.sessions.values() if s.ids.get(replica) == session_id), None)
-
     def forget_replica(self, name: str) -> None:
         """Note that ``name`` was fenced: it takes part in no session any more."""
         for session in self.sessions.values():
-            if session.open and session.ids.pop(name, None) is not None and not session.ids:
+            if session.open and session.ids.pop(name, None) is not None and not session.ids and session.begun:
                 self.close_session(session)

@@ -196,7 +196,11 @@ class SimulatedCall:
         got.setdefault(sent.index, (sent.args, result))
         if isinstance(result, errors.NotLeader):
             self.outcome = result
-        if self.outcome is not None or len(got) < sent.result or WAITING.get(self.transaction.votes[name]) is not sent.step:
+        if (
+            self.outcome is not None
+            or len(got) < sent.result
+            or WAITING.get(self.transaction.votes[name]) is not sent.step
+        ):
             return
         error = next((value for _, value in got.values() if isinstance(value, Exception)), None)
         for args, value in got.values():
@@ -400,4 +404,6 @@ class SimulatedFleet:
             assert replica.epoch >= self.answered_epoch, "a member serves older weights than an earlier answer"
         for call in self.gateway.calls:
             assert call.outcome is not None and call.answers == 1
-        assert not any(isinstance(call.plan, PausePlan) and call.plan.rule is not Rule.UNDO for call in self.gateway.calls)
+        assert not any(
+            isinstance(call.plan, PausePlan) and call.plan.rule is not Rule.UNDO for call in self.gateway.calls
+        )
