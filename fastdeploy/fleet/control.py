@@ -26,8 +26,9 @@ class FleetControl:
 
     quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
     stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
-    all replicas can read every source. deposed: the error of a replica that another gateway leads. As long as it is set,
-    this gateway makes no call and fences nobody; whoever leads again sets it to None."""
+    all replicas can read every source.
+    deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
+    fences nobody. Whoever leads again sets it to None."""
 
     def __init__(
         self,

@@ -62,7 +62,13 @@ class SessionPlan(Plan[A]):
     def id_on(self, name: str) -> str | None:
         """Return the id of the session on a replica, as far as it is known."""
         known = self.session.ids if self.session is not None else {}
-        return known.get(name, self._ids.get(name))
+        return self._ids.get(name, known.get(name))
+
+    def found(self) -> FleetSession | None:
+        """Return the session that the replicas have found. The ids in their answers decide, because a call of
+        ``placed_by`` may have been sent before the begin of its session was answered."""
+        found = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
+        return next((session for session in found if session is not None), self.session)
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         if result.get("session_id") is not None:
@@ -74,7 +80,7 @@ class SessionPlan(Plan[A]):
         return bool(self.results) or len(codes) > 1 or not codes <= KEEPS_SESSION
 
     def rolling_back(self) -> None:
-        self._aborts = self.must_end()
+        self._aborts, self.session = self.must_end(), self.found()
         if self._aborts and self.session is not None:
             self.state.close_session(self.session)
 
@@ -83,6 +89,7 @@ class SessionPlan(Plan[A]):
         return m.AbortUpdateArgs(session_id) if self._aborts and session_id is not None else None
 
     def done(self) -> dict[str, Any]:
+        self.session = self.found()
         report = merge(list(self.results.values()))
         if self.session is not None and report.get("session_id") is not None:
             report["session_id"] = self.session.id

@@ -84,7 +84,7 @@ def play(num: int, script: list[tuple[str, int]]) -> None:
     fleet.check()
 
 
-QUICK = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
