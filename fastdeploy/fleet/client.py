@@ -26,7 +26,7 @@ class FleetClient:
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(lambda: self.membership.quorum)
+        self._control = FleetControl(config, lambda: self.membership.quorum, self.membership.fence)
         self._router = Router()
         self._streams: dict[str, tuple[RequestStream, RequestStream, Replica]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -43,6 +43,7 @@ class FleetClient:
 
     async def close(self) -> None:
         """Drop all connections. Open requests and calls fail with EngineDead."""
+        self._control.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -11,7 +11,9 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fleet_id: of the fleet; the same for every gateway of it. fence_after_s: a replica that has not answered a call for
     so long is fenced, if the call itself sets no longer time. lease_s: of the gateway's leadership of the engines.
     stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
-    another one. max_replicas: places in the fleet."""
+    another one. max_replicas: places in the fleet.
+    stage_timeout_s: seconds in which an engine reads and checks new weights, if the call names none; at least the
+    --stage-timeout-s of the engines."""
 
     fleet_id: str
     fence_after_s: float = 5.0
@@ -19,3 +21,4 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: float = 10.0
     failover_s: float = 60.0
     max_replicas: int = 1024
+    stage_timeout_s: float = 600.0
