@@ -50,14 +50,16 @@ class FleetClient:
 
     def _members_changed(self) -> None:
         members = self.membership.quorum
-        if members and self.welcome is None:
+        boot_id = self.membership.boot_id
+        if members and (self.welcome is None or self.welcome.boot_id != boot_id):
             welcome = members[0].client.welcome
             assert welcome is not None
             self.model_info = members[0].client.model_info
-            self.welcome = m.Welcome(self._config.fleet_id, 0, welcome.max_model_len)
+            self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
             self.connected.set()
         elif not members:
-            self.welcome, self.missing_because = None, "every replica is lost, or has not joined yet"
+            why = self.membership.leadership.why or "every replica is lost, or has not joined yet"
+            self.welcome, self.missing_because = None, why
             self.connected.clear()
 
     async def require_engine(self) -> m.Welcome:
@@ -90,7 +92,8 @@ class FleetClient:
         replica.in_flight -= inner._n
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make a control call on the whole fleet. See FleetControl."""
+        """Make a control call on the whole fleet. See FleetControl. Raises NotLeader if another gateway leads."""
+        self.membership.leadership.require()
         return await self._control.call(args)
 
     async def abort_open(self, bound_s: float) -> None:

@@ -70,10 +70,8 @@ class Joiner:
     async def bring(self, replica: Replica) -> None:
         """Return when the replica has the state of the fleet. The caller makes it a member before anything else runs.
         Raises ReplicaMisfit, RestartNeeded, JoinBlocked, or the error of the engine or of its loss."""
-        self._check_fit(replica)
         await self._leadership.lead(replica)
-        if replica.report["session"] is not None:
-            await replica.client.call(m.AbortUpdateArgs())
+        await self._end_half_done(replica)
         state, mended = self._state, ("", -1)
         while True:
             await state.until(lambda: state.changing == 0)
@@ -81,6 +79,7 @@ class Joiner:
             report = replica.note(await replica.client.call(m.FleetStateArgs()))
             if state.changing or state.revision != revision:
                 continue
+            self._check_fit(replica)
             difference = next(self._differences(replica, report), None)
             if difference is None:
                 self._without_weights_since = None
@@ -91,6 +90,13 @@ class Joiner:
             mended = (difference.what, revision)
             logger.info("replica %s: %s", replica.name, difference.what)
             await difference.mend()
+
+    async def _end_half_done(self, replica: Replica) -> None:
+        """End what another gateway, or an earlier connection of this one, has begun on the engine."""
+        if replica.report["session"] is not None:
+            await replica.client.call(m.AbortUpdateArgs())
+        for name in replica.report["prepared_loads"]:
+            await replica.client.call(m.EndLoadArgs(name, commit=False))
 
     def has_weights(self, replica: Replica) -> bool:
         """Whether the last answer of ``replica`` shows the weights of the fleet."""
