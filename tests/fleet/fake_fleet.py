@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import httpx
 import uvloop
 
 from e2e.server import until
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
@@ -23,6 +24,7 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Launcher, Placement, StaticLauncher
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 from rl.real_server import Killed, MortalTransport, PacedRunner
 
@@ -83,6 +85,19 @@ class FakeEngine:
         """Let the engine stand still, until :meth:`go_on` or :meth:`kill`."""
         self._transport.running.clear()
         self._transport.wake()
+
+    def call(self, *calls: m.Args) -> list[dict[str, Any]]:
+        """Make the calls in order, from a connection of its own, and return the results."""
+
+        async def make() -> list[dict[str, Any]]:
+            client = EngineClient(ZmqConnector(self.endpoint))
+            client.start()
+            try:
+                return [await client.call(args) for args in calls]
+            finally:
+                await client.close()
+
+        return asyncio.run(make())
 
     def go_on(self) -> None:
         self._transport.running.set()
@@ -163,26 +178,15 @@ class ThreadLauncher:
         return
 
 
-class FakeFleet:
-    """``num`` engines and a gateway at ``url``. runner: arguments of PacedRunner. config: of the gateway. engine:
-    settings of EngineConfig. restarts: whether the gateway can restart, add and remove engines, with ``launcher``."""
+class FakeGateway:
+    """A gateway at ``url``. config: of it. make_launcher: makes its launcher."""
 
-    def __init__(
-        self,
-        num: int,
-        runner: dict[str, Any] | None = None,
-        config: FleetConfig | None = None,
-        restarts: bool = False,
-        **engine: Any,
-    ):
-        self.config = config or FleetConfig(fleet_id="fleet-1", host="here")
-        self.engines = [FakeEngine(f"replica-{i}", engine, runner or {}) for i in range(num)]
-        self.launcher = ThreadLauncher(self.engines, engine, runner or {})
-        self._restarts = restarts
-        self._start_gateway()
-        self.wait_members(num)
+    def __init__(self, config: FleetConfig, make_launcher: Callable[[], Launcher]):
+        self.config = config
+        self._make_launcher = make_launcher
+        self.start_gateway()
 
-    def _start_gateway(self) -> None:
+    def start_gateway(self) -> None:
         self._listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.http = httpx.Client(base_url=self.url, timeout=20)
@@ -191,22 +195,10 @@ class FakeFleet:
         self._gateway.start()
         self._made.wait()
 
-    def replace_gateway(self) -> None:
-        """End the gateway, and start another one."""
-        self.end_gateway()
-        self._start_gateway()
-
-    def end_gateway(self) -> None:
-        self._uvicorn.should_exit = True
-        self._gateway.join(20)
-        assert not self._gateway.is_alive()
-        self.http.close()
-
     def _serve(self) -> None:
         async def serve() -> None:
-            static = StaticLauncher([engine.placement for engine in self.engines])
-            launcher: Launcher = self.launcher if self._restarts else static
-            self.client = FleetClient(self.config, launcher, lambda placement: ZmqConnector(placement.endpoint))
+            connector = lambda placement: ZmqConnector(placement.endpoint)  # noqa: E731
+            self.client = FleetClient(self.config, self._make_launcher(), connector)
             config = ServeConfig(model="fake", served_model_name="tiny", keepalive_s=0.2, model_roots=("/",))
             self._uvicorn = make_server(self.client, None, config)
             self.loop = asyncio.get_running_loop()
@@ -214,6 +206,17 @@ class FakeFleet:
             await self._uvicorn.serve(sockets=[self._listener])
 
         uvloop.run(serve())
+
+    def end_gateway(self) -> None:
+        self._uvicorn.should_exit = True
+        self._gateway.join(20)
+        assert not self._gateway.is_alive()
+        self.http.close()
+
+    def replace_gateway(self) -> None:
+        """End the gateway, and start another one."""
+        self.end_gateway()
+        self.start_gateway()
 
     def wait_members(self, num: int) -> None:
         until(lambda: sum(r.in_quorum for r in self.client.membership.replicas.values()) == num, 20, f"{num} members")
@@ -225,6 +228,43 @@ class FakeFleet:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run ``work`` in the gateway's event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
+
+    @contextlib.contextmanager
+    def stopped_gateway(self) -> Iterator[None]:
+        """Let the gateway stand still meanwhile, as a process that was stopped."""
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand() -> None:
+            stands.set()
+            goes_on.wait()
+
+        self.loop.call_soon_threadsafe(stand)
+        stands.wait()
+        try:
+            yield
+        finally:
+            goes_on.set()
+
+
+class FakeFleet(FakeGateway):
+    """``num`` engines and a gateway at ``url``. runner: arguments of PacedRunner. config: of the gateway. engine:
+    settings of EngineConfig. restarts: whether the gateway can restart, add and remove engines, with ``launcher``."""
+
+    def __init__(
+        self,
+        num: int,
+        runner: dict[str, Any] | None = None,
+        config: FleetConfig | None = None,
+        restarts: bool = False,
+        **engine: Any,
+    ):
+        self.engines = [FakeEngine(f"replica-{i}", engine, runner or {}) for i in range(num)]
+        self.launcher = ThreadLauncher(self.engines, engine, runner or {})
+        super().__init__(
+            config or FleetConfig(fleet_id="fleet-1", host="here"),
+            lambda: self.launcher if restarts else StaticLauncher([engine.placement for engine in self.engines]),
+        )
+        self.wait_members(num)
 
     def close(self) -> None:
         self.end_gateway()
