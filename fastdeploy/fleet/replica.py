@@ -61,7 +61,8 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 class Replica:
     """One engine of the fleet. placement: where it is. client: of its engine. in_flight: choices that run there for
-    this gateway. weight_epoch: of the weights that it serves, as of the last answered call. why: reason of the last
+    this gateway. load: their cost, in prompt tokens (see Router). adapters: names that are loaded; None = not known.
+    weight_epoch: of the weights that it serves, as of the last answered call. why: reason of the last
     LOST or FENCE. changed(replica): called after each change of the state."""
 
     def __init__(self, placement: Placement, connector: Connector, stall_s: float, changed: Callable[[Replica], None]):
@@ -69,6 +70,8 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.why = ""
         self.in_flight = 0
+        self.load = 0
+        self.adapters: frozenset[str] | None = None
         self.weight_epoch = 0
         self.version = ""
         self._changed = changed

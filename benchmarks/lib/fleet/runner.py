@@ -13,7 +13,7 @@ import msgspec
 
 from fastdeploy.core.errors import WeightUpdateRefused
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.core.plan import NewSequence, Sampled, ScheduledChunk, StepPlan, StepResult
+from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
 from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source
 
@@ -146,9 +146,13 @@ class SleepingRunner:
             time.sleep(min(left, POLL_S))
             if between_layers is not None and between_layers():
                 return None
-        sampled = [self._sample(chunk, *step) for chunk, step in zip(plan.chunks, steps, strict=True)]
+        sampled: list[Sampled | NonFinite | None] = [
+            self._sample(chunk, *step) for chunk, step in zip(plan.chunks, steps, strict=True)
+        ]
         asked = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.prompt_logprobs]
-        of_prompts = {i: [Logprob(-1.0)] * chunk.prompt_logprobs for i, chunk in asked}
+        of_prompts: dict[int, list[Logprob] | NonFinite] = {
+            i: [Logprob(-1.0)] * chunk.prompt_logprobs for i, chunk in asked
+        }
         return StepResult(plan.step_id, sampled, cost, of_prompts)
 
     def _take(self, chunk: ScheduledChunk) -> tuple[NewSequence, int]:
