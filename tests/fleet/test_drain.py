@@ -82,10 +82,11 @@ def test_a_replica_that_is_added_under_load_joins_and_gets_requests(fleet):
     name = fleet.run(fleet.client.membership.add())
     until(lambda: name in fleet.client.membership.replicas, 20, "listed")
     until(lambda: fleet.replica(name).state is ReplicaState.MEMBER, 20, "a member")
-    later = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i]}) for i in range(6)]
+    later = [in_background(fleet.http.post, "/v1/completions", json=BODY | {"prompt": [i, i]}) for i in range(6)]
     until(lambda: fleet.replica(name).in_flight, 20, "a request at the new replica")
     check(replies)
-    check(later)
+    for i, reply in enumerate(later):
+        assert reply.result(20).json()["choices"][0]["token_ids"] == expected_tokens([i, i], BODY["max_tokens"])
 
 
 def test_a_removal_does_not_wait_longer_than_it_may(fleet):
@@ -94,8 +95,7 @@ def test_a_removal_does_not_wait_longer_than_it_may(fleet):
         engine.stop()
     fleet.run(fleet.client.membership.remove("replica-0", drain_s=0.05))
     assert list(fleet.client.membership.replicas) == ["replica-1"]
-    for reply in replies:
-        reply.result(20)
+    check(replies)  # those of the removed replica went on at the other one
 
 
 def test_the_end_of_a_drain_needs_no_request(fleet):
