@@ -35,7 +35,9 @@ class FleetClient:
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(lambda: self.membership.quorum)
+        self._control = FleetControl(
+            config, lambda: self.membership.quorum, self.membership.fence, self.membership.state, self.membership.deposed
+        )
         self.router = router or Router()
         self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
         self._relays: dict[str, Relay] = {}
@@ -55,6 +57,7 @@ class FleetClient:
 
     async def close(self) -> None:
         """Drop all connections. Open requests and calls fail with EngineDead."""
+        self._control.close()
         await self._dispatcher.close()
         if self._task is not None:
             self._task.cancel()
@@ -64,6 +67,7 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
+        self._control.rearm()
         members = self.membership.quorum
         boot_id = self.membership.boot_id
         if members and (self.welcome is None or self.welcome.boot_id != boot_id):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
 from fastdeploy.fleet.rebuild import fleet_of, new_fleet, rebuild, reference
-from fastdeploy.fleet.state import ENGINE_TTL_SLACK_S
 
 FLEET = "fleet-1/abc"
 NOW = 1000.0
@@ -60,8 +60,8 @@ def test_a_hold_of_one_engine_is_a_hold_of_the_fleet():
 
 
 def test_of_two_holds_of_one_name_the_stronger_terms_and_the_later_end_stand():
-    weak = hold(mode="wait", ttl_left_s=ENGINE_TTL_SLACK_S + 5.0)
-    strong = hold(mode="abort", admission="reject", ttl_left_s=ENGINE_TTL_SLACK_S + 2.0)
+    weak = hold(mode="wait", ttl_left_s=TTL_MARGIN_S + 5.0)
+    strong = hold(mode="abort", admission="reject", ttl_left_s=TTL_MARGIN_S + 2.0)
     for holds in ([weak], [strong]), ([strong], [weak]):
         kept = rebuild(FLEET, [report(holds=found) for found in holds], NOW).holds["engine", "trainer"]
         assert (kept.args.mode, kept.args.admission, kept.args.ttl_s) == ("abort", "reject", None)
@@ -71,7 +71,7 @@ def test_of_two_holds_of_one_name_the_stronger_terms_and_the_later_end_stand():
 
 
 def test_a_ttl_that_ended_without_a_gateway_ends_now_and_that_of_a_lone_engine_is_its_own():
-    late = hold(ttl_left_s=ENGINE_TTL_SLACK_S - 3.0)
+    late = hold(ttl_left_s=TTL_MARGIN_S - 3.0)
     assert rebuild(FLEET, [report(holds=[late])], NOW).holds["engine", "trainer"].expires_at == NOW
     lone = rebuild(FLEET, [report(fleet="", holds=[hold(ttl_left_s=7.0)])], NOW)
     assert lone.holds["engine", "trainer"].expires_at == NOW + 7.0
