@@ -36,7 +36,11 @@ class FleetClient:
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
         self._control = FleetControl(
-            config, lambda: self.membership.quorum, self.membership.fence, self.membership.state, self.membership.deposed
+            config,
+            lambda: self.membership.quorum,
+            self.membership.fence,
+            self.membership.state,
+            self.membership.deposed,
         )
         self.router = router or Router()
         self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
