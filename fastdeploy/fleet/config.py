@@ -16,8 +16,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     --stage-timeout-s of the engines.
 
     rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
-    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica may
-    finish its requests for so long; then they go on elsewhere. host: id of the gateway's machine, as in Placement.
+    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica
+    may finish its requests for so long; then they go on elsewhere. host: id of the gateway's machine, as in Placement.
     replica_key: bearer key of the replicas' own API servers; "" = none."""
 
     fleet_id: str

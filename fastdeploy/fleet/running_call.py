@@ -23,7 +23,8 @@ STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROL
 
 class RunningCall:
     """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". fence(replica, why): cuts a
-    replica off. deposed(why): called when a replica follows another gateway. ended(call): called once, before the call is answered.
+    replica off. deposed(why): called when a replica follows another gateway. ended(call): called once, before the
+    call is answered.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
