@@ -17,6 +17,7 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, take_fleet_key
 
 AddArgument = Callable[..., Any]  # argparse's add_argument, of one group
 EMBEDDED_NAME = "fastdeploy-embedded"
@@ -92,6 +93,8 @@ def _add_engine_flags(add: AddArgument, engine: EngineConfig) -> None:
         default=engine.enable_prefix_caching,
         help="reuse the KV of equal prompt beginnings",
     )
+    text = f"second address of the engine, for a fleet: ipc://PATH or tcp://HOST:PORT, which needs {FLEET_KEY} (none)"
+    add("--fleet-endpoint", default=engine.fleet_endpoint, metavar="ADDRESS", help=text)
     add("--runner-process", action="store_true", help="run the model in a separate process")
     add("--max-retained", type=int, default=engine.max_retained, help="results kept for retain_s (%(default)s)")
     text = "write a trace for Perfetto; a file that exists is kept, and NAME.2.json and so on are written (none)"
@@ -181,6 +184,11 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 
 
+def _without_flag(error: InvalidField) -> str:
+    """Return the message, without the name of a setting that has a flag."""
+    return error.message if error.field == FLEET_KEY else error.message.removeprefix(error.field + ": ")
+
+
 def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
     """Run the command line ``argv`` and return the exit status. engine_module: see Supervisor."""
     parser = make_parser()
@@ -188,15 +196,17 @@ def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.ent
     try:
         engine_config, serve_config = configs(args)
         keys = read_keys(args.api_key, args.control_key, os.environ)
+        fleet_key = take_fleet_key(os.environ)
+        require_fleet_key(engine_config.fleet_endpoint, fleet_key)
     except InvalidField as error:
-        flag = "--" + error.field.replace("_", "-")
-        parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
+        flag = "--fleet-endpoint" if error.field == FLEET_KEY else "--" + error.field.replace("_", "-")
+        parser.error(f"argument {flag}: {_without_flag(error)}")
     from fastdeploy.entrypoints.supervisor import Supervisor
 
     setup_logging("supervisor")
     _warn_if_exposed(serve_config, keys)
     try:
-        return Supervisor(engine_config, serve_config, engine_module, keys).run()
+        return Supervisor(engine_config, serve_config, engine_module, keys, fleet_key=fleet_key).run()
     except OSError as error:
         print(f"fastdeploy: {error}", file=sys.stderr)
         return 1

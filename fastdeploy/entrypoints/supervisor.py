@@ -26,6 +26,7 @@ from fastdeploy.entrypoints.child import Child
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
@@ -67,7 +68,8 @@ class BackOff:
 
 class Supervisor:
     """The parent process. engine_module: module that is run as the engine (tests run a scripted engine). keys: passed
-    to the API servers only. first_delay_s: see BackOff."""
+    to the API servers only. first_delay_s: see BackOff. fleet_key: passed to the engine only.
+    on_engine_ready(fleet_endpoint): called at each start of an engine, with the real address of its fleet endpoint."""
 
     def __init__(
         self,
@@ -76,12 +78,16 @@ class Supervisor:
         engine_module: str = "fastdeploy.entrypoints.engine_main",
         keys: Keys = NO_KEYS,
         first_delay_s: float = FIRST_DELAY_S,
+        fleet_key: str | None = None,
+        on_engine_ready: Callable[[str], None] = lambda fleet_endpoint: None,
     ):
         self._engine_module = engine_module
         heartbeat_s = min(engine_config.heartbeat_s, serve_config.stall_s / BEATS_PER_STALL)
         self._engine_config = msgspec.structs.replace(engine_config, heartbeat_s=heartbeat_s)
         self._config = serve_config
         self._keys = keys
+        self._fleet_key = fleet_key
+        self._on_engine_ready = on_engine_ready
         self._selector = selectors.DefaultSelector()
         self._engine: Child | None = None
         self._servers: dict[str, Child] = {}
@@ -218,12 +224,14 @@ class Supervisor:
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
             args.append("--lost-commit")
-        child = self._engine = Child(ENGINE, self._engine_module, args, environment=NO_KEYS.environment(os.environ))
+        environment = with_fleet_key(NO_KEYS.environment(os.environ), self._fleet_key)
+        child = self._engine = Child(ENGINE, self._engine_module, args, environment=environment)
         self._watch(child, self._on_engine_event, self._on_engine_end)
 
     def _on_engine_event(self, child: Child, event: dict) -> None:
         if event["event"] == "ready":
             child.ready_since, self._served = time.monotonic(), True
+            self._on_engine_ready(event.get("fleet_endpoint", ""))
         elif event["event"] == "commit":
             self._lost_commit = True  # the next engine must know that it lacks this commit
 
@@ -241,7 +249,10 @@ class Supervisor:
         args = ["--config", to_json(self._config), "--endpoint", ipc_dir.endpoint(self._socket_dir)]
         fds = [listener.fileno() for listener in self._listeners]
         args += ["--http-fds", *map(str, fds)]
-        module, environment = "fastdeploy.entrypoints.api_server", self._keys.environment(os.environ)
+        module, environment = (
+            "fastdeploy.entrypoints.api_server",
+            self._keys.environment(with_fleet_key(os.environ, None)),
+        )
         child = self._servers[name] = Child(name, module, args, fds, signal.SIGKILL, environment=environment)
         self._watch(child, self._on_server_event, self._on_server_end)
 

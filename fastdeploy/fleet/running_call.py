@@ -157,6 +157,8 @@ class RunningCall:
                 return
             except FastDeployError as refused:
                 errors.append(refused)
+                if isinstance(refused, NotLeader):  # the other gateway decides about the replicas from now on
+                    self._deposed(refused.message)
             else:
                 self._plan.heard(name, args, result)
         error = errors[0] if errors else self._plan.judge(name, step, result)

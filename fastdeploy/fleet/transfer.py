@@ -11,6 +11,7 @@ from functools import partial
 import httpx
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
+from fastdeploy.core.host import host_id
 from fastdeploy.core.weight_source import FileSource, WholeSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
@@ -69,7 +70,7 @@ class WeightTransfer:
         await replica.client.call(m.UpdateChunkArgs(session, source))
 
     async def _copy(self, peer: Replica, replica: Replica, session: str) -> None:
-        if peer.placement.host == replica.placement.host == self._config.host:
+        if peer.placement.host == replica.placement.host == host_id():
             path = (await peer.client.call(m.ExportWeightsArgs()))["path"]
             try:
                 await self._part(replica, FileSource(path), session)
