@@ -27,6 +27,9 @@ MAX_REMEMBERED_CANCELS = 4096
 STALL_SLICES = 8
 RETRY_S = 1.0
 WAKE_AT_ONCE = 8  # readers in a round of the event loop, about 0.1 ms each (benchmarks/api_cost.py)
+MakeStream = Callable[
+    [str, int, Callable[[str, int | None, str], None], Callable[[str], None], Reader | None, str], RequestStream
+]
 
 
 class EngineClient:
@@ -65,6 +68,7 @@ class EngineClient:
         self._num_heard = 0
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_cut = False
         self.missing_because = "it is starting"
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()  # the server shuts down
@@ -85,6 +89,13 @@ class EngineClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._connector.close()
+
+    def cut(self, why: str) -> None:
+        """Fail everything that is open with EngineDead, at once, and hear nothing more. :meth:`close` must follow."""
+        self._is_cut, self._connection = True, None
+        self._disconnect(errors.EngineDead(why))
+        if self._task is not None:
+            self._task.cancel()
 
     async def _run(self) -> None:
         while (connection := await self._connect()) is not None:
@@ -160,6 +171,8 @@ class EngineClient:
         return errors.EngineStalled(message)
 
     def _receive(self, message: m.ToClient) -> None:
+        if self._is_cut:
+            return
         self._num_heard += 1
         match message:
             case m.Outputs(outputs=outputs):
@@ -192,7 +205,7 @@ class EngineClient:
         for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
             stream = (self._with_tokens or self._with_ends).popleft()
             stream.in_wake_queue = False
-            stream.reader.wake(stream)
+            stream.wake()
         if self._with_tokens or self._with_ends:
             self._waking = asyncio.get_running_loop().call_soon(self._wake_more)
 
@@ -256,9 +269,12 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
+    async def submit(
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
+    ) -> RequestStream:
         """Send a request, and return its stream, which the caller must close. Several streams may have one ``reader``.
-        Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine."""
+        Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine. make_stream: makes the stream
+        from the arguments of RequestStream."""
         name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
         while True:  # other requests with this name may begin and end while this one waits
             await self.require_engine()  # also after each wait: the loss of an engine fails only the streams open then
@@ -271,7 +287,7 @@ class EngineClient:
             await self.call(m.PauseStatusArgs())
             if self._cancelled.get(name) == cancelled:  # else another request of this name was cancelled meanwhile
                 del self._cancelled[name]
-        stream = RequestStream(name, request.n, self._cancel, self._forget, reader, fingerprint)
+        stream = make_stream(name, request.n, self._cancel, self._forget, reader, fingerprint)
         self._send(request)  # raises if the request cannot be encoded: then no stream is open
         self._streams[name] = stream
         return stream

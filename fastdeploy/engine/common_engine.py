@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy import __version__
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
@@ -299,7 +300,8 @@ class CommonEngine:
     def _hello(self, client: str, hello: m.Hello) -> None:
         here = hello.host in ("", host_id())
         self.lifecycle.delivery.clients[client] = ClientProcess(hello.pid, here)
-        self.lifecycle.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
+        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, __version__)
+        self.lifecycle.delivery.send(client, welcome)
         self.lifecycle.delivery.send(client, m.Heartbeat())
 
     def _call(self, client: str, call: m.Call) -> None:

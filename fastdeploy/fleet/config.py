@@ -13,7 +13,12 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
     another one. max_replicas: places in the fleet.
     stage_timeout_s: seconds in which an engine reads and checks new weights, if the call names none; at least the
-    --stage-timeout-s of the engines."""
+    --stage-timeout-s of the engines.
+
+    rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
+    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica
+    may finish its requests for so long; then they go on elsewhere.
+    replica_key: bearer key of the replicas' own API servers; "" = none."""
 
     fleet_id: str
     fence_after_s: float = 5.0
@@ -22,3 +27,6 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     failover_s: float = 60.0
     max_replicas: int = 1024
     stage_timeout_s: float = 600.0
+    rebuild_s: float = 5.0
+    drain_s: float = 300.0
+    replica_key: str = ""

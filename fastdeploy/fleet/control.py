@@ -26,9 +26,8 @@ class FleetControl:
 
     quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
     stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
-    all replicas can read every source.
-    deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
-    fences nobody. Whoever leads again sets it to None."""
+    all replicas can read every source. deposed(why): called when a member follows another gateway. It empties the
+    quorum, so that nobody is fenced."""
 
     def __init__(
         self,
@@ -36,13 +35,14 @@ class FleetControl:
         quorum: Callable[[], Sequence[Replica]],
         fence: Callable[[Replica, str], None],
         state: FleetState | None = None,
+        deposed: Callable[[str], None] = lambda why: None,
     ):
         self._config = config
         self._quorum = quorum
         self._fence = fence
+        self._deposed = deposed
         self.state = state or FleetState()
         self.stage_part: StagePart | None = None
-        self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -82,8 +82,6 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
-        if self.deposed is not None and not isinstance(args, READS):
-            raise NotLeader(self.deposed.message)
         members = {replica.name: replica for replica in self._quorum()}
         if not members:
             raise EngineDead("no replica of the fleet is ready")
@@ -100,7 +98,7 @@ class FleetControl:
     def fence(self, replica: Replica, why: str) -> None:
         """Fence a replica that a call has lost, unless it is out already."""
         self.state.forget_replica(replica.name)
-        if replica.in_quorum and not self._closed and self.deposed is None:
+        if replica.in_quorum and not self._closed:
             self._fence(replica, why)
 
     def _ended(self, run: RunningCall) -> None:
@@ -109,7 +107,7 @@ class FleetControl:
 
     def _depose(self, error: NotLeader) -> None:
         """End all calls: the other gateway decides what the replicas do now."""
-        self.deposed = error
+        self._deposed(error.message)
         for run in list(self._runs):
             run.abandon(NotLeader(error.message))
 

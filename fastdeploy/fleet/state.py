@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
 MAX_REMEMBERED_SESSIONS = 64
+REPUBLISH = "republish"  # hold of a fleet that has lost its weights, until weights are published
 
 
 @dataclass(eq=False)
@@ -54,7 +58,8 @@ class FleetState:
     may be gone. holds: by (scope, id). adapters: by name, with the adapter epoch that serves. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
     last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
-    order: counts the calls that were sent. num_anonymous: counts anonymous holds.
+    order: counts the calls that were sent. num_anonymous: counts anonymous holds. boot_id: of the fleet; another one
+    means that its weights were lost.
     """
 
     weight_epoch: int = 0
@@ -70,6 +75,40 @@ class FleetState:
     sessions: dict[str, FleetSession] = field(default_factory=dict)
     order: int = 0
     num_anonymous: int = 0
+    boot_id: str = ""
+
+    def __post_init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("revision", "changing"):
+            for waiter in self.__dict__.get("_waiters", ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` is true. Looked at after each change of ``revision`` or ``changing``."""
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+
+    def replace(self, other: FleetState) -> None:
+        """Take over the content of ``other``, in a new revision."""
+        self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
+        self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
+        self.asleep, self.boot_id = other.asleep, other.boot_id
+        self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
+        self.revision += 1
+
+    def end_sessions(self) -> None:
+        """Give up all open sessions, when another gateway leads."""
+        for session in self.sessions.values():
+            self.close_session(session)
 
     def next_epoch(self) -> int:
         """Return a number for new weights. No number is used twice: a replica that was fenced during a failed commit

@@ -16,10 +16,11 @@ from fastdeploy.core.errors import (
     SessionNotFound,
     WeightUpdateRefused,
 )
+from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.plan import Context, Plan, bounded
 from fastdeploy.fleet.reports import merge
-from fastdeploy.fleet.state import FleetSession
+from fastdeploy.fleet.state import REPUBLISH, FleetSession
 from fastdeploy.fleet.transaction import Rule, Step
 from fastdeploy.inter_communicator import messages as m
 
@@ -207,6 +208,7 @@ class CommitPlan(SessionPlan[m.CommitUpdateArgs]):
         state.last_epoch = max(state.last_epoch, state.weight_epoch)
         state.fingerprint = report.get("fingerprint")
         state.source = self.whole_source()
+        state.holds.pop((WHOLE_ENGINE, REPUBLISH), None)  # each engine has released it at the commit
         if session is not None:
             state.close_session(session)
         return report

@@ -398,11 +398,12 @@ ToEngine = Hello | AddRequest | CancelRequest | Call | FenceAck
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """boot_id changes with every start of an engine process."""
+    """boot_id changes with every start of an engine process. software: version of this package at the engine."""
 
     boot_id: str
     pid: int
     max_model_len: int
+    software: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
