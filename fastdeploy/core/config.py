@@ -33,6 +33,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_step_ms: longest time that a step with prefill should take.
         runner_process: run the model in a process of its own.
         heartbeat_s: time between two heartbeats to the API servers.
+        engines_on_host: engines that share this machine; each takes its part of the memory that is free.
+
+    Fleet
+        fleet_endpoint: second ZMQ address to listen on, for the gateway of a fleet; "" = none.
 
     KV cache
         block_size: tokens of one KV block.
@@ -90,6 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_lora_rank: int = 64
     trace: str = ""
     trace_max_mb: int = 1024
+    engines_on_host: int = 1
+    fleet_endpoint: str = ""
 
     def check(self) -> EngineConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""
