@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fastdeploy.core.config import require_positive_numbers
+
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of a gateway. Times are in seconds.
@@ -19,3 +21,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: float = 10.0
     failover_s: float = 60.0
     max_replicas: int = 1024
+
+    def check(self) -> FleetConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        require_positive_numbers(self)
+        return self
