@@ -14,12 +14,14 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import msgspec
 import uvloop
 
 from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import from_json
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.host import host_id
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
@@ -55,7 +57,9 @@ async def serve(
     events: EventPipe,
 ) -> None:
     """Serve until a stop signal."""
-    client = FleetClient(config.fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint))
+    key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
+    fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
+    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()
