@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.ent
     except InvalidField as error:
         flag = "--" + error.field.replace("_", "-")
         parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
-    setup_logging("supervisor")
+    setup_logging("supervisor" if args.command == "serve" else "fleet")
     _warn_if_exposed(serve_config, keys)
     try:
         return parent.run()

@@ -8,7 +8,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastdeploy.client.connection import Connector
-from fastdeploy.core.errors import EngineError, EngineStalled, FastDeployError, NotLeader, ReplicaMisfit, ReplicaNotFound
+from fastdeploy.core.errors import (
+    EngineError,
+    EngineStalled,
+    FastDeployError,
+    NotLeader,
+    ReplicaMisfit,
+    ReplicaNotFound,
+)
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
@@ -277,7 +284,9 @@ class Membership:
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
         if replica.weight_epoch != state.weight_epoch:
-            self.fence(replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}")
+            self.fence(
+                replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}"
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
