@@ -114,7 +114,7 @@ def test_streams_of_a_replica_that_is_killed_or_stopped_go_on_elsewhere(how, und
     """A stopped replica is fenced, and killed as a whole. So a new one can take its place."""
     with FleetServer(2, *SMALL, "--stall-s", "2", "--fence-after-s", "2") as fleet:
         streams = start_streams(fleet, 4)
-            replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
+        replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
         for pid in (engine, replica):
             os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         assert_whole(streams, undisturbed)
