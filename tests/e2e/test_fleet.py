@@ -15,7 +15,7 @@ from e2e.fleet_server import FleetServer
 from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, until
 
 NAMES = ["replica-0", "replica-1"]
-LONG = 2500  # tokens of a stream that runs while a process is killed
+LONG = 800  # tokens of a stream that runs while a process is killed
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_pause_stops_every_replica_and_a_resume_starts_every_one(fleet):
 
 
 def test_streams_of_an_engine_that_is_killed_go_on_elsewhere(fleet, undisturbed):
-    streams = start_streams(fleet, 4)
+    streams = start_streams(fleet, 2)
     os.kill(fleet.engine_of("replica-0"), signal.SIGKILL)
     assert_whole(streams, undisturbed)
 
@@ -113,7 +113,7 @@ def test_a_hold_outlives_the_gateway(fleet):
 def test_streams_of_a_replica_that_is_killed_or_stopped_go_on_elsewhere(how, undisturbed):
     """A stopped replica is fenced, and killed as a whole. So a new one can take its place."""
     with FleetServer(2, *SMALL, "--stall-s", "2", "--fence-after-s", "2") as fleet:
-        streams = start_streams(fleet, 4)
+        streams = start_streams(fleet, 2)
         replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
         for pid in (engine, replica):
             os.kill(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_a_replica_that_is_killed_comes_back_with_the_weights_of_the_fleet(new_w
 
 @pytest.mark.slow
 def test_replicas_are_added_and_removed_under_load(fleet, undisturbed):
-    streams = start_streams(fleet, 4)
+    streams = start_streams(fleet, 2)
     name = fleet.post("/v1/replicas/add").result["name"]
     assert name not in NAMES
     until(lambda: fleet.replicas().get(name, {}).get("state") == "member", 60, "the new replica is a member")
