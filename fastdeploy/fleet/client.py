@@ -35,7 +35,13 @@ class FleetClient:
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(lambda: self.membership.quorum)
+        self._control = FleetControl(
+            config,
+            lambda: self.membership.quorum,
+            self.membership.fence,
+            self.membership.state,
+            self.membership.deposed,
+        )
         self.router = router or Router()
         self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
         self._relays: dict[str, Relay] = {}
@@ -55,6 +61,7 @@ class FleetClient:
 
     async def close(self) -> None:
         """Drop all connections. Open requests and calls fail with EngineDead."""
+        self._control.close()
         await self._dispatcher.close()
         if self._task is not None:
             self._task.cancel()
@@ -64,15 +71,18 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
+        self._control.rearm()
         members = self.membership.quorum
-        if members and self.welcome is None:
+        boot_id = self.membership.boot_id
+        if members and (self.welcome is None or self.welcome.boot_id != boot_id):
             welcome = members[0].client.welcome
             assert welcome is not None
             self.model_info = members[0].client.model_info
-            self.welcome = m.Welcome(self._config.fleet_id, 0, welcome.max_model_len)
+            self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
             self.connected.set()
         elif not members:
-            self.welcome, self.missing_because = None, "every replica is lost, or has not joined yet"
+            why = self.membership.leadership.why or "every replica is lost, or has not joined yet"
+            self.welcome, self.missing_because = None, why
             self.connected.clear()
         self._dispatcher.kick()
 
@@ -160,7 +170,8 @@ class FleetClient:
     # ------------------------------------------------------------------ control
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make a control call on the whole fleet. See FleetControl."""
+        """Make a control call on the whole fleet. See FleetControl. Raises NotLeader if another gateway leads."""
+        self.membership.leadership.require()
         ended = self._abort_waiting(args) if isinstance(args, m.AbortArgs) else {}
         try:
             result = await self._control.call(args)

@@ -70,7 +70,11 @@ class Membership:
     @property
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
-        return self.leadership.fleet
+        return self.state.boot_id
+
+    def deposed(self, why: str) -> None:
+        """Step down, because an engine follows another gateway."""
+        self.leadership.depose(why)
 
     async def run(self) -> None:
         """Follow the launcher, and lead, until this is cancelled."""
@@ -205,6 +209,8 @@ class Membership:
             self._begin_join(replica)
         elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
             join.cancel()
+        if not replica.in_quorum:
+            self.state.forget_replica(replica.name)
         if not self.quorum:
             self._joiner.profile = None  # all replicas may come back with another version of the software
         self.leadership.replicas_changed()
@@ -277,6 +283,7 @@ class Membership:
         for replica in self.replicas.values():
             if replica.in_quorum or replica.state is ReplicaState.JOINING:
                 replica.advance(ReplicaEvent.DEPOSED, why)
+        self.state.end_sessions()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, which no call of this gateway explains."""
