@@ -14,8 +14,8 @@ from fastdeploy.core.host import host_id
 from fastdeploy.entrypoints.gateway_config import LauncherSpec, StaticSpec
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
 
-FLEET_KEY = "FASTDEPLOY_FLEET_KEY"
 DEFAULT_REPLICAS = 2
 MAX_KEY_BYTES = 4096
 
@@ -42,13 +42,16 @@ def fleet_config(args: argparse.Namespace) -> FleetConfig:
     return config
 
 
-def launcher_spec(args: argparse.Namespace) -> LauncherSpec | None:
+def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSpec | None:
     """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
     if not args.replica:
         return None
     if args.replicas is not None:
         raise InvalidField("replica", "expected --replicas N for engines of this host, or --replica for others")
-    return StaticSpec([_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)])
+    placements = [_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)]
+    for placement in placements:
+        require_fleet_key(placement.endpoint, fleet_key)
+    return StaticSpec(placements)
 
 
 def _placement(name: str, text: str) -> Placement:

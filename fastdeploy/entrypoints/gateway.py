@@ -31,6 +31,7 @@ from fastdeploy.fleet.local_launcher import LocalLauncher
 from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
 
@@ -52,6 +53,7 @@ def _parent_died(folder: str) -> None:
 async def serve(
     config: GatewayConfig,
     keys: Keys,
+    fleet_key: str | None,
     tokenizer: Tokenizer | None,
     listeners: Sequence[socket.socket],
     events: EventPipe,
@@ -59,7 +61,7 @@ async def serve(
     """Serve until a stop signal."""
     key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
     fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
-    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint))
+    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint, fleet_key))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()
@@ -78,11 +80,12 @@ def main() -> int:
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     config, keys, events = from_json(args.config, GatewayConfig), take_keys(os.environ), EventPipe(args.event_fd)
     try:
+        fleet_key = take_fleet_key(os.environ)
         tokenizer = load_tokenizer(config.serve.model)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, keys, tokenizer, listeners, events))
+        runner.run(serve(config, keys, fleet_key, tokenizer, listeners, events))
     return 0
 
 

@@ -107,7 +107,8 @@ async def describe(context: ServingContext, request: Request) -> list[dict[str, 
     """Return an entry for each replica, as Replica.describe makes them."""
     if isinstance(context.client, FleetClient):
         return context.client.membership.describe()
-    state, why, report = ReplicaState.MEMBER, "", {"version": "", "weight_epoch": 0, "holds": []}
+    report: dict[str, Any] = {"version": "", "weight_epoch": 0, "holds": []}
+    state, why = ReplicaState.MEMBER, ""
     try:
         report = await context.client.call(m.FleetStateArgs())
     except EngineError as error:
