@@ -18,6 +18,7 @@ from typing import Any
 from fastdeploy.client.connection import Connection, Connector
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
+from fastdeploy.core.host import host_id
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator import messages as m
 
@@ -122,7 +123,7 @@ class EngineClient:
     async def _until_lost(self, connection: Connection) -> errors.EngineError:
         """Use ``connection`` until it is lost, and return the reason."""
         self._connection = connection
-        connection.send(m.Hello(pid=os.getpid()))
+        connection.send(m.Hello(os.getpid(), host_id()))
         tasks = [asyncio.ensure_future(self._read(connection))]
         if self._stall_s is not None:
             tasks.append(asyncio.ensure_future(self._watch(self._stall_s)))

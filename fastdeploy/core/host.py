@@ -1,15 +1,30 @@
-"""The identity of a machine, as far as processes can share memory and files there."""
+"""The id of the machine that this process runs on."""
 
 from __future__ import annotations
 
 import os
+import socket
 from functools import cache
 from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# Two processes see each other's ids, shared memory and files only if all of these are the same.
+NAMESPACES = ("pid", "ipc", "mnt")
 
 
 @cache
 def host_id() -> str:
-    """Return an id that two processes share if they see the same files: of one boot of one machine, and of one
-    container there."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/mnt').st_ino}"
+    """Return an id that two processes share if they run on one machine, and in one container. Another one after each
+    boot."""
+    try:
+        boot = BOOT_ID.read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return "-".join((boot, *(_namespace(name) for name in NAMESPACES)))
+
+
+def _namespace(name: str) -> str:
+    try:
+        return str(os.stat(f"/proc/self/ns/{name}").st_ino)
+    except OSError:
+        return "0"

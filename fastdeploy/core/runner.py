@@ -95,8 +95,8 @@ class WeightMove(Protocol):
 
 class Runner(Protocol):
     """A worker that runs the model. ``execute``, ``commit``, ``sleep`` and ``wake`` run on the engine's loop thread, a
-    Staging, a WeightMove and ``checksums`` on other threads, beside steps. Only a commit changes the results of
-    ``execute`` (in place: nothing may execute from the first ``add`` to the commit).
+    Staging, a WeightMove, ``checksums`` and ``export`` on other threads, beside steps. Only a commit changes the
+    results of ``execute`` (in place: nothing may execute from the first ``add`` to the commit).
 
     fingerprint: over all tensors that serve; None without complete weights. standby_nbytes: memory of the standby copy,
     the packed weights that do not serve. New weights are written into it, and the old weights become the next one.
@@ -159,6 +159,12 @@ class Runner(Protocol):
     def checksums(self) -> dict[str, str]:
         """Return the sha256 (hex) of each tensor that serves, over its bytes in the serving dtype. Raises WrongOrder
         without complete weights."""
+
+    def export(self, path: str) -> int:
+        """Write the weights that serve to the new file ``path``, as safetensors with the names of the checkpoint and in
+        the serving dtype, and return the bytes of the file. Runs beside steps, like a Staging. After an error there is
+        no file. Raises OutOfSpace, or WrongOrder without complete weights."""
+        ...
 
     def begin_sleep(self, tags: Collection[str], discard: bool) -> WeightMove | None:
         """Begin to write the weights to a file, if ``tags`` ("weight", "kv_cache") names them. None: there is nothing

@@ -22,13 +22,14 @@ from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, InvalidField, RequestError
 from fastdeploy.core.events import EventKind, EventLog
+from fastdeploy.core.host import host_id
 from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
 from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
-from fastdeploy.engine.delivery import Answer
+from fastdeploy.engine.delivery import Answer, ClientProcess
 from fastdeploy.engine.finite_watch import FiniteWatch
 from fastdeploy.engine.fleet_report import FleetReport
 from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
@@ -147,6 +148,8 @@ class CommonEngine:
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
             m.WakeArgs: self.sleeper.wake,
+            m.ExportWeightsArgs: self.weights.export,
+            m.RetainedArgs: lambda args, answer: {"known": self.lifecycle.knows(args.request_id)},
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.EventsArgs: lambda args, answer: self.viewers.read(args),
             m.FleetStateArgs: lambda args, answer: self._fleet_report.read(),
@@ -295,7 +298,8 @@ class CommonEngine:
             self.lifecycle.delivery.reject(client, message.request_id, error)
 
     def _hello(self, client: str, hello: m.Hello) -> None:
-        self.lifecycle.delivery.clients[client] = hello.pid
+        here = hello.host in ("", host_id())
+        self.lifecycle.delivery.clients[client] = ClientProcess(hello.pid, here)
         welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, __version__)
         self.lifecycle.delivery.send(client, welcome)
         self.lifecycle.delivery.send(client, m.Heartbeat())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.request import Request
@@ -16,6 +16,14 @@ from fastdeploy.inter_communicator.transport import Transport
 from fastdeploy.scheduler.scheduler import NewToken
 
 MAX_OUTPUTS = 512  # in one message. A step rarely makes more; the end of all waiting requests may
+
+
+class ClientProcess(NamedTuple):
+    """The process of a client. here: on this machine, so that its state can be looked up by ``pid``."""
+
+    pid: int
+    here: bool
+
 
 Answer = Callable[[dict[str, Any], FastDeployError | None], None]  # answers a control call: (result, error)
 
@@ -54,7 +62,7 @@ class Delivery:
         self._transport = transport
         self._on_gone = on_gone
         self._observe = observe
-        self.clients: dict[str, int] = {}  # name -> process id
+        self.clients: dict[str, ClientProcess] = {}  # by name
         self._unreachable: set[str] = set()
         self._fence_ids = count(1)
         self._fences: dict[Scope, DeliveryFence] = {}  # raised and not lowered yet

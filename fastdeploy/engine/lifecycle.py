@@ -160,6 +160,10 @@ class RequestLifecycle:
                 request.silent = True
                 self.scheduler.end(request, reason)
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether a request that its client knows by this id runs here, or has a retained result."""
+        return self._retention.knows(request_id) or any(request.live for request in self.requests.known_as(request_id))
+
     def abort(self, request_ids: list[str] | None, scope: Scope, client: str | None = None) -> dict[str, list]:
         """End the requests of ``scope`` with these ids, which clients know; None stands for all of them. client: end
         requests of this connection only. Return the report."""
@@ -234,11 +238,12 @@ class RequestLifecycle:
         return self.delivery.raise_fence(scope, deadline)
 
     def give_up_on_silent_clients(self, fence: DeliveryFence, spare_running: bool) -> SilentClients:
-        """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process runs."""
+        """Drop the clients that have not acknowledged ``fence``. spare_running: keep clients whose process is known to
+        run. Nothing is known about processes of other machines."""
         silent = SilentClients([], [])
         for client in list(fence.unacknowledged):
-            pid = self.delivery.clients[client]
-            if spare_running and self._runs(pid):
+            pid, here = self.delivery.clients[client]
+            if spare_running and here and self._runs(pid):
                 log.warning("client %s (pid %d) is slow to acknowledge a fence: it gets more time", client, pid)
                 silent.slow.append(pid)
                 continue

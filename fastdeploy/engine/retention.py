@@ -152,6 +152,10 @@ class Retention:
                 raise DuplicateRequest(message, param="request_id")
         return record
 
+    def knows(self, request_id: str) -> bool:
+        """Return whether there is a result of this id, or of this id for clients."""
+        return request_id in self._records or request_id in self._members
+
     def observe(self, output: Output, now: float) -> None:
         """Record an output of a retained request."""
         record = self._records[output.request_id]

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
+import os
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from fastdeploy.core.errors import FastDeployError, WrongOrder
+from fastdeploy.core.config import UPLOAD_PREFIX
+from fastdeploy.core.errors import FastDeployError, InvalidField, OutOfSpace, UpdateInProgress, WrongOrder
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.inter_communicator.messages import WeightInfoArgs
+from fastdeploy.inter_communicator.messages import ExportWeightsArgs, WeightInfoArgs
 
 
 class WeightInfo:
-    """Answers GET /v1/weights. scope: the whole engine. thread: computes checksums. timeout_s: seconds for that."""
+    """Answers GET /v1/weights, and exports the weights. scope: the whole engine. thread: computes checksums and writes
+    exports. timeout_s: seconds for that. folders: for exports, the preferred one first."""
 
-    def __init__(self, runner: Runner, scope: Scope, thread: StagingThread, timeout_s: float):
+    def __init__(
+        self, runner: Runner, scope: Scope, thread: StagingThread, timeout_s: float, folders: Sequence[str] = ()
+    ):
         self._runner, self._scope, self._thread, self._timeout_s = runner, scope, thread, timeout_s
+        self._folders = folders
 
     def facts(self) -> dict[str, Any]:
         """Return what the maker of a delta must know of the weights that serve."""
@@ -44,6 +54,40 @@ class WeightInfo:
                 answer({**result, "checksums": checksums, "checksum": _over_all(checksums)}, None)
 
         self._thread.submit(Job(None, self._runner.checksums, done, self._timeout_s, reads=False))
+
+    def export(self, args: ExportWeightsArgs, answer: Answer) -> None:
+        """Write the weights that serve to a new file, beside steps, and answer with its path. Raises WrongOrder without
+        complete weights. The answer is UpdateInProgress if other weights were committed meanwhile."""
+        if not self._runner.has_weights:
+            raise WrongOrder("there is nothing to export: the weights sleep, or are not complete")
+        if args.timeout_s is not None and not 0 < args.timeout_s < math.inf:
+            raise InvalidField("timeout_s", f"expected seconds above 0, got {args.timeout_s}")
+        label, facts = self._scope.weights_label(), self.facts()
+        paths = [os.path.join(folder, f"{UPLOAD_PREFIX}{uuid.uuid4().hex}.safetensors") for folder in self._folders]
+
+        def work() -> tuple[str, int]:
+            for path in paths[:-1]:
+                with contextlib.suppress(OutOfSpace):
+                    return path, self._runner.export(path)
+            return paths[-1], self._runner.export(paths[-1])
+
+        def done(written: tuple[str, int] | None, error: FastDeployError | None, seconds: float) -> None:
+            if written is not None and error is None and self._scope.weights_label() != label:
+                _remove(written)
+                error = UpdateInProgress("other weights were committed during the export: ask again")
+            if error is not None or written is None:
+                answer({}, error)
+            else:
+                answer({**label, "fingerprint": facts["fingerprint"], "path": written[0], "nbytes": written[1]}, None)
+
+        timeout_s = self._timeout_s if args.timeout_s is None else args.timeout_s
+        self._thread.submit(Job(None, work, done, timeout_s, reads=False, discard=_remove))
+
+
+def _remove(written: tuple[str, int]) -> None:
+    """Remove an exported file that nobody will read."""
+    with contextlib.suppress(OSError):
+        os.unlink(written[0])
 
 
 def _over_all(checksums: dict[str, str]) -> str:

@@ -27,6 +27,11 @@ class SourcePolicy:
         self._segments_allowed = any(os.path.commonpath([SHARED_MEMORY, root]) == root for root in reals)
         self._uploads = [os.path.normpath(folder) for folder in upload_folders(upload_dir)]
 
+    @property
+    def upload_folders(self) -> tuple[str, ...]:
+        """The folders for uploads, the preferred one first."""
+        return tuple(self._uploads)
+
     def check(self, source: Source, folder_field: str = "model_path") -> None:
         """Raise InvalidField, naming the field of the route, if the source is not allowed. folder_field: the field that
         names a folder."""

@@ -82,7 +82,7 @@ class WeightSessions:
         self._clients = clients
         self._events = events
         self._thread = StagingThread(wake, clock)
-        self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
+        self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s, policy.upload_folders)
         self._book = SessionBook()
         self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self._thread, clock, self._end)
         self.num_failed = 0
@@ -206,6 +206,10 @@ class WeightSessions:
     def info(self, args: m.WeightInfoArgs, answer: Answer) -> None:
         """See ``WeightInfo.info``."""
         self._info.info(args, self.describe_session(), answer)
+
+    def export(self, args: m.ExportWeightsArgs, answer: Answer) -> None:
+        """See ``WeightInfo.export``."""
+        self._info.export(args, answer)
 
     def describe_session(self) -> dict[str, Any] | None:
         """Return a description of the open session, if there is one."""

@@ -74,7 +74,6 @@ class Fleet(ProcessTree):
         self._num_named = 0
         self._replicas: dict[str, socket.socket] = {}  # those that shall run -> listener of their API servers
         self._link: ParentEnd | None = None
-        self._to_restart: set[str] = set()  # killed because the gateway asked for it
         self._missing: set[str] = {GATEWAY}  # not ready since the start of the fleet
         self._announced = False
 
@@ -225,7 +224,6 @@ class Fleet(ProcessTree):
         """Kill the replica. Its end has it started again; so nothing is done if it has ended already."""
         if child := self._children.get(name):
             logger.warning("killing %s to start it again: %s", name, why)
-            self._to_restart.add(name)
             child.kill()
 
     def _remove(self, name: str) -> None:
@@ -274,16 +272,15 @@ class Fleet(ProcessTree):
         elif name not in self._replicas:
             logger.info("%s is removed", name)
             return
-        elif not self._announced and name not in self._to_restart:
+        elif not self._announced and status > 0:  # not killed, but ended by itself
             logger.error("%s could not start (status %d)", name, status)
             self._stop(FAILED)
             return
-        self._to_restart.discard(name)
         self._restart_later(child, status)
 
     def _on_hopeless(self, name: str) -> None:
-        """Go on trying, unless the gateway itself cannot start: the other replicas serve."""
-        if name == GATEWAY:
+        """Go on trying to start a replica, since the others serve; without them, stop all."""
+        if name == GATEWAY or not self._announced:
             self._stop(FAILED)
         else:
             self._due[name] = time.monotonic() + MAX_DELAY_S

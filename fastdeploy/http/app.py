@@ -20,6 +20,7 @@ from fastdeploy.http.context import ServingContext
 from fastdeploy.http.control.adapters import adapters_router
 from fastdeploy.http.control.health import health_router
 from fastdeploy.http.control.pause import control_router
+from fastdeploy.http.control.weight_export import export_router
 from fastdeploy.http.control.weights import weights_router
 from fastdeploy.http.dialects.areal.routes import areal_router
 from fastdeploy.http.dialects.sglang.routes import sglang_router
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 ROUTERS = {
     "OpenAI": (completion_router, chat_router),
     "Control": (control_router,),
-    "Weights": (weights_router,),
+    "Weights": (weights_router, export_router),
     "Adapters": (adapters_router,),
     "Operation": (health_router,),
     "Fleet": (fleet_router,),

@@ -26,6 +26,11 @@ MAX_BRACKETS = 1 << 19
 # Entries of one field, unless its type is Any. Pydantic checks all entries before it reports the first wrong one, and
 # each wrong entry costs some microseconds.
 MAX_ENTRIES = 65536
+# Names of a request's session: ours; vLLM's and SkyRL's; SGLang's. The headers: SkyRL's, and that of slime and SGLang's
+# router. OpenAI's ``user`` and SGLang's ``rid`` are no sessions.
+SESSION_FIELDS = ("session", "session_id", "routing_key")
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+MAX_SESSION_CHARS = 256
 # The integers that msgpack can carry.
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # Pydantic puts the branch of a union into the location of an error.
@@ -69,6 +74,23 @@ async def read_json(request: Request) -> dict[str, Any]:
     """Read the body of ``request``, and return its JSON object. The body can be read only once. Unlike
     ``request.body()`` this function keeps no bytes: a request may live for minutes after its body was parsed."""
     return parse_json(b"".join([part async for part in request.stream()]))
+
+
+async def read_generation(request: Request) -> dict[str, Any]:
+    """Read the body of a request for tokens. Its session, however the client names it, is its field "session"; a field
+    of the body wins over a header. Raises InvalidField."""
+    data = await read_json(request)
+    names = [name for name in SESSION_FIELDS if name in data]
+    values = [value for name in names if (value := data.pop(name)) is not None]
+    given = (
+        values[0]
+        if values
+        else next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
+    )
+    if isinstance(given, bool) or not isinstance(given, int | str) or len(str(given)) > MAX_SESSION_CHARS:
+        field = next(name for name in (*names, "session"))
+        raise InvalidField(field, f"expected a number, or a string of at most {MAX_SESSION_CHARS} characters")
+    return data | ({"session": str(given)} if given != "" else {})
 
 
 def parse_body(data: dict[str, Any], kind: type[BodyType], unsupported: Mapping[str, tuple[Any, ...]]) -> BodyType:

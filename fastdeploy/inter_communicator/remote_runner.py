@@ -177,6 +177,9 @@ class RemoteRunner:
     def checksums(self) -> dict[str, str]:
         return self.ask_beside(m.Checksums(), _decoder(dict[str, str]))
 
+    def export(self, path: str) -> int:
+        return self.ask_beside(m.Export(path), _decoder(int))
+
     def begin_sleep(self, tags: Collection[str], discard: bool) -> RemoteMove | None:
         return self._move(m.BeginSleep(tuple(tags), discard))
 

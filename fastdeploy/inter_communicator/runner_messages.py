@@ -169,6 +169,12 @@ class Checksums(msgspec.Struct, frozen=True, tag=True):
     """``Runner.checksums``. Answered by a dict of tensor name to sha256."""
 
 
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """``Runner.export``. Answered by the number of bytes."""
+
+    path: str
+
+
 class Tick(msgspec.Struct, frozen=True, tag=True):
     """The call still runs. The runner waits for an Answer before it goes on."""
 
@@ -212,4 +218,4 @@ StepReply = Tick | Done | Failed
 AdapterCall = CommitAdapter | DiscardAdapter | DropAdapters
 SleepCall = BeginSleep | Sleep | BeginWake | Wake | AbandonMove
 StepCall = Execute | Info | HasWeights | WeightFacts | BeginUpdate | Commit | AdapterCall | SleepCall | Close
-BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums | RunMove
+BesideCall = AddSource | Finish | Abandon | RefreshStandby | ReadAdapter | Checksums | Export | RunMove

@@ -168,6 +168,8 @@ class RunnerServer:
                 return m.StagedAdapter(number, info)
             case m.Checksums():
                 return runner.checksums()
+            case m.Export(path):
+                return runner.export(path)
             case m.RunMove(number):
                 if (move := self._moves.get(number)) is None:
                     raise WrongOrder("this move of the weights was given up before it began")

@@ -53,13 +53,17 @@ class ZmqRouterTransport:
     InvalidField without it, and ZMQError if an address cannot be used."""
 
     def __init__(self, endpoint: str, fleet_endpoint: str = "", secret: str | None = None):
-        require_fleet_key(fleet_endpoint, secret)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        require_fleet_key(fleet_endpoint, secret)
         self._context = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoint)
-        self.fleet_endpoint = self._listen_for_gateways(fleet_endpoint, secret)
+        try:
+            self._socket.bind(endpoint)
+            self.fleet_endpoint = self._listen_for_gateways(fleet_endpoint, secret)
+        except zmq.ZMQError:
+            self.close()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Hashable, Sequence
 
 from fastdeploy.core.errors import FastDeployError, ModelNotFound
@@ -10,6 +11,8 @@ from fastdeploy.rl.continuation import PartialRollout, RolloutRequest
 from fastdeploy.rl.errors import RolloutError, RolloutFailed, Unreachable, is_busy, is_retryable
 from fastdeploy.rl.replica import Replica
 from fastdeploy.rl.routing import Router
+
+MAX_SESSION_CHARS = 256
 
 
 class RolloutGenerator:
@@ -75,7 +78,7 @@ class RolloutGenerator:
             for choice in choices:
                 choice.begin_attempt(replica.url)
             try:
-                await self._stream(replica, choices)
+                await self._stream(replica, choices, session)
             except ModelNotFound as error:
                 health = await replica.call("GET", "/health")
                 self._require_published(replica, health.get("boot_id"))
@@ -92,8 +95,10 @@ class RolloutGenerator:
                         choice.end_attempt_early()
                 raise
 
-    async def _stream(self, replica: Replica, choices: Sequence[PartialRollout]) -> None:
+    async def _stream(self, replica: Replica, choices: Sequence[PartialRollout], session: Hashable | None) -> None:
         body = choices[0].request.body(choices)
+        if session is not None:
+            body["session"] = session_name(session)
         ended: set[int] = set()
         async with replica.stream("/v1/completions", body, self._silence_s) as events:
             async for event in events:
@@ -119,6 +124,14 @@ class RolloutGenerator:
         be used."""
         if not self._router.note_engine(replica, boot_id):
             raise Unreachable(replica.stale or "")
+
+
+def session_name(session: Hashable) -> str:
+    """Return the name of a session for servers: the text of a number or of a short string, else a hash of its text."""
+    text = str(session)
+    if isinstance(session, int | str) and 0 < len(text) <= MAX_SESSION_CHARS:
+        return text
+    return hashlib.sha256(repr(session).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class TooManyFailures(RolloutError):

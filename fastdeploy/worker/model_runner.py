@@ -25,6 +25,7 @@ from fastdeploy.model_executor.ops.interface import AdapterRows, KVCache, Ops, P
 from fastdeploy.model_executor.parameters import Value, checksums
 from fastdeploy.worker.adapters import Adapters, AdapterStaging, picked
 from fastdeploy.worker.delta_staging import DeltaStaging
+from fastdeploy.worker.export import export_weights
 from fastdeploy.worker.memory import free_memory, give_back_freed_memory, resident_memory
 from fastdeploy.worker.sampler import Sampler, token_logprobs
 from fastdeploy.worker.sequences import Sequences
@@ -197,6 +198,11 @@ class ModelRunner:
         """See ``Runner.checksums``."""
         with paddle.no_grad():
             return checksums(self.ops, self.model.parameters, self._values())
+
+    def export(self, path: str) -> int:
+        """See ``Runner.export``."""
+        with paddle.no_grad():
+            return export_weights(self.ops, self.model.parameters, self._values(), path)
 
     def begin_sleep(self, tags: Collection[str], discard: bool) -> SpillMove[Spill] | None:
         """See ``Runner.begin_sleep``."""

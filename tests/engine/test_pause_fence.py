@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.pause_calls import LONG, busy, call_pause
+from fastdeploy.core.host import host_id
 from fastdeploy.engine import pause as p
 from fastdeploy.inter_communicator import messages as m
 from support.fake_runner import expected_tokens
@@ -149,3 +150,24 @@ def test_a_pause_stops_waiting_for_a_slow_client_that_dies(slow):
     slow.now += p.FENCE_TIMEOUT_S
     slow.run_rounds(2)
     assert slow.reply(call).result["dropped_api_servers"] == [22]
+
+
+def test_the_process_of_a_client_on_another_machine_is_not_looked_up():
+    h = busy()
+    h.send(m.Hello(22, host="another machine"), "b")
+    h.run_rounds()
+    h.transport.mute.add("b")
+    h.running_pids.add(22)  # another process, which runs here under the same number
+    call = call_pause(h, mode="keep", timeout_s=600.0)
+    h.now += p.FENCE_TIMEOUT_S
+    h.run_rounds(2)
+    report = h.reply(call).result
+    assert report["is_paused"] and report["dropped_api_servers"] == [22] and report["slow_api_servers"] == []
+
+
+def test_a_client_that_names_this_machine_is_looked_up(slow):
+    slow.send(m.Hello(22, host=host_id()), "b")
+    call = call_pause(slow, mode="keep", timeout_s=600.0)
+    slow.now += p.FENCE_TIMEOUT_S
+    slow.run_rounds(2)
+    assert slow.reply(call) is None and "b" in slow.engine.lifecycle.delivery.clients

@@ -19,7 +19,8 @@ from fastdeploy.core.errors import OutOfSpace, WeightUpdateRefused, WrongOrder
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.plan import NewSequence, NonFinite, Sampled, ScheduledChunk, StepPlan, StepResult
 from fastdeploy.core.runner import AdapterInfo, ChunkReceipt, ModelInfo, Staged
-from fastdeploy.core.weight_source import PLAIN, PartFormat, SharedMemorySource, Source, StreamSource
+from fastdeploy.core.shared_files import new_file
+from fastdeploy.core.weight_source import PLAIN, FileSource, PartFormat, SharedMemorySource, Source, StreamSource
 
 EOS = 0
 MIB = 1 << 20
@@ -142,6 +143,8 @@ class FakeStaging:
                 return ChunkReceipt(0, 0)
         name = (source.name if isinstance(source, SharedMemorySource) else source.path).rsplit("/", 1)[-1]
         name = name.removeprefix(UPLOAD_PREFIX)
+        if isinstance(source, FileSource) and (exported := Path(source.path)).is_file():
+            name = exported.read_text()
         assert self.delta or form.is_plain, "a form that only a delta session takes"
         if name == "garbage":
             raise ValueError("an unexpected error of a reader")
@@ -247,6 +250,16 @@ class FakeRunner:
         self.moves: list[FakeMove] = []
         self._known: dict[int, Known] = {}  # by the number of the sequence
         self._end: dict[tuple[str, int], int] = {}  # how far each sequence was computed
+
+    def export(self, path: str) -> int:
+        """Write "w<k>" for the weights k, which FakeStaging reads again."""
+        assert self.may_stage.wait(30)
+        text = f"w{self.weights}"
+        if self.no_space:
+            raise OutOfSpace("no room for the weights")
+        with new_file(path, 0o600) as file:
+            file.write(text.encode())
+        return len(text)
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         assert not self.asleep and self.has_weights, f"a step without weights or KV: {self.asleep}"

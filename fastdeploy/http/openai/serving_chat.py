@@ -13,7 +13,7 @@ from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.body import parse_body, parse_json, read_json
+from fastdeploy.http.body import parse_body, parse_json, read_generation
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, ChatBody, ChatMessage
 from fastdeploy.http.openapi import streams, takes
@@ -25,7 +25,7 @@ def chat_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody), responses=streams())
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(await read_json(request), ChatBody, UNSUPPORTED)
+        body = parse_body(await read_generation(request), ChatBody, UNSUPPORTED)
         generation = Generation(context.client, context.tokenizer, await prepare(context, body), context.pace())
         return ChatView(context, generation, body).response()
 

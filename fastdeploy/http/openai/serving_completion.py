@@ -13,7 +13,7 @@ from fastdeploy.client.choice import Choice, Delta
 from fastdeploy.client.generation import Generation, GenerationRequest
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
-from fastdeploy.http.body import parse_body, read_json
+from fastdeploy.http.body import parse_body, read_generation
 from fastdeploy.http.context import ServingContext, generation_request
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openapi import streams, takes
@@ -28,7 +28,7 @@ def completion_router(context: ServingContext) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=takes(CompletionBody), responses=streams())
     async def completions(request: Request) -> Response:
-        body = parse_body(await read_json(request), CompletionBody, UNSUPPORTED)
+        body = parse_body(await read_generation(request), CompletionBody, UNSUPPORTED)
         checked = await prepare(context, body, DEFAULT_MAX_TOKENS)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return CompletionView(context, generation, body).response()

@@ -20,7 +20,7 @@ from fastdeploy.core.errors import FastDeployError, InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields
 from fastdeploy.core.scope import adapter_scope
-from fastdeploy.http.body import read_json
+from fastdeploy.http.body import read_generation
 from fastdeploy.http.context import ServingContext, engine_requests
 from fastdeploy.http.dialects.sglang.generate_body import GenerateBody, Prompt, Prompts, parse_generate, read_prompts
 from fastdeploy.http.openapi import streams, takes
@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.put("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     @router.post("/generate", openapi_extra=takes(GenerateBody), responses=streams())
     async def generate(request: Request) -> Response:
-        body = parse_generate(await read_json(request))
+        body = parse_generate(await read_generation(request))
         await context.client.require_engine()
         prompts = await read_prompts(context, body)
         checked = to_request(prompts, body)
@@ -53,7 +53,9 @@ def add_routes(router: APIRouter, context: ServingContext) -> None:
 
 def to_request(prompts: Prompts, body: GenerateBody) -> GenerationRequest:
     salt = body.cache_salt or body.extra_key or ""
-    fields = RequestFields(n=prompts.n, priority=body.priority, cache_salt=salt)
+    fields = RequestFields(
+        n=prompts.n, priority=body.priority, cache_salt=salt, session=body.session, stale_ok=body.stale_ok
+    )
     parts = ((p.rid, p.ids, p.sampling, p.adapter, p.text) for p in prompts.prompts)
     rids, ids, sampling, adapters, texts = zip(*parts, strict=True)
     return GenerationRequest(engine_requests(rids, ids, sampling, adapters, fields, prompts.group), list(texts))

@@ -24,7 +24,7 @@ UNSUPPORTED = (
     "multi_item_delimiter_indices", "return_hidden_states", "return_routed_experts", "return_indexer_topk",
     "return_entropy", "return_sampling_mask", "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs",
     "require_reasoning", "max_thinking_tokens", "watermark",
-    *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt"}),
+    *sorted({*RequestFields.__struct_fields__} - {"n", "priority", "cache_salt", "session", "stale_ok"}),
 )  # fmt: skip
 UNSUPPORTED_SAMPLING = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "watermark")
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -80,6 +80,8 @@ class GenerateBody(LaxBody):
     priority: int = Field(0, ge=-MAX_INT32 - 1, le=MAX_INT32)
     cache_salt: str | None = Field(None, max_length=256)
     extra_key: str | None = Field(None, max_length=256)
+    session: str = Field("", max_length=256)
+    stale_ok: bool = False
     logprobs_mode: str | None = None
 
 

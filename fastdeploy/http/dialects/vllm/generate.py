@@ -14,7 +14,7 @@ from fastdeploy.client.generation import Generation
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.outputs import Logprob
 from fastdeploy.core.request_fields import RequestFields
-from fastdeploy.http.body import Body, parse_body, read_json
+from fastdeploy.http.body import Body, parse_body, read_generation
 from fastdeploy.http.context import ServingContext
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openai.serving_completion import prepare
@@ -63,9 +63,9 @@ def generate_schema() -> dict[str, Any]:
 def add_routes(router: APIRouter, context: ServingContext) -> None:
     @router.post("/inference/v1/generate", openapi_extra=takes(generate_schema()), responses=streams())
     async def generate(request: Request) -> Response:
-        """Generate from token ids. X-Session-ID is for routers and has no effect here. Without max_tokens the limit is
+        """Generate from token ids. X-Session-ID names the session, for a fleet. Without max_tokens the limit is
         the rest of the context, as in vLLM on this route (not the 16 of its SamplingParams)."""
-        body = parse_generate(await read_json(request))
+        body = parse_generate(await read_generation(request))
         checked = await prepare(context, body, default_max_tokens=None)
         generation = Generation(context.client, context.tokenizer, checked, context.pace())
         return GenerateView(context, generation, body).response()

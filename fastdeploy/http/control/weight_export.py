@@ -1,0 +1,76 @@
+"""GET /v1/weights/export: the weights that serve, as one safetensors file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from io import FileIO
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response, StreamingResponse
+
+from fastdeploy.client.serving_client import ServingClient
+from fastdeploy.core.errors import UpdateInProgress
+from fastdeploy.core.safe_files import open_regular
+from fastdeploy.http.context import ServingContext
+from fastdeploy.inter_communicator.messages import ExportWeightsArgs
+
+PIECE_BYTES = 1 << 20
+PLAIN = " !#$&'()*+,/:;=?@[]"  # besides letters, digits and _.-~, left as they are in X-Weight-Version
+
+
+def export_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/weights/export")
+    async def export_weights(request: Request) -> Response:
+        """Answer the weights that serve, with the names of the checkpoint and in the serving dtype. Headers:
+        X-Weight-Epoch, X-Weight-Version (percent-encoded) and X-Weight-Fingerprint. Steps go on meanwhile."""
+        export = await _export(context.client)
+        headers = {
+            "Content-Length": str(export["nbytes"]),
+            "X-Weight-Epoch": str(export["weight_epoch"]),
+            "X-Weight-Version": quote(export["version"], safe=PLAIN),
+            "X-Weight-Fingerprint": export["fingerprint"],
+        }
+        file = _take(export["path"])
+        return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
+
+    return router
+
+
+async def _export(client: ServingClient) -> dict[str, Any]:
+    """Have the weights exported. If this call is cancelled, the file is removed when it is there."""
+    call = asyncio.ensure_future(client.call(ExportWeightsArgs()))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        call.add_done_callback(_discard)
+        raise
+
+
+def _discard(call: asyncio.Future[dict[str, Any]]) -> None:
+    if not call.cancelled() and call.exception() is None:
+        with contextlib.suppress(OSError):
+            os.unlink(call.result()["path"])
+
+
+def _take(path: str) -> FileIO:
+    """Open the file, and remove its name: the system frees the file when it is closed, whatever becomes of the
+    reply. Raises UpdateInProgress if an API server that has just started took it for a leftover."""
+    try:
+        fd = open_regular(path)
+        os.unlink(path)
+    except FileNotFoundError as error:
+        raise UpdateInProgress("the exported file is gone: ask again") from error
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+async def _pieces(file: FileIO) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            yield piece
