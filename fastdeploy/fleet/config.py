@@ -18,8 +18,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     --stage-timeout-s of the engines.
 
     rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
-    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica may
-    finish its requests for so long; then they go on elsewhere. host: id of the gateway's machine, as in Placement.
+    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica
+    may finish its requests for so long; then they go on elsewhere.
     replica_key: bearer key of the replicas' own API servers; "" = none."""
 
     fleet_id: str
@@ -31,7 +31,6 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stage_timeout_s: float = 600.0
     rebuild_s: float = 5.0
     drain_s: float = 300.0
-    host: str = ""
     replica_key: str = ""
 
     def check(self) -> FleetConfig:

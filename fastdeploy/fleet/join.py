@@ -1,8 +1,8 @@
 """The way of a connected replica into the fleet.
 
 The gateway leads the engine, compares the engine's state with that of the fleet, mends the first difference, and looks
-again, until there is none. Each look is a new answer of the engine, so nothing is assumed to have worked. In the turn of
-the event loop in which the last answer comes, no call may be changing the fleet. Then the replica becomes a member.
+again, until there is none. Each look is a new answer of the engine, so nothing is assumed to have worked. In the turn
+of the event loop in which the last answer comes, no call may be changing the fleet. Then the replica becomes a member.
 
 A replica that cannot get an adapter of the fleet does not join: all members have the same adapters, so that a call for
 one adapter means the same everywhere. Load the adapter again, or unload it; then the replica joins.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -117,35 +118,35 @@ class Joiner:
 
     def _differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
         """Yield the differences, in the order in which they must be mended."""
-        state, call = self._state, replica.client.call
+        state = self._state
         asleep, wanted = set(report["asleep"]), set(state.asleep)
         same_sleep = "weight" in asleep & wanted and report["weight_epoch"] == state.weight_epoch
         too_deep = asleep - wanted if same_sleep else asleep - (wanted - {"weight"})
         if too_deep:
-            yield Difference(f"{sorted(too_deep)} sleep", lambda: _ignore(call(m.WakeArgs(tags=tuple(too_deep)))))
+            yield Difference(f"{sorted(too_deep)} sleep", partial(_make, replica, m.WakeArgs(tags=tuple(too_deep))))
         if not same_sleep and (report["fingerprint"] != state.fingerprint or state.fingerprint is None):
             yield Difference("it has other weights", lambda: self._give_weights(replica, report))
         if (report["weight_epoch"], report["version"]) != (state.weight_epoch, state.version):
             self._check_epoch(replica, report)
             label = m.SetVersionArgs(state.version, weight_epoch=state.weight_epoch)
-            yield Difference("its weights have another label", lambda: _ignore(call(label)))
+            yield Difference("its weights have another label", partial(_make, replica, label))
         yield from self._adapter_differences(replica, report)
         if wanted - asleep:
             sleep = m.SleepArgs(tags=tuple(sorted(wanted - asleep)))
-            yield Difference(f"{sorted(wanted - asleep)} must sleep", lambda: _ignore(call(sleep)))
+            yield Difference(f"{sorted(wanted - asleep)} must sleep", partial(_make, replica, sleep))
         yield from self._hold_differences(replica, report)
 
     def _adapter_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
-        state, call = self._state, replica.client.call
+        state = self._state
         found = {adapter["lora_name"]: adapter["adapter_epoch"] for adapter in report["adapters"]}
         for name, epoch in found.items():
             if name not in state.adapters or epoch > state.adapters[name][1]:
                 unload = m.UnloadAdapterArgs(name)
-                yield Difference(f"it has another adapter {name!r}", lambda args=unload: _ignore(call(args)))
+                yield Difference(f"it has another adapter {name!r}", partial(_make, replica, unload))
         for name, (args, epoch) in state.adapters.items():
             if found.get(name) != epoch:
                 what = f"it lacks adapter {name!r}"
-                yield Difference(what, lambda args=args, epoch=epoch: self._load(replica, args, epoch))
+                yield Difference(what, partial(self._load, replica, args, epoch))
 
     def _hold_differences(self, replica: Replica, report: Report) -> Iterator[Difference]:
         state, found = self._state, {(hold["scope"], hold["id"]): hold for hold in report["holds"]}
@@ -154,7 +155,7 @@ class Joiner:
             if (scope, hold_id) not in state.holds and not own:
                 resume = m.ResumeArgs(hold_id=hold_id, scope=scope)
                 what = f"hold {hold_id!r} of {scope} stands on it"
-                yield Difference(what, lambda args=resume: _ignore(replica.client.call(args)))
+                yield Difference(what, partial(_make, replica, resume))
         missing = [key for key, hold in state.holds.items() if _is_weaker(found.get(key), hold.args)]
         if missing:
             yield Difference(f"it lacks the holds {missing}", lambda: self._place(replica, missing))
@@ -235,5 +236,5 @@ def _is_weaker(found: Report | None, wanted: m.PauseArgs) -> bool:
     return found is None or MODES.index(found["mode"]) < MODES.index(wanted.mode)
 
 
-async def _ignore(result: Awaitable[Any]) -> None:
-    await result
+async def _make(replica: Replica, args: m.Args) -> None:
+    await replica.client.call(args)

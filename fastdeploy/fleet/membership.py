@@ -136,8 +136,8 @@ class Membership:
         return await self._launcher.add()
 
     def fence(self, replica: Replica, why: str) -> None:
-        """Cut ``replica`` off at once, and have it restarted. Its open requests and calls fail with EngineDead after the
-        change of its state. It joins again with the fleet's state only."""
+        """Cut ``replica`` off at once, and have it restarted. Its open requests and calls fail with EngineDead after
+        the change of its state. It joins again with the fleet's state only."""
         if replica.state in (ReplicaState.FENCED, ReplicaState.REMOVED):
             return
         replica.advance(ReplicaEvent.FENCE, why)
@@ -247,7 +247,7 @@ class Membership:
                 logger.exception("replica %s could not join", replica.name)
                 replica.why, failures = str(error), failures + 1
             else:
-                # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet meanwhile.
+                # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet since.
                 replica.failures, replica.why = 0, ""
                 replica.advance(ReplicaEvent.JOINED)
                 if replica.drains:
@@ -286,7 +286,7 @@ class Membership:
         self.state.end_sessions()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
-        """Fence a member that does not have the weights of the fleet any more, which no call of this gateway explains."""
+        """Fence a member that does not have the weights of the fleet any more, without a call of this gateway."""
         state = self.state
         if state.changing or state.revision != revision or not replica.in_quorum:
             return

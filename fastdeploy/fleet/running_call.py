@@ -23,7 +23,8 @@ STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROL
 
 class RunningCall:
     """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". fence(replica, why): cuts a
-    replica off. deposed(why): called when a replica follows another gateway. ended(call): called once, before the call is answered.
+    replica off. deposed(why): called when a replica follows another gateway. ended(call): called once, before the
+    call is answered.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
@@ -156,6 +157,8 @@ class RunningCall:
                 return
             except FastDeployError as refused:
                 errors.append(refused)
+                if isinstance(refused, NotLeader):  # the other gateway decides about the replicas from now on
+                    self._deposed(refused.message)
             else:
                 self._plan.heard(name, args, result)
         error = errors[0] if errors else self._plan.judge(name, step, result)

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import httpx
 
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
+from fastdeploy.core.host import host_id
 from fastdeploy.core.weight_source import FileSource, WholeSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.replica import Replica
@@ -29,15 +31,14 @@ class WeightTransfer:
         self._config = config
 
     async def give(self, replica: Replica, state: FleetState, peers: Sequence[Replica]) -> None:
-        """Give ``replica`` the weights of the fleet. peers: replicas that serve them. Raises WrongOrder, which names the
-        tries, if nobody can give them, and EngineError if the replica is lost."""
+        """Give ``replica`` the weights of the fleet. peers: replicas that serve them. Raises WrongOrder, which names
+        the tries, if nobody can give them, and EngineError if the replica is lost."""
         tries: list[tuple[str, Callable[[str], Awaitable[object]]]] = []
         if state.source is not None:
-            source = state.source
-            tries.append((f"from {source}", lambda session: self._part(replica, session, source)))
+            tries.append((f"from {state.source}", partial(self._part, replica, state.source)))
         here = replica.placement.host
         for peer in sorted(peers, key=lambda peer: (peer.placement.host != here, peer.in_flight)):
-            tries.append((f"from replica {peer.name}", lambda session, peer=peer: self._copy(peer, replica, session)))
+            tries.append((f"from replica {peer.name}", partial(self._copy, peer, replica)))
         failures = []
         for name, part in tries:
             try:
@@ -65,14 +66,14 @@ class WeightTransfer:
                 await call(m.AbortUpdateArgs(session))
             raise
 
-    async def _part(self, replica: Replica, session: str, source: WholeSource) -> None:
+    async def _part(self, replica: Replica, source: WholeSource, session: str) -> None:
         await replica.client.call(m.UpdateChunkArgs(session, source))
 
     async def _copy(self, peer: Replica, replica: Replica, session: str) -> None:
-        if peer.placement.host == replica.placement.host == self._config.host:
+        if peer.placement.host == replica.placement.host == host_id():
             path = (await peer.client.call(m.ExportWeightsArgs()))["path"]
             try:
-                await self._part(replica, session, FileSource(path))
+                await self._part(replica, FileSource(path), session)
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)

@@ -16,6 +16,7 @@ import uvloop
 from e2e.server import until
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.config import EngineConfig, ServeConfig
+from fastdeploy.core.host import host_id
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints.api_server import make_server
 from fastdeploy.entrypoints.supervisor import bind
@@ -118,7 +119,7 @@ class FakeEngine:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.name, self.endpoint, f"http://{self.name}", "here")
+        return Placement(self.name, self.endpoint, f"http://{self.name}", host_id())
 
     def close(self) -> None:
         if not self._transport.killed:
@@ -261,7 +262,7 @@ class FakeFleet(FakeGateway):
         self.engines = [FakeEngine(f"replica-{i}", engine, runner or {}) for i in range(num)]
         self.launcher = ThreadLauncher(self.engines, engine, runner or {})
         super().__init__(
-            config or FleetConfig(fleet_id="fleet-1", host="here"),
+            config or FleetConfig(fleet_id="fleet-1"),
             lambda: self.launcher if restarts else StaticLauncher([engine.placement for engine in self.engines]),
         )
         self.wait_members(num)

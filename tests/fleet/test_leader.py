@@ -16,7 +16,7 @@ from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs
 from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
-CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=0.6, rebuild_s=0.3, host="here")
+CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=0.6, rebuild_s=0.3)
 BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
 
 

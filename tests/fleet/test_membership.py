@@ -25,7 +25,7 @@ BODY = {"ignore_eos": True, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[FakeFleet]:
-    config = FleetConfig(fleet_id="fleet-1", stall_s=1.0, rebuild_s=1.0, lease_s=0.6, host="here")
+    config = FleetConfig(fleet_id="fleet-1", stall_s=1.0, rebuild_s=1.0, lease_s=0.6)
     with fake_fleet(2, restarts=True, config=config, heartbeat_s=0.05) as fleet:
         yield fleet
 
@@ -112,7 +112,7 @@ def test_what_is_open_fails_after_the_state_of_a_fenced_replica_has_changed(flee
 
 
 def test_a_stopped_replica_delivers_nothing_when_it_goes_on():
-    config = FleetConfig(fleet_id="fleet-1", stall_s=0.5, rebuild_s=0.2, host="here")
+    config = FleetConfig(fleet_id="fleet-1", stall_s=0.5, rebuild_s=0.2)
     with fake_fleet(2, config=config, heartbeat_s=0.05, runner={"step_s": 0.01}) as fleet:
         replica, engine = fleet.replica("replica-0"), fleet.engines[0]
         request = AddRequest("r", [1, 2], SamplingParams(max_tokens=200, ignore_eos=True))

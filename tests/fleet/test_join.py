@@ -1,0 +1,198 @@
+"""A replica becomes a member with the weights, holds, adapters and sleep of the fleet only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.server import in_background, until
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.replica import ReplicaState
+from fastdeploy.inter_communicator import messages as m
+from fleet.fake_fleet import FakeFleet, fake_fleet
+from support.fake_runner import expected_tokens, fingerprint_of, write_adapter
+
+CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=2.0, rebuild_s=0.3)
+BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5}
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    with fake_fleet(2, config=CONFIG, restarts=True) as fleet:
+        yield fleet
+
+
+def publish(fleet: FakeFleet, k: int, path: str = "/nowhere") -> None:
+    reply = fleet.http.post("/v1/update_weights", json={"model_path": f"{path}/w{k}", "version": f"step-{k}"})
+    assert reply.status_code == 200, reply.text
+
+
+def kill(fleet: FakeFleet, i: int) -> None:
+    fleet.engines[i].kill()
+    until(lambda: not fleet.replica(f"replica-{i}").in_quorum, 20, "the loss was noticed")
+
+
+def tokens(fleet: FakeFleet, prompt: list[int], **fields: Any) -> list[int]:
+    reply = fleet.http.post("/v1/completions", json=BODY | {"prompt": prompt} | fields)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["token_ids"]
+
+
+def holds(fleet: FakeFleet) -> list[list[str]]:
+    return [list(engine.engine.pause.holds) for engine in fleet.engines]
+
+
+def test_a_restarted_engine_joins_with_the_weights_and_the_holds_of_the_fleet(fleet):
+    publish(fleet, 3)
+    assert fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"}).status_code == 200
+    kill(fleet, 0)
+    fleet.launcher.revive("replica-0")
+    fleet.wait_members(2)
+    assert fleet.engines[0].runner.fingerprint == fingerprint_of(3)
+    assert holds(fleet) == [["trainer"], ["trainer"]]
+    assert fleet.engines[0].engine.pause.is_paused
+    replica = fleet.replica("replica-0")
+    assert (replica.weight_epoch, replica.version) == (1, "step-3")
+
+
+def test_the_weights_come_from_a_member_if_their_source_is_gone(fleet):
+    publish(fleet, 3)
+    fleet.client.membership.state.source = None
+    kill(fleet, 1)
+    fleet.launcher.revive("replica-1")
+    fleet.wait_members(2)
+    assert fleet.engines[1].runner.fingerprint == fingerprint_of(3)
+
+
+def test_a_source_that_has_other_weights_now_is_not_used(fleet):
+    publish(fleet, 3)
+    fleet.client.membership.state.source = FolderSource("/nowhere/w8")
+    kill(fleet, 1)
+    fleet.launcher.revive("replica-1")
+    fleet.wait_members(2)
+    assert fleet.engines[1].runner.fingerprint == fingerprint_of(3)
+
+
+def test_an_engine_with_old_weights_never_gets_a_request(fleet):
+    publish(fleet, 3)
+    kill(fleet, 0)
+    replies = [in_background(tokens, fleet, [i]) for i in range(8)]
+    fleet.launcher.revive("replica-0")
+    replies += [in_background(tokens, fleet, [i]) for i in range(8, 16)]
+    fleet.wait_members(2)
+    replies += [in_background(tokens, fleet, [i]) for i in range(16, 32)]
+    for i, reply in enumerate(replies):
+        assert reply.result(20) == expected_tokens([i], 5, weights=3)
+
+
+def test_a_pause_while_an_engine_is_away_reaches_it_before_it_is_a_member(fleet):
+    kill(fleet, 0)
+    assert fleet.http.post("/v1/pause", json={"mode": "keep"}).status_code == 200
+    fleet.launcher.revive("replica-0")
+    fleet.wait_members(2)
+    assert all(engine.engine.pause.is_paused for engine in fleet.engines)
+    assert fleet.http.post("/v1/resume").status_code == 200
+    assert holds(fleet) == [[], []]
+
+
+def test_a_hold_that_was_released_while_an_engine_was_cut_off_is_released_there(fleet):
+    assert fleet.http.post("/v1/pause", json={"mode": "keep", "hold_id": "trainer"}).status_code == 200
+    fleet.engines[0].stop()
+    replica = fleet.replica("replica-0")
+
+    async def lose() -> None:  # as a network that breaks the connection
+        replica.client.cut("a test cuts it")
+        await replica.client.close()
+
+    replica.drains = False
+    fleet.run(lose())
+    fleet.loop.call_soon_threadsafe(fleet.client.membership.fence, replica, "cut off")
+    until(lambda: not replica.in_quorum, 20, "cut off")
+    assert fleet.http.post("/v1/resume", json={"hold_id": "trainer"}).status_code == 200
+    fleet.wait_members(2)
+    assert holds(fleet) == [[], []]
+
+
+def test_nobody_joins_while_a_weight_session_is_open(fleet):
+    session = fleet.http.post("/v1/weights/begin", json={"version": "step-2"}).json()["result"]["session_id"]
+    kill(fleet, 0)
+    fleet.launcher.revive("replica-0")
+    replica = fleet.replica("replica-0")
+    until(lambda: replica.report, 20, "the engine is led")
+    assert replica.state is ReplicaState.JOINING
+    fleet.http.post("/v1/weights/chunk", json={"session_id": session, "model_path": "/nowhere/w2"})
+    assert fleet.http.post("/v1/weights/commit", json={"session_id": session}).status_code == 200
+    fleet.wait_members(2)
+    assert [engine.runner.fingerprint for engine in fleet.engines] == [fingerprint_of(2)] * 2
+
+
+def test_a_joiner_gets_the_adapters_and_the_sleep_of_the_fleet(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    for _ in range(2):
+        loaded = fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path})
+        assert loaded.status_code == 200, loaded.text
+    assert fleet.http.post("/v1/sleep", json={"tags": ["kv_cache"]}).status_code == 200
+    kill(fleet, 0)
+    fleet.launcher.revive("replica-0")
+    fleet.wait_members(2)
+    assert fleet.engines[0].runner.asleep == {"kv_cache"}
+    adapters = fleet.engines[0].engine.adapters.describe()["adapters"]
+    assert [(a["lora_name"], a["adapter_epoch"]) for a in adapters] == [("a", 2)]
+    assert fleet.http.post("/v1/wakeup").status_code == 200
+    assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=5)
+
+
+def test_an_adapter_that_cannot_be_had_keeps_a_replica_out_until_it_is_unloaded(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    assert fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path}).status_code == 200
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    kill(fleet, 0)
+    fleet.launcher.revive("replica-0")
+    replica = fleet.replica("replica-0")
+    until(lambda: "lacks adapter 'a'" in replica.why, 20, "the reason is shown")
+    assert replica.state is ReplicaState.JOINING
+    assert fleet.http.post("/v1/adapters/unload", json={"lora_name": "a"}).status_code == 200
+    fleet.wait_members(2)
+
+
+def test_a_fleet_that_lost_its_weights_is_held_until_they_are_published_again(fleet):
+    publish(fleet, 3)
+    boot_id = fleet.client.membership.boot_id
+    fleet.client.membership.state.source = None
+    for i in (0, 1):
+        kill(fleet, i)
+    for name in ("replica-0", "replica-1"):
+        fleet.launcher.revive(name)
+    fleet.wait_members(2)
+    assert fleet.client.membership.boot_id != boot_id
+    assert holds(fleet) == [["republish"], ["republish"]]
+    assert {replica.weight_epoch for replica in fleet.client.membership.quorum} == {2}
+    waiting = in_background(tokens, fleet, [1])
+    publish(fleet, 4)
+    assert waiting.result(20) == expected_tokens([1], 5, weights=4)
+    assert holds(fleet) == [[], []]
+    assert fleet.client.membership.state.holds == {}
+
+
+def test_an_engine_with_another_model_is_refused_by_name(fleet):
+    fleet.launcher.find("replica-1")._runner_options = {"vocab": 77}
+    kill(fleet, 1)
+    fleet.launcher.revive("replica-1")
+    replica = fleet.replica("replica-1")
+    until(lambda: "vocab_size is 77" in replica.why, 20, "the reason is shown")
+    assert "replica-1" in replica.why
+    assert (replica.state, fleet.launcher.restarts) == (ReplicaState.JOINING, [])
+
+
+def test_an_engine_with_newer_weights_than_the_fleet_is_restarted(fleet):
+    kill(fleet, 1)
+    with fleet.stopped_gateway():
+        fleet.launcher.revive("replica-1")
+        update = m.UpdateWeightsArgs(FolderSource("/nowhere/w9"))
+        fleet.engines[1].call(update)
+    fleet.wait_members(2)
+    assert [name for name, _ in fleet.launcher.restarts] == ["replica-1"]
+    assert fleet.engines[1].runner.fingerprint == fingerprint_of(0)
