@@ -35,7 +35,7 @@ def add_fleet_flags(add: Callable[..., Any]) -> None:
 
 def fleet_config(args: argparse.Namespace) -> FleetConfig:
     """Return the checked settings of the gateways of one fleet, which gets a new id. Raises InvalidField."""
-    given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s")}
+    given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
     config = FleetConfig(fleet_id=uuid.uuid4().hex, **given).check()
     if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
         raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")

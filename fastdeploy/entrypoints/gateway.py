@@ -21,7 +21,6 @@ from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
 from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import from_json
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.core.host import host_id
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
@@ -60,7 +59,7 @@ async def serve(
 ) -> None:
     """Serve until a stop signal."""
     key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
-    fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
+    fleet = msgspec.structs.replace(config.fleet, replica_key=key)
     client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint, fleet_key))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
