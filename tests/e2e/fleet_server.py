@@ -44,11 +44,11 @@ class FleetServer(Server):
         [pid] = self.pids(f"fastdeploy.entrypoints.replica_main --name {name} ")
         return pid
 
-    def engine_of(self, name: str) -> int:
-        """Return the engine's process of a replica."""
-        below = descendants(self.replica_pid(name))
-        [pid] = set(self.pids("fastdeploy.entrypoints.engine_main")) & set(below)
-        return pid
+    def engine_of(self, name: str) -> int | None:
+        """Return the engine's process of a replica; None = it has none now."""
+        mains = self.pids(f"fastdeploy.entrypoints.replica_main --name {name} ")
+        below = {pid for main in mains for pid in descendants(main)}
+        return next(iter(below & set(self.pids("fastdeploy.entrypoints.engine_main"))), None)
 
     def ask(self, name: str, path: str) -> Any:
         """Ask the replica's own API server, and return the result of a native control call."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.server import until
+from fastdeploy.core.host import host_id
 from fastdeploy.inter_communicator import messages as m
 from fleet.fake_fleet import FakeFleet, fake_fleet
 
@@ -32,7 +33,7 @@ def test_the_gateway_lists_each_replica_with_its_state_version_load_and_holds(fl
     listed = replicas(fleet)
     assert list(listed) == ["replica-0", "replica-1", "replica-2"]
     for name, entry in listed.items():
-        assert (entry["state"], entry["url"], entry["host"]) == ("member", f"http://{name}", "here")
+        assert (entry["state"], entry["url"], entry["host"]) == ("member", f"http://{name}", host_id())
         assert (entry["version"], entry["weight_epoch"], entry["in_flight"], entry["drains"]) == ("0", 0, 0, False)
         assert entry["load"]["max_num_seqs"] == 4 and entry["holds"] == []
 
