@@ -35,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_step_ms: longest time that a step with prefill should take.
         runner_process: run the model in a process of its own.
         heartbeat_s: time between two heartbeats to the API servers.
+        engines_on_host: engines that share this machine; each takes its part of the memory that is free.
 
     KV cache
         block_size: tokens of one KV block.
@@ -96,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_lora_rank: int = 64
     trace: str = ""
     trace_max_mb: int = 1024
+    engines_on_host: int = 1
     fleet_endpoint: str = ""
 
     def check(self) -> EngineConfig:
@@ -109,7 +111,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         policy = self.standby_weights
         _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
-        _require_positive_numbers(self, but=("max_retained",))
+        require_positive_numbers(self, but=("max_retained",))
         _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self
 
@@ -202,7 +204,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        _require_positive_numbers(self, but=("port", "control_port"))
+        require_positive_numbers(self, but=("port", "control_port"))
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
@@ -247,7 +249,7 @@ def _require(field: str, ok: bool, expected: str, got: object) -> None:
         raise InvalidField(field, f"expected {expected}, got {got!r}")
 
 
-def _require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...]) -> None:
+def require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...] = ()) -> None:
     """Raise InvalidField for a number that is not above 0. Fields named in ``but`` are not checked."""
     for field, value in msgspec.structs.asdict(config).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,6 +12,11 @@ def log_level() -> str:
     return os.environ.get("FASTDEPLOY_LOG_LEVEL", "info").lower()
 
 
+def log_name() -> str:
+    """FASTDEPLOY_LOG_NAME: name of the replica that this process belongs to, for the log. Set by replica_main."""
+    return os.environ.get("FASTDEPLOY_LOG_NAME", "")
+
+
 def ipc_root() -> str:
     """FASTDEPLOY_IPC_ROOT: folder in which each server makes its private socket folder. A unix socket's path has at
     most 107 bytes."""

@@ -1,4 +1,5 @@
-"""Logging of all processes: one line per event, to stderr, with the name of the process."""
+"""Logging of all processes: one line per event, to stderr, with the name of the process. In a fleet the name begins
+with that of the replica."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from fastdeploy.core import envs
 
 def setup_logging(process: str) -> logging.Logger:
     """Configure the root logger of this process, and return the logger of this package."""
+    process = "/".join(filter(None, (envs.log_name(), process)))
     logging.basicConfig(
         level=envs.log_level().upper(),
         format=f"%(asctime)s %(levelname).1s {process}[%(process)d] %(name)s: %(message)s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,8 +21,10 @@ class Child:
     """A running ``python -m module args --event-fd N``. ``pidfd`` becomes readable when the process has ended, and
     ``events.fd`` when the process has sent an event. ready_since: time.monotonic() when the child became ready.
 
-    The child has its own session, so Ctrl-C reaches the supervisor only, which ends its children in order.
-    death_signal: the system sends it to the child when the parent dies; None = the child watches the parent itself.
+    The child has its own session, so Ctrl-C reaches the supervisor only, which ends its children in order. own_session:
+    False = the child stays in the process group of this process. death_signal: the system sends it to the child when
+    the parent dies; None = the child watches the parent itself. whole_group: children of the child stay in its process
+    group, which is killed as a whole: by :meth:`kill`, and when the child itself has ended.
     """
 
     def __init__(
@@ -33,7 +36,11 @@ class Child:
         death_signal: signal.Signals | None = None,
         *,
         environment: Mapping[str, str],
+        own_session: bool = True,
+        whole_group: bool = False,
     ):
+        assert own_session or not whole_group, "this process is in the same group"
+        self._whole_group = whole_group
         read_fd, write_fd = os.pipe()
         parent = os.getpid()
 
@@ -50,7 +57,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[write_fd, *keep_fds],
-                start_new_session=True,
+                start_new_session=own_session,
                 preexec_fn=tie_to_parent,
             )
         finally:
@@ -66,8 +73,19 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
+    def kill(self) -> None:
+        """Kill the child, even if its process is stopped. It is no error if the child has ended already."""
+        if self._whole_group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so no other group has this number
+        else:
+            self.signal(signal.SIGKILL)
+
     def reap(self) -> int:
         """Wait for the end of a child whose pidfd is readable. Return its exit status (negative: a signal)."""
+        if self._whole_group:
+            select.select([self.pidfd], [], [])
+            self.kill()
         status = self._process.wait()
         os.close(self.pidfd)
         self.events.close()

@@ -42,6 +42,7 @@ def load_model(config: EngineConfig) -> Runner:
         model_roots=config.model_roots,
         max_lora_rank=config.max_lora_rank,
         standby_weights=config.standby_weights,
+        engines_on_host=config.engines_on_host,
     )
 
 

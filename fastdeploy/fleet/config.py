@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fastdeploy.core.config import require_positive_numbers
+
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of a gateway. Times are in seconds.
@@ -30,3 +32,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rebuild_s: float = 5.0
     drain_s: float = 300.0
     replica_key: str = ""
+
+    def check(self) -> FleetConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        require_positive_numbers(self)
+        return self

@@ -46,10 +46,10 @@ class ModelRunner:
     model_path: a Hugging Face folder. block_size: a multiple of 16. dtype: the type of weights and KV; "auto" follows
     the checkpoint (float16 becomes float32). num_blocks has priority over kv_cache_bytes, and either is refused if it
     exceeds the free memory; without both, the KV cache holds what max_num_seqs sequences of max_model_len need, but at
-    most 2 GiB and a quarter of the free memory. max_model_len None: the longest of the model, or of the KV cache if
-    that is less. ops: by default the best ops that this machine can run. spill_dir: the folder for sleeping weights
-    ("" = the temporary folder). model_roots: folders of new weights must lie below one of these. max_lora_rank: the
-    largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
+    most 2 GiB and a quarter of the free memory, divided by engines_on_host. max_model_len None: the longest of the
+    model, or of the KV cache if that is less. ops: by default the best ops that this machine can run. spill_dir: the
+    folder for sleeping weights ("" = the temporary folder). model_roots: folders of new weights must lie below one of
+    these. max_lora_rank: the largest rank of an adapter. standby_weights: "auto", "on" or "off"; see StandbyCopy.
 
     Raises InvalidField for a setting or a config key, WeightUpdateRefused for a file or a tensor.
     """
@@ -70,6 +70,7 @@ class ModelRunner:
         model_roots: Sequence[str] = ANYWHERE,
         max_lora_rank: int = 64,
         standby_weights: str = "auto",
+        engines_on_host: int = 1,
     ):
         _set_place(place)
         if block_size < 1 or block_size % 16:
@@ -88,7 +89,7 @@ class ModelRunner:
             num_blocks = kv_cache_bytes // block_bytes
         else:
             full = max_num_seqs * -(-wanted_len // block_size)
-            num_blocks = min(full, _default_kv_bytes() // block_bytes)
+            num_blocks = min(full, _default_kv_bytes(engines_on_host) // block_bytes)
         if max_model_len is None:
             wanted_len = min(wanted_len, num_blocks * block_size)
         if num_blocks < 1 or wanted_len > num_blocks * block_size:
@@ -393,5 +394,5 @@ def _check_fits(setting: str, kv_cache_bytes: int) -> None:
         raise InvalidField(setting, f"{asked} is more than the memory that is free, {free / 2**30:.1f} GiB")
 
 
-def _default_kv_bytes() -> int:
-    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory()))
+def _default_kv_bytes(engines_on_host: int) -> int:
+    return min(DEFAULT_KV_BYTES, int(KV_MEMORY_SHARE * free_memory() / engines_on_host))

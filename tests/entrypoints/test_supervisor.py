@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy.entrypoints.supervisor import MAX_FAILED_STARTS, BackOff
+from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
 TESTS = Path(__file__).parents[1]

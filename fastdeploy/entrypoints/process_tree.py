@@ -1,0 +1,231 @@
+"""A parent process and its children: each is started, watched, started again when it ends, and stopped in order.
+
+One thread waits on the event pipes of the children, on their pidfds, and on the wake-up pipe of signals.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fastdeploy.entrypoints.child import Child
+
+logger = logging.getLogger(__name__)
+MAX_FAILED_STARTS = 5
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 30.0
+HEALTHY_S = 60.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FAILED = 1
+# Pipes come before pidfds, since a child may have sent events before it died.
+PIPES, ENDS, SIGNALS = range(3)
+
+
+class BackOff:
+    """Delays before a child process that ended is started again.
+
+    The first restart is immediate. The second waits ``first_delay_s``, and each further one twice as long as the one
+    before, up to MAX_DELAY_S. The count starts again after a child that was ready for HEALTHY_S. The parent gives
+    up only after MAX_FAILED_STARTS children in a row that were never ready. So a client that can kill a child cannot
+    use up the restarts.
+    """
+
+    def __init__(self, first_delay_s: float):
+        self._first_delay_s = first_delay_s
+        self._num_short_lives = 0
+        self._num_failed_starts = 0
+
+    def delay(self, ready_for_s: float | None) -> float | None:
+        """Return the seconds to wait, or None to give up. ready_for_s: how long the child was ready; None = never."""
+        self._num_failed_starts = self._num_failed_starts + 1 if ready_for_s is None else 0
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            return None
+        if ready_for_s is not None and ready_for_s >= HEALTHY_S:
+            self._num_short_lives = 0
+        self._num_short_lives += 1
+        if self._num_short_lives == 1:
+            return 0.0
+        return min(self._first_delay_s * 2.0 ** min(self._num_short_lives - 2, 30), MAX_DELAY_S)
+
+
+class ProcessTree(ABC):
+    """The children of this process, by name. shutdown_s: seconds for an orderly end, after which children are killed.
+    first_delay_s: see BackOff. status: the exit status so far."""
+
+    def __init__(self, shutdown_s: float, first_delay_s: float = FIRST_DELAY_S):
+        self._shutdown_s = shutdown_s
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[str, Child] = {}
+        self._back_offs: defaultdict[str, BackOff] = defaultdict(lambda: BackOff(first_delay_s))
+        self._due: dict[str, float] = {}  # child that waits for its restart -> time of the restart (time.monotonic())
+        self._status = 0
+        self._stopping = False
+        self._stop_deadline = 0.0
+        self._told_to_stop: set[int] = set()
+
+    # ------------------------------------------------------------------ what a tree defines
+
+    @abstractmethod
+    def _make(self, name: str) -> Child:
+        """Start the process of the child ``name``."""
+
+    @abstractmethod
+    def _on_event(self, child: Child, event: dict[str, Any]) -> None:
+        """Handle an event of a child. "refused" has ``why``: the child cannot serve its model or its settings."""
+
+    @abstractmethod
+    def _next_to_stop(self) -> Iterable[Child]:
+        """Return the children that may end now. Called when the shutdown begins, and after each end of a child from
+        then on."""
+
+    @abstractmethod
+    def _on_stopped(self, child: Child, status: int) -> None:
+        """Handle the end of a child during the shutdown."""
+
+    def _on_end(self, child: Child, status: int) -> None:
+        """Handle the end of a child that is not stopped: start it again."""
+        self._restart_later(child, status)
+
+    def _on_hopeless(self, name: str) -> None:
+        """Handle a child that was not ready in any of its last starts: stop all."""
+        self._stop(FAILED)
+
+    # ------------------------------------------------------------------ life
+
+    def _start(self, name: str) -> None:
+        child = self._children[name] = self._make(name)
+
+        def read() -> None:
+            events = child.events.read()
+            for event in events:
+                self._on_event(child, event)
+            if not events:  # the child has closed the pipe
+                self._forget_fd(child.events.fd)
+
+        def end() -> None:
+            read()
+            status = self._reap(child)
+            del self._children[name]
+            if not self._stopping:
+                self._on_end(child, status)
+            else:
+                self._on_stopped(child, status)
+                self._stop_next()
+
+        self._watch(child.events.fd, PIPES, read)
+        self._watch(child.pidfd, ENDS, end)
+
+    def _watch(self, fd: Any, rank: int, handle: Callable[[], object], mask: int = selectors.EVENT_READ) -> None:
+        self._selector.register(fd, mask, (rank, handle))
+
+    def _forget_fd(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _reap(self, child: Child) -> int:
+        self._forget_fd(child.events.fd)
+        self._forget_fd(child.pidfd)
+        return child.reap()
+
+    def _run_until_ended(self) -> None:
+        """Handle what happens until no child is left and none is due."""
+        while self._children or (self._due and not self._stopping):
+            ready = self._selector.select(self._seconds_to_deadline())
+            for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
+                if key.fd in self._selector.get_map():  # an earlier event may have killed the child
+                    key.data[1]()
+            if self._stopping and time.monotonic() >= self._stop_deadline:
+                logger.error("some processes did not end within %g s: killing them", self._shutdown_s)
+                self._status = self._status or FAILED
+                self._kill_all()
+            if not self._stopping:
+                self._restart_what_is_due()
+
+    def _seconds_to_deadline(self) -> float | None:
+        """Return the seconds to the next restart or to the end of shutdown_s, or None if there is neither."""
+        due = [self._stop_deadline] if self._stopping else list(self._due.values())
+        return max(min(due) - time.monotonic(), 0.0) if due else None
+
+    def _restart_later(self, child: Child, status: int) -> None:
+        now, name = time.monotonic(), child.name
+        delay = self._back_offs[name].delay(None if child.ready_since is None else now - child.ready_since)
+        if delay is None:
+            text = "%s ended with status %d; it was not ready in any of the last %d starts"
+            logger.error(text, name, status, MAX_FAILED_STARTS)
+            self._on_hopeless(name)
+            return
+        logger.error("%s ended with status %d: restarting it in %g s", name, status, delay)
+        self._due[name] = now + delay
+
+    def _restart_what_is_due(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, due in self._due.items() if due <= now]:
+            del self._due[name]
+            self._start(name)
+
+    # ------------------------------------------------------------------ signals
+
+    def _catch_signals(self) -> Callable[[], None]:
+        """Make signals readable from a pipe. Return a function that restores the old handlers."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)
+        old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        old = {number: signal.signal(number, lambda *_: None) for number in _stop_signals()}
+        self._watch(reader, SIGNALS, lambda: self._on_signals(reader.recv(64)))
+
+        def restore() -> None:
+            signal.set_wakeup_fd(old_fd)
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            reader.close()
+            writer.close()
+
+        return restore
+
+    def _on_signals(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number not in STOP_SIGNALS:
+                continue
+            if self._stopping:
+                logger.warning("second stop signal: killing all processes")
+                self._status = FAILED
+                self._kill_all()
+            else:
+                logger.info("%s: stopping", signal.Signals(number).name)
+                self._stop(0)
+
+    # ------------------------------------------------------------------ the end
+
+    def _stop_next(self) -> None:
+        for child in self._next_to_stop():
+            if child.pid not in self._told_to_stop:  # a second signal would mean: at once
+                self._told_to_stop.add(child.pid)
+                child.signal(signal.SIGTERM)
+
+    def _stop(self, status: int) -> None:
+        """Begin the shutdown."""
+        self._status = self._status or status
+        self._stopping = True
+        self._stop_deadline = time.monotonic() + self._shutdown_s
+        self._stop_next()
+
+    def _kill_all(self) -> None:
+        """Kill all children, and return when they have ended."""
+        self._stopping = True
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            self._reap(child)
+        self._children.clear()
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop the server: STOP_SIGNALS, without SIGHUP if it is ignored, as under nohup."""
+    return [n for n in STOP_SIGNALS if n is not signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]

@@ -1,0 +1,84 @@
+"""One replica of a fleet: ``python -m fastdeploy.entrypoints.replica_main``. A supervisor with an engine and API
+servers, as "fastdeploy serve" is, whose parent is a program.
+
+Events to the parent: "serving" {url, endpoint, host} when the API servers answer and the engine is ready, again after
+each restart of the engine; "refused" {why}. The system kills the replica when its parent dies.
+
+All processes but a separate runner are in the process group of the replica, which has its number. So the parent kills
+them with one SIGKILL, even if they are stopped; the runner ends with its engine. SIGTERM ends them in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from fastdeploy.core.config import EngineConfig, ServeConfig, from_json
+from fastdeploy.core.host import host_id
+from fastdeploy.core.logger import setup_logging
+from fastdeploy.entrypoints.supervisor import Supervisor
+from fastdeploy.http.guards.keys import take_keys
+from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+
+logger = logging.getLogger(__name__)
+ENGINE_MODULE = "fastdeploy.entrypoints.engine_main"
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of one replica. engine.fleet_endpoint is the address for the gateway; a port 0 becomes a free one."""
+
+    engine: EngineConfig
+    serve: ServeConfig
+
+
+class ToParent:
+    """Reports to the parent's pipe (see supervisor.Report)."""
+
+    def __init__(self, events: EventPipe):
+        self._events = events
+
+    def serving(self, urls: Sequence[str], fleet_endpoint: str) -> None:
+        self._events.send("serving", url=urls[0], endpoint=fleet_endpoint, host=host_id())
+
+    def refused(self, why: str) -> None:
+        self._events.send("refused", why=why)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True, help="of the replica, unique in the fleet")
+    parser.add_argument("--config", required=True, help="ReplicaConfig as JSON")
+    parser.add_argument("--http-fds", type=int, nargs="*", default=(), help="inherited listening sockets, if any")
+    parser.add_argument("--engine-module", default=ENGINE_MODULE, help="see Supervisor")
+    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the parent")
+    args = parser.parse_args()
+    os.environ["FASTDEPLOY_LOG_NAME"] = args.name
+    setup_logging("supervisor")
+    config, keys, events = from_json(args.config, ReplicaConfig), take_keys(os.environ), EventPipe(args.event_fd)
+    fleet_key = take_fleet_key(os.environ)
+    listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
+    supervisor = Supervisor(
+        config.engine,
+        config.serve,
+        args.engine_module,
+        keys,
+        fleet_key=fleet_key,
+        report=ToParent(events),
+        listeners=listeners,
+        one_group=True,
+    )
+    try:
+        return supervisor.run()
+    except OSError as error:  # the address is taken
+        return events.refuse(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
