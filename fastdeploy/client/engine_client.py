@@ -64,6 +64,7 @@ class EngineClient:
         self._num_heard = 0
         self._pidfd: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_cut = False
         self.missing_because = "it is starting"
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()  # the server shuts down
@@ -84,6 +85,13 @@ class EngineClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._connector.close()
+
+    def cut(self, why: str) -> None:
+        """Fail everything that is open with EngineDead, at once, and hear nothing more. :meth:`close` must follow."""
+        self._is_cut, self._connection = True, None
+        self._disconnect(errors.EngineDead(why))
+        if self._task is not None:
+            self._task.cancel()
 
     async def _run(self) -> None:
         while (connection := await self._connect()) is not None:
@@ -159,6 +167,8 @@ class EngineClient:
         return errors.EngineStalled(message)
 
     def _receive(self, message: m.ToClient) -> None:
+        if self._is_cut:
+            return
         self._num_heard += 1
         match message:
             case m.Outputs(outputs=outputs):

@@ -108,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         _require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}", self.dtype)
         policy = self.standby_weights
         _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
-        _require_positive_numbers(self, but=("max_retained",))
+        require_positive_numbers(self, but=("max_retained",))
         return self
 
 
@@ -200,7 +200,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             complete = origin == "*" or ("://" in origin and not origin.endswith("/"))
             _require("allowed_origins", complete, "origins such as http://localhost:3000", origin)
         _require("workers", 1 <= self.workers <= 64, "an integer from 1 to 64", self.workers)
-        _require_positive_numbers(self, but=("port", "control_port"))
+        require_positive_numbers(self, but=("port", "control_port"))
         _require_writable("upload_dir", self.upload_dir)
         _require_writable("pull_root", self.pull_root)
         _require("logprobs_mode", self.logprobs_mode in LOGPROBS_MODES, ", ".join(LOGPROBS_MODES), self.logprobs_mode)
@@ -237,7 +237,7 @@ def _require(field: str, ok: bool, expected: str, got: object) -> None:
         raise InvalidField(field, f"expected {expected}, got {got!r}")
 
 
-def _require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...]) -> None:
+def require_positive_numbers(config: msgspec.Struct, but: tuple[str, ...] = ()) -> None:
     """Raise InvalidField for a number that is not above 0. Fields named in ``but`` are not checked."""
     for field, value in msgspec.structs.asdict(config).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -184,6 +184,14 @@ class NotLeader(ControlError, code="not_leader", status=409):
     """The engine belongs to a fleet, and takes this call from the fleet's gateway only."""
 
 
+class ReplicaNotFound(ControlError, code="replica_not_found", status=404):
+    """The fleet has no replica of this name."""
+
+
+class ReplicaMisfit(ControlError, code="replica_misfit", status=409):
+    """A replica cannot belong to the fleet: it runs another version of this package, or has another model."""
+
+
 class FleetCallFailed(ControlError, code="fleet_call_failed", status=502):
     """A control call failed on some replicas of the fleet and was undone on the others. detail["replicas"]: a report of
     each replica."""

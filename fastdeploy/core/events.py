@@ -32,8 +32,8 @@ class EventKind(StrEnum):
         HELD       a hold was placed, renewed or made stronger. hold_id, mode, placed_by
         RELEASED   a hold ended. hold_id, why (resume | ttl | cancel)
     Of weights (``name`` is the session's id, or the scope for COMMITTED):
-        SESSION    state (open | committing | ready | ended), event (begin | part | commit | checked | swap | end),
-                   version, nbytes (received)
+        SESSION    state (open | committing | prepared | ready | ended), event (begin | part | commit | checked |
+                   prepare | swap | end), version, nbytes (received)
         COMMITTED  new weights serve. version, weight_epoch, adapter_epoch, kv
     Of the loop (``name`` is ""), only for a sink with ``wants_steps``:
         STEP       one step has ended. seconds, plan (StepPlan), requests (of each chunk), sampled (list of NewToken, or

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from fastdeploy.core.config import EngineConfig
-from fastdeploy.core.errors import InvalidField, ModelNotFound
+from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
 from fastdeploy.core.safe_files import path_problem
 from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.weight_checks import check_kv, check_label, check_seconds
+from fastdeploy.engine.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
@@ -51,6 +51,15 @@ class AdapterChecks:
             raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
         if name in ("default", self._config.served_model_name, self._config.model):
             raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
+
+
+def check_adapter_epoch(adapter_epoch: int | None, serves: int) -> None:
+    """Raise an error unless ``adapter_epoch`` is None, or above that of the adapter that has the name (0 = none)."""
+    if adapter_epoch is not None and adapter_epoch > MAX_EPOCH:
+        raise InvalidField("adapter_epoch", f"expected an integer up to 2**53 - 1, got {adapter_epoch}")
+    if adapter_epoch is not None and adapter_epoch <= serves:
+        why = f"adapter_epoch: expected a number above {serves}, got {adapter_epoch}"
+        raise VersionConflict(why, adapter_epoch=serves)
 
 
 def not_found(name: str, field: str = "model") -> ModelNotFound:

@@ -2,7 +2,8 @@
 
 A load is two jobs. The first copies the adapter into the engine's store, from a folder, an upload or shared memory. The
 second reads the copy, and checks and packs the tensors. Then, between two steps, the runner takes the packed adapter,
-and the name means the new adapter. A refused adapter changes nothing.
+and the name means the new adapter. A refused adapter changes nothing. A prepared load waits before this last part for
+another call.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,8 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.adapter_checks import AdapterChecks, not_found
+from fastdeploy.engine.adapter_checks import AdapterChecks, check_adapter_epoch, not_found
+from fastdeploy.engine.adapter_loads import PREPARED_S, Adapter, Load
 from fastdeploy.engine.adapter_reads import AdapterReads, Packed
 from fastdeploy.engine.adapter_store import AdapterStore
 from fastdeploy.engine.delivery import Answer
@@ -41,35 +42,6 @@ from fastdeploy.inter_communicator import messages as m
 log = logging.getLogger("fastdeploy.engine")
 
 COPIES_AT_ONCE = 8  # so one hung source delays nobody else
-
-
-@dataclass
-class Adapter:
-    """An adapter that requests can name. int_id: counts names, from 1; a load in place keeps it. path: the origin."""
-
-    model: ServedModel
-    int_id: int
-    path: str = ""
-    rank: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.model.served.adapter_name
-
-
-@dataclass(eq=False)
-class Load:
-    """A load in progress. number: of the load, and of its folder in the store. answer: of the call; None for a name
-    that is looked up in the adapter root. given_up: its result is not wanted."""
-
-    args: m.LoadAdapterArgs
-    number: int
-    timeout_s: float
-    answer: Answer | None
-    started_at: float
-    copy_s: float = 0.0
-    read_s: float = 0.0
-    given_up: bool = False
 
 
 class AdapterRegistry:
@@ -110,6 +82,7 @@ class AdapterRegistry:
         self._unloaded: dict[ServedModel, None] = {}  # which still have requests
         self._num_loads = 0
         self._num_names = 0
+        self._first_expiry: float | None = None  # a prepared load ends then, or was ended before
         self.num_failed = 0
 
     @property
@@ -148,7 +121,7 @@ class AdapterRegistry:
         """Begin to load an adapter. Raises InvalidField, AdapterLoaded or UpdateInProgress."""
         timeout_s = self._checks.check_load(args)
         other = self._loads.get(args.lora_name)
-        if other is not None and other.answer is not None:
+        if other is not None and not other.lookup:
             raise UpdateInProgress(f"lora_name: adapter {args.lora_name!r} is being loaded; try again after that")
         if not args.replace and args.lora_name in self._known:
             raise AdapterLoaded(f"lora_name: adapter {args.lora_name!r} is loaded already", param="lora_name")
@@ -157,6 +130,23 @@ class AdapterRegistry:
         if other is not None:
             self._stop(other)  # a lookup; the requests that wait for it get this adapter
         self._begin(args, timeout_s, answer)
+
+    def end_load(self, args: m.EndLoadArgs) -> dict[str, Any]:
+        """Commit or drop a prepared load. Raises WrongOrder if there is none. After a VersionConflict or an InvalidField
+        the load is still prepared."""
+        load = self._loads.get(args.lora_name)
+        if load is None or load.packed is None:
+            raise WrongOrder(f"lora_name: no load of adapter {args.lora_name!r} is prepared")
+        if not args.commit:
+            self._refuse(load, WrongOrder("the load was dropped"))
+            return {"lora_name": args.lora_name, "status": "dropped"}
+        known = self._known.get(args.lora_name)
+        check_adapter_epoch(args.adapter_epoch, known.model.served.adapter_epoch if known is not None else 0)
+        return self._commit(load, load.packed, args.adapter_epoch)
+
+    def prepared(self) -> list[str]:
+        """Return the names of the prepared loads."""
+        return [name for name, load in self._loads.items() if load.packed is not None]
 
     def unload(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
         """Remove a name at once. Its requests finish on the weights that they have. Raises ModelNotFound."""
@@ -193,10 +183,12 @@ class AdapterRegistry:
             thread.poll()
         if self._unloaded:
             self._free_unused()
+        if self._first_expiry is not None and self._clock() >= self._first_expiry:
+            self._forget_expired()
 
     def next_deadline(self) -> float | None:
         """Time at which ``poll`` must be called even if no message comes."""
-        due = (thread.next_deadline() for thread in self._threads)
+        due = [self._first_expiry, *(thread.next_deadline() for thread in self._threads)]
         return min((at for at in due if at is not None), default=None)
 
     def fail(self, error: FastDeployError) -> None:
@@ -219,9 +211,10 @@ class AdapterRegistry:
 
     def _begin(self, args: m.LoadAdapterArgs, timeout_s: float, answer: Answer | None) -> None:
         self._num_loads += 1
-        load = self._loads[args.lora_name] = Load(args, self._num_loads, timeout_s, answer, self._clock())
+        load = Load(args, self._num_loads, timeout_s, answer, self._clock(), lookup=answer is None)
+        self._loads[args.lora_name] = load
         work, done = functools.partial(self._copy, load), functools.partial(self._copied, load)
-        thread = self._lookups if answer is None else self._copies
+        thread = self._lookups if load.lookup else self._copies
         thread.submit(Job(load, work, done, timeout_s, reads=isinstance(args.source, FolderSource)))
 
     def _look_up(self, name: str, path: str) -> None:
@@ -230,7 +223,7 @@ class AdapterRegistry:
 
     def _copy(self, load: Load) -> None:
         """Copy the source, on a staging thread. A copy that came back too late is removed."""
-        roots = self._config.model_roots if load.answer is not None else (self._config.adapter_root,)
+        roots = (self._config.adapter_root,) if load.lookup else self._config.model_roots
         self.store.copy(load.number, load.args.source, load.args.config, roots)
         if load.given_up:
             self.store.remove(load.number)
@@ -252,15 +245,33 @@ class AdapterRegistry:
             self._refuse(load, error or WrongOrder("no result"))
             return
         nbytes, budget = packed[0].nbytes, self._memory.budget
-        if nbytes > budget:
+        waiting = sum(other.packed[0].nbytes for other in self._loads.values() if other.packed is not None)
+        if nbytes > budget or (load.args.prepare and nbytes + waiting > budget):
             self.reads.discard(packed)
-            why = f"lora_name: {nbytes} bytes in memory are more than the {budget} bytes of --adapter-memory-mb"
+            prepared = f" with the {waiting} bytes of other prepared loads" if waiting else ""
+            limit = f"more than the {budget} bytes of --adapter-memory-mb"
+            why = f"lora_name: {nbytes} bytes in memory{prepared} are {limit}"
             self._refuse(load, WeightUpdateRefused(why, param="lora_name"))
-            return
-        self._commit(load, packed)
+        elif load.args.prepare:
+            load.prepared(packed, self._clock())
+            self._first_expiry = self._find_first_expiry()
+        else:
+            answer, report = load.answer, self._commit(load, packed)
+            if answer is not None:
+                answer(report, None)
 
-    def _commit(self, load: Load, packed: Packed) -> None:
-        """Make the name mean the new adapter."""
+    def _find_first_expiry(self) -> float | None:
+        return min((load.expires_at for load in self._loads.values() if load.packed is not None), default=None)
+
+    def _forget_expired(self) -> None:
+        now = self._clock()
+        for load in [load for load in self._loads.values() if load.packed is not None and load.expires_at <= now]:
+            log.warning("the prepared load of adapter %r was not ended in %g s", load.args.lora_name, PREPARED_S)
+            self._refuse(load, WrongOrder("the prepared load was not ended in time"))
+        self._first_expiry = self._find_first_expiry()
+
+    def _commit(self, load: Load, packed: Packed, adapter_epoch: int | None = None) -> dict[str, Any]:
+        """Make the name mean the new adapter. Return the report. adapter_epoch: None = the next one."""
         args, info, began = load.args, packed[0], self._clock()
         del self._loads[args.lora_name]
         adapter = self._known.get(args.lora_name)
@@ -273,7 +284,7 @@ class AdapterRegistry:
         in_flight = [request for request in model.requests if request.num_computed]
         recompute = args.kv == "recompute"
         to_recompute = sum(request.num_computed for request in in_flight) if recompute else 0
-        epoch = before.adapter_epoch + 1
+        epoch = before.adapter_epoch + 1 if adapter_epoch is None else adapter_epoch
         version = args.version if args.version is not None else str(epoch)
         model.served = ServedWeights(version, before.weight_epoch, load.number, args.lora_name, epoch)
         model.nbytes, adapter.rank, adapter.path = info.nbytes, info.rank, args.path
@@ -285,7 +296,7 @@ class AdapterRegistry:
             self._lifecycle.scheduler.weights_changed(model, before, recompute)
             self.reads.remove_copy(before.adapter)
         self.reads.commit(model, packed)
-        report = {
+        return {
             "status": "loaded",
             **model.scope.weights_label(),
             "lora_int_id": adapter.int_id,
@@ -297,8 +308,6 @@ class AdapterRegistry:
             "tokens_to_recompute": to_recompute,
             "timings_ms": self._timings(load, began),
         }
-        if load.answer is not None:
-            load.answer(report, None)
 
     def _timings(self, load: Load, began: float) -> dict[str, float]:
         now = self._clock()
@@ -320,7 +329,7 @@ class AdapterRegistry:
             load.answer({}, error)
         if (model := self._looked_up.get(name)) is None:
             return
-        if load.answer is not None and model.requests:
+        if not load.lookup and model.requests:
             self._look_up(name, self._checks.path_in_root(name))
             return
         del self._looked_up[name]
@@ -336,6 +345,8 @@ class AdapterRegistry:
     def _stop(self, load: Load) -> None:
         """Abandon the jobs of a load, and remove its copy. A copy that is not complete is removed when it is."""
         load.given_up = True
+        if load.packed is not None:
+            self.reads.discard(load.packed)
         error = WrongOrder("the load was given up")
         for thread in self._threads:
             thread.give_up(load, error)

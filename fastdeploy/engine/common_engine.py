@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastdeploy import __version__
 from fastdeploy.cache_manager.adapter_memory import AdapterMemory
 from fastdeploy.cache_manager.kv_cache_manager import KVCacheManager
 from fastdeploy.core.config import EngineConfig
@@ -29,8 +30,10 @@ from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.finite_watch import FiniteWatch
+from fastdeploy.engine.fleet_report import FleetReport
 from fastdeploy.engine.gauges import add_adapter_gauges, add_control_gauges, add_request_gauges
 from fastdeploy.engine.inbox import Inbox
+from fastdeploy.engine.leadership import Leadership
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.processes import process_runs
 from fastdeploy.engine.retained_log import RetainedLog
@@ -104,6 +107,10 @@ class CommonEngine:
             runner, switch, self.pause, policy, transport.wake, clock, config.stage_timeout_s, clients, self.events
         )
         self.sleeper = Sleeper(runner, self.pause, self.weights, self.adapters.reads, clock, config.stage_timeout_s)
+        self.leadership = Leadership(clock, clients)
+        self._fleet_report = FleetReport(
+            self.leadership, self.scheduler, self.scopes, self.weights, self.adapters, runner
+        )
         reader = StateReader(self.scheduler, self.kv, self.metrics, self.scopes, self.weights, self.adapters, runner)
         self.viewers = Viewers(self.events, reader, clock)
         self._switch = switch
@@ -126,28 +133,31 @@ class CommonEngine:
             m.ResumeArgs: lambda args, answer: self.scopes.resume(args),
             m.RenewArgs: lambda args, answer: self.scopes.renew(args),
             m.PauseStatusArgs: lambda args, answer: self.scopes.status(args.scope),
-            m.AbortArgs: lambda args, answer: self.scopes.abort(args),
             m.UpdateWeightsArgs: self.weights.update,
             m.CheckUpdateArgs: lambda args, answer: self.weights.check(args),
             m.CommitUpdateArgs: self.weights.commit,
             m.AbortUpdateArgs: lambda args, answer: self.weights.abort(args),
             m.WeightInfoArgs: self.weights.info,
             m.LoadAdapterArgs: self.adapters.load,
+            m.EndLoadArgs: lambda args, answer: self.adapters.end_load(args),
             m.UnloadAdapterArgs: lambda args, answer: self.adapters.unload(args),
             m.AdaptersArgs: lambda args, answer: self.adapters.describe(),
-            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version),
+            m.SetVersionArgs: lambda args, answer: switch.relabel(args.version, args.weight_epoch),
             m.ResetArgs: lambda args, answer: self._reset(args),
             m.ResetCacheArgs: lambda args, answer: self.lifecycle.reset_cache(args, self.scopes.whole),
             m.SleepArgs: self.sleeper.sleep,
             m.WakeArgs: self.sleeper.wake,
             m.ModelInfoArgs: lambda args, answer: self._model_info(),
             m.EventsArgs: lambda args, answer: self.viewers.read(args),
+            m.FleetStateArgs: lambda args, answer: self._fleet_report.read(),
             m.MetricsArgs: lambda args, answer: {"text": self.metrics.render()},
         }
         # Calls that the engine must tie to the client that makes them.
         self._on_call_of: dict[type, Callable[[Any, str, Answer], dict[str, Any] | None]] = {
             m.BeginUpdateArgs: lambda args, client, answer: self.weights.begin(args, client),
             m.UpdateChunkArgs: self.weights.add_part,
+            m.AbortArgs: lambda args, client, answer: self._abort(args, client),
+            m.LeadArgs: lambda args, client, answer: self._lead(args, client),
         }
         if config.lost_commit:
             self.weights.hold_for_republish()
@@ -182,6 +192,7 @@ class CommonEngine:
         """Run one round of the loop. Every invariant of the engine holds between any two lines of this function."""
         for client, message in self._inbox.take(self._idle_time() if block else 0.0):
             self._handle(client, message)
+            self.weights.swap_prepared()
         self.send_heartbeats()
         self.lifecycle.delivery.drop_unreachable()
         self.weights.poll()
@@ -285,7 +296,8 @@ class CommonEngine:
 
     def _hello(self, client: str, hello: m.Hello) -> None:
         self.lifecycle.delivery.clients[client] = hello.pid
-        self.lifecycle.delivery.send(client, m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len))
+        welcome = m.Welcome(self.boot_id, os.getpid(), self.info.max_model_len, __version__)
+        self.lifecycle.delivery.send(client, welcome)
         self.lifecycle.delivery.send(client, m.Heartbeat())
 
     def _call(self, client: str, call: m.Call) -> None:
@@ -298,6 +310,7 @@ class CommonEngine:
                 self.lifecycle.delivery.reply(client, call.call_id, result, error)
 
         try:
+            self.leadership.check(call.args, client)
             kind = type(call.args)
             if kind in self._on_call:
                 result = self._on_call[kind](call.args, answer)
@@ -312,6 +325,13 @@ class CommonEngine:
         else:
             if result is not None:  # None: the handler answers later
                 answer(result)
+
+    def _lead(self, args: m.LeadArgs, client: str) -> dict[str, Any]:
+        self.leadership.lead(args, client)
+        return self._fleet_report.read()
+
+    def _abort(self, args: m.AbortArgs, client: str) -> dict[str, Any]:
+        return self.scopes.abort(args, None if self.leadership.leads(client) else client)
 
     def _model_info(self) -> dict[str, Any]:
         config = self.config

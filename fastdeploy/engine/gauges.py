@@ -53,7 +53,11 @@ def add_control_gauges(metrics: EngineMetrics, pause: PauseState, weights: Weigh
     add = metrics.add_gauge
     add("rejecting_new_requests", "1 while a pause hold stands", lambda: pause.rejecting_new_requests)
     add("is_paused", "1 while quiesced", lambda: pause.is_paused)
-    add("weight_epoch", "Commits of weights since start", lambda: pause.scope.model.served.weight_epoch)
+    add(
+        "weight_epoch",
+        "Number of the weights that serve; every commit raises it",
+        lambda: pause.scope.model.served.weight_epoch,
+    )
     add("weight_updates_failed", "Weight sessions without a commit, since start", lambda: weights.num_failed)
     add("weight_session_open", "1 while a weight session is open", lambda: weights.session is not None)
     add("weight_commit_seconds", "Duration of the last commit, between two steps", lambda: weights.last_commit_s)

@@ -160,13 +160,16 @@ class RequestLifecycle:
                 request.silent = True
                 self.scheduler.end(request, reason)
 
-    def abort(self, request_ids: list[str] | None, scope: Scope) -> dict[str, list]:
-        """End the requests of ``scope`` with these client ids; None stands for all of them. Return the report."""
+    def abort(self, request_ids: list[str] | None, scope: Scope, client: str | None = None) -> dict[str, list]:
+        """End the requests of ``scope`` with these ids, which clients know; None stands for all of them. client: end
+        requests of this connection only. Return the report."""
         if request_ids is None:
             request_ids = [r.group.client_id for r in self.requests if scope.covers(r.scope)]
         aborted, not_found = [], []
         for request_id in dict.fromkeys(request_ids):
             live = [r for r in self.requests.known_as(request_id) if r.live and scope.covers(r.scope)]
+            if client is not None:
+                live = [request for request in live if request.group.client == client]
             if not live:
                 not_found.append(request_id)
                 continue

@@ -320,24 +320,25 @@ class PauseState:
     def _new_call(self, args: PauseArgs, answer: Answer, name: str | None) -> PauseCall:
         now = self._clock()
         terms, expires_at = read_terms(args), expiry(args.ttl_s, now)
-        hold = self._hold_for(args.placed_by, name, terms, now)
+        hold = self._hold_for(args.placed_by, name, terms, now, owned=name is not None and not args.anonymous)
         hold.expires_at = expires_at
         counts = self._lifecycle.counts(self.scope)
         return PauseCall(hold, terms.clear_cache, now + args.timeout_s, terms.on_timeout, now, counts, answer)
 
-    def _hold_for(self, placed_by: str, name: str | None, terms: PauseTerms, now: float) -> Hold:
-        """Return a new hold, or the standing hold of that name, made at least as strong."""
+    def _hold_for(self, placed_by: str, name: str | None, terms: PauseTerms, now: float, owned: bool) -> Hold:
+        """Return a new hold, or the standing hold of that name, made at least as strong. owned: the caller will release
+        the hold by its name."""
         standing = self.holds.get(name) if name is not None else None
         if standing is not None:
             standing.mode = max(standing.mode, terms.mode)
             standing.admission = max(standing.admission, terms.admission)
-            standing.named = True  # a caller that names an anonymous hold owns it from now on
+            standing.named |= owned  # a caller that names an anonymous hold owns it from now on
             return standing
-        named = name is not None
-        while name is None or (not named and name in self.holds):
+        given = name is not None
+        while name is None or (not given and name in self.holds):
             self._num_anonymous += 1
             name = f"anonymous-{self._num_anonymous}"
-        return Hold(name, self.scope.id, terms.mode, terms.admission, terms.clear_cache, placed_by, named, now)
+        return Hold(name, self.scope.id, terms.mode, terms.admission, terms.clear_cache, placed_by, owned, now)
 
     def _report(self, call: PauseCall, status: str) -> dict[str, Any]:
         return {

@@ -119,11 +119,12 @@ class Scopes:
         scopes = [held.describe(*counts.get(held.scope, (0, 0))) for held in self._held]
         return {**pause.status(), "scopes": scopes}
 
-    def abort(self, args: AbortArgs) -> dict[str, Any]:
-        """End requests. See messages.AbortArgs. Raises InvalidField, or ModelNotFound as ``pause_of`` does."""
+    def abort(self, args: AbortArgs, client: str | None = None) -> dict[str, Any]:
+        """End requests. See messages.AbortArgs. client: end requests of this connection only. Raises InvalidField, or
+        ModelNotFound as ``pause_of`` does."""
         if (args.request_ids is not None) + args.abort_all + (args.lora_name is not None) != 1:
             raise InvalidField("req_ids", "expected exactly one of a list of request ids, abort_all and lora_name")
-        return self._lifecycle.abort(args.request_ids, self.pause_of(adapter_scope(args.lora_name)).scope)
+        return self._lifecycle.abort(args.request_ids, self.pause_of(adapter_scope(args.lora_name)).scope, client)
 
     def release_anonymous_holds(self) -> list[str]:
         """Release the anonymous holds of all scopes. Return their names."""
@@ -134,6 +135,11 @@ class Scopes:
     def holds(self) -> list[str]:
         """Return the names of all holds that stand, of all scopes."""
         return [hold for pause in (self.whole_pause, *self._held) for hold in pause.holds]
+
+    def describe_holds(self) -> list[dict[str, Any]]:
+        """Return a description of every hold that stands, of all scopes."""
+        now, paused = self._clock(), (self.whole_pause, *self._held)
+        return [hold.describe(now) for pause in paused for hold in pause.holds.values()]
 
     def fail(self, error: FastDeployError) -> None:
         """Answer every waiting pause call with ``error``, when the engine ends."""

@@ -66,10 +66,17 @@ class SessionBook:
 
     def find_open(self, session_id: str) -> Session:
         """Return the session if it takes parts. Raises WrongOrder, or the error of its end."""
+        session = self.find_for_commit(session_id)
+        if session.state is SessionState.PREPARED:
+            raise WrongOrder(f"weight session {session.id} is prepared: it takes a commit or an abort only")
+        return session
+
+    def find_for_commit(self, session_id: str) -> Session:
+        """Return the session if it takes a commit. Raises WrongOrder, or the error of its end."""
         session = self.session
         if session is None or session.id != session_id:
             raise self.ended.error(session_id)
-        if session.state is not SessionState.OPEN:
+        if session.state not in (SessionState.OPEN, SessionState.PREPARED):
             raise WrongOrder(f"weight session {session.id} is being committed already")
         return session
 

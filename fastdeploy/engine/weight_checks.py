@@ -12,6 +12,7 @@ from fastdeploy.engine.pause import PauseState
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs
 
 MAX_SECONDS = 86400.0
+MAX_EPOCH = 2**53 - 1  # every JSON reader has this number
 OVER_ALL, OF_TENSOR = 64, 32  # hex digits of fingerprints
 ASLEEP = (
     "the weights are asleep: call /v1/wakeup with tags=weight first, and publish then (after a sleep with discard the "
@@ -58,6 +59,10 @@ class UpdateChecks:
             raise WrongOrder(ASLEEP)
         if args.base is not None:
             self._check_base(args.base)
+
+    def check_epoch(self, weight_epoch: int | None) -> None:
+        """Raise VersionConflict unless ``weight_epoch`` is None, or above that of the weights that serve."""
+        check_epoch(weight_epoch, self._scope.model.served.weight_epoch)
 
     def check_expected(self, version: str | None) -> None:
         serves = self._scope.model.served.version
@@ -123,6 +128,15 @@ def check_label(field: str, version: str | None) -> None:
         raise InvalidField(field, f"expected 1 to {MAX_VERSION_CHARS} characters, got {len(version)}")
     if version != version.encode("utf-8", "replace").decode():
         raise InvalidField(field, "expected text that UTF-8 can encode, got half of a surrogate pair")
+
+
+def check_epoch(weight_epoch: int | None, serves: int) -> None:
+    """Raise an error unless ``weight_epoch`` is None, or above the one that serves."""
+    if weight_epoch is not None and weight_epoch > MAX_EPOCH:
+        raise InvalidField("weight_epoch", f"expected an integer up to 2**53 - 1, got {weight_epoch}")
+    if weight_epoch is not None and weight_epoch <= serves:
+        why = f"weight_epoch: expected a number above {serves}, which serves, got {weight_epoch}"
+        raise VersionConflict(why, weight_epoch=serves)
 
 
 def check_kv(kv: str | None) -> None:

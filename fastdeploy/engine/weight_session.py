@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdeploy.core.errors import FastDeployError
 from fastdeploy.core.events import EventKind, EventLog
-from fastdeploy.core.runner import ChunkReceipt, Staging
+from fastdeploy.core.runner import ChunkReceipt, Staged, Staging
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.weight_streams import WeightStreams, may_stream
 from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkArgs, UpdateWeightsArgs
@@ -17,6 +17,7 @@ from fastdeploy.inter_communicator.messages import BeginUpdateArgs, UpdateChunkA
 class SessionState(Enum):
     OPEN = "open"  # accepts parts
     COMMITTING = "committing"  # accepts no more parts; the staging thread checks that all tensors are there
+    PREPARED = "prepared"  # complete and checked; takes a commit or an abort
     READY = "ready"  # complete, and about to be swapped in
     ENDED = "ended"
 
@@ -25,6 +26,7 @@ class SessionEvent(Enum):
     PART = "part"
     COMMIT = "commit"
     CHECKED = "checked"
+    PREPARE = "prepare"  # checked, for a commit that comes later
     SWAP = "swap"
     END = "end"  # aborted, refused, or the lease ended: the old weights stay
 
@@ -34,9 +36,12 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
     (SessionState.OPEN, SessionEvent.PART): SessionState.OPEN,
     (SessionState.OPEN, SessionEvent.COMMIT): SessionState.COMMITTING,
     (SessionState.COMMITTING, SessionEvent.CHECKED): SessionState.READY,
+    (SessionState.COMMITTING, SessionEvent.PREPARE): SessionState.PREPARED,
+    (SessionState.PREPARED, SessionEvent.COMMIT): SessionState.READY,
     (SessionState.READY, SessionEvent.SWAP): SessionState.ENDED,
     (SessionState.OPEN, SessionEvent.END): SessionState.ENDED,
     (SessionState.COMMITTING, SessionEvent.END): SessionState.ENDED,
+    (SessionState.PREPARED, SessionEvent.END): SessionState.ENDED,
     (SessionState.READY, SessionEvent.END): SessionState.ENDED,
 }
 
@@ -45,7 +50,8 @@ TRANSITIONS: dict[tuple[SessionState, SessionEvent], SessionState] = {
 class Session:
     """One update of weights. begin: the call that opened it. opened: the reply to it, without "session_id".
 
-    version, kv, fingerprint: of begin, until a later call replaces them. staging: None when the session has ended.
+    version, kv, fingerprint: of begin, until a later call replaces them. weight_epoch: that a commit has asked for.
+    staging: None when the session has ended. staged: the weights of a session that is PREPARED or READY.
     owner: the session ends with the connection of this client, while it waits for parts. streams: uploads that are
     being received. pending: parts without an answer yet. tensors, nbytes: received so far. stage_s: seconds that the
     staging thread has worked. answer: of the commit call. events: gets every change of the state. Times are on the
@@ -70,6 +76,8 @@ class Session:
     nbytes: int = 0
     stage_s: float = 0.0
     ready_at: float = 0.0
+    weight_epoch: int | None = None
+    staged: Staged | None = None
     answer: Answer | None = None
     events: EventLog = field(default_factory=EventLog)
 
@@ -93,6 +101,8 @@ class Session:
     def lease_runs(self) -> bool:
         """True if the lease may end. It does not end while an upload is received, a part is staged, or the commit is
         checked."""
+        if self.state is SessionState.PREPARED:
+            return True
         return self.state is SessionState.OPEN and self.pending == 0 and not self.streams
 
     def advance(self, event: SessionEvent) -> None:

@@ -9,7 +9,7 @@ from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner, Staged
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
-from fastdeploy.engine.weight_checks import check_label
+from fastdeploy.engine.weight_checks import check_epoch, check_label
 
 
 class WeightSwitch:
@@ -30,16 +30,18 @@ class WeightSwitch:
         self._on_commit = on_commit
         self._events = events
 
-    def commit(self, staged: Staged, version: str | None, kv: str) -> dict[str, Any]:
-        """Change weights, ``weight_epoch``, label, KV namespace and EOS ids at once. Return the report. The EOS ids
-        stay unless the source of the weights names some."""
+    def commit(self, staged: Staged, version: str | None, kv: str, weight_epoch: int | None = None) -> dict[str, Any]:
+        """Change weights, ``weight_epoch``, label, KV namespace and EOS ids at once. Return the report. weight_epoch:
+        above the one that serves; None = the next one. The EOS ids stay unless the source of the weights names some."""
         whole = self._scopes.whole
         before = whole.model.served
+        if weight_epoch is None:
+            weight_epoch = before.weight_epoch + 1
+        assert weight_epoch > before.weight_epoch
         in_flight = [r for r in self._lifecycle.requests if r.num_computed]
         recompute = kv == "recompute"
         to_recompute = sum(r.num_computed for r in in_flight) if recompute else 0
         self._runner.commit(staged.weights)
-        weight_epoch = before.weight_epoch + 1
         self._scopes.serve(version if version is not None else str(weight_epoch), weight_epoch)
         self._lifecycle.metrics.commits.labels("engine", kv).inc()
         if self._events.watched:
@@ -62,9 +64,18 @@ class WeightSwitch:
             "tokens_to_recompute": to_recompute,
         }
 
-    def relabel(self, version: str | None) -> dict[str, Any]:
-        """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes."""
+    def relabel(self, version: str | None, weight_epoch: int | None = None) -> dict[str, Any]:
+        """Change the label of future tokens. None keeps the label. No past span, no KV and no request changes.
+        weight_epoch: also change this number, so that cached prefixes are forgotten. Raises InvalidField, or
+        VersionConflict for a lower number than that of now."""
         check_label("version", version)
+        before = self._scopes.base.served
+        if weight_epoch is None:
+            weight_epoch = before.weight_epoch
+        elif weight_epoch != before.weight_epoch:
+            check_epoch(weight_epoch, before.weight_epoch)
         if version is not None:
-            self._scopes.serve(version, self._scopes.base.served.weight_epoch)
+            self._scopes.serve(version, weight_epoch)
+        if weight_epoch != before.weight_epoch:
+            self._lifecycle.scheduler.weights_changed(self._scopes.base, before, recompute=False)
         return self._scopes.whole.weights_label()

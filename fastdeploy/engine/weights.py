@@ -1,24 +1,21 @@
 """New weights, from the first byte to the commit: one session at a time, staged beside the serving weights.
 
-    begin -> part ... -> commit
+    begin -> part ... -> (prepare ->) commit
           \\-> abort, a refused part, the end of the lease: the old weights stay, bit for bit
 
 An update in one call does the same in one job. All code here runs on the loop's thread, except for the jobs of the
-staging thread. ``poll``, which is called between two steps, is the only place where new weights are swapped in.
+staging thread. New weights are swapped in between two steps: in ``poll``, or when a prepared session is committed.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
 import uuid
 from collections.abc import Callable, Container
 from typing import Any
 
 from fastdeploy.core.errors import (
-    EngineDead,
-    EngineError,
     FastDeployError,
     SessionExpired,
     SessionNotFound,
@@ -26,7 +23,7 @@ from fastdeploy.core.errors import (
     WrongOrder,
 )
 from fastdeploy.core.events import EventLog
-from fastdeploy.core.runner import ChunkReceipt, Runner, Staged
+from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
 from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.engine.delivery import Answer
@@ -40,9 +37,9 @@ from fastdeploy.engine.weight_checks import (
     check_form,
     check_kv,
     check_label,
-    check_result,
     check_result_is_named,
 )
+from fastdeploy.engine.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
 from fastdeploy.engine.weight_info import WeightInfo
 from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
 from fastdeploy.engine.weight_sources import SourcePolicy
@@ -52,7 +49,6 @@ from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")
 
-IN_PLACE_HOLD, REPUBLISH_HOLD = "in_place", "republish"
 NO_WEIGHTS = "the engine has no complete weights until an update is committed"
 
 
@@ -77,7 +73,6 @@ class WeightSessions:
         events: EventLog,
     ):
         self._runner = runner
-        self._switch = switch
         self._pause = pause
         self._scope: Scope = pause.scope
         self._policy = policy
@@ -89,8 +84,8 @@ class WeightSessions:
         self._thread = StagingThread(wake, clock)
         self._info = WeightInfo(runner, self._scope, self._thread, stage_timeout_s)
         self._book = SessionBook()
+        self._commits = WeightCommits(runner, switch, pause, self._checks, self._book, self._thread, clock, self._end)
         self.num_failed = 0
-        self.last_commit_s = 0.0
 
     @property
     def session(self) -> Session | None:
@@ -100,6 +95,10 @@ class WeightSessions:
     def thread(self) -> StagingThread:
         """The thread of the jobs on the weights, one at a time."""
         return self._thread
+
+    @property
+    def last_commit_s(self) -> float:
+        return self._commits.last_commit_s
 
     @property
     def staging_busy(self) -> bool:
@@ -152,22 +151,21 @@ class WeightSessions:
         return {"session_id": session_id, "streams": streams}
 
     def commit(self, args: m.CommitUpdateArgs, answer: Answer) -> None:
+        """Commit or prepare a session, see messages.CommitUpdateArgs. A bad field leaves the session as it was."""
         session_id = self._book.meant(args)
         if session_id is None:
             raise WrongOrder("no weight session is open: none was begun, or the last one failed or lost its lease")
-        session = self._book.find_open(session_id)
+        session = self._book.find_for_commit(session_id)
         if session.streams:
             raise WrongOrder(f"an upload to weight session {session.id} is being received: commit after its reply")
         check_label("version", args.version)
         check_kv(args.kv)
         check_fingerprint("fingerprint", args.fingerprint)
-        fingerprint = args.fingerprint or session.fingerprint
-        check_result_is_named(session.begin.base, fingerprint)
-        self._checks.check_serving(session.begin)
-        session.version = args.version or session.version
-        session.kv = args.kv or session.kv
-        session.fingerprint = fingerprint
-        self._submit_finish(session, session.open_staging.finish, answer, reads=False)
+        self._commits.check_and_note(session, args)
+        if session.state is SessionState.PREPARED:
+            self._commits.end_prepared(session, args.prepare, answer)
+        else:
+            self._commits.submit(session, session.open_staging.finish, answer, reads=False, prepare=args.prepare)
 
     def update(self, args: m.UpdateWeightsArgs, answer: Answer) -> None:
         """Begin a session, stage one part and commit, in one call."""
@@ -191,7 +189,7 @@ class WeightSessions:
             session.add(staging, args)
             return staging.finish()
 
-        self._submit_finish(session, work, answer, reads=_reads_files(args))
+        self._commits.submit(session, work, answer, reads=_reads_files(args))
 
     def abort(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
         """End the session that the call names, or else the open one. A session that has ended already is no error."""
@@ -221,7 +219,8 @@ class WeightSessions:
         self._drop_lost_clients()
         session = self.session
         if session is not None and session.lease_runs and session.expires_at <= self._clock():
-            why = f"the lease of weight session {session.id} ended: no part came for {session.begin.lease_s:g} s"
+            missing = "commit" if session.state is SessionState.PREPARED else "part"
+            why = f"the lease of weight session {session.id} ended: no {missing} came for {session.begin.lease_s:g} s"
             log.warning("%s", why)
             self._end(session, SessionExpired(f"{why}; the old weights still serve"))
 
@@ -230,6 +229,16 @@ class WeightSessions:
         session = self.session
         of_lease = session.expires_at if session is not None and session.lease_runs else None
         return min((due for due in (of_lease, self._thread.next_deadline()) if due is not None), default=None)
+
+    def swap_prepared(self) -> None:
+        """Swap in the weights of a prepared session that was committed. The loop calls this function after each
+        message, so that every engine of a fleet handles a commit and the messages behind it in the same order."""
+        if self.session is not None and self.session.state is SessionState.READY:
+            self._commits.swap_prepared(self.session)
+
+    def refresh_standby(self) -> None:
+        """See ``WeightCommits.refresh_standby``."""
+        self._commits.refresh_standby()
 
     def drop_session(self, why: str) -> list[str]:
         """End the open session, if there is one. Return the ids of ended sessions."""
@@ -323,55 +332,6 @@ class WeightSessions:
         work = functools.partial(session.add, session.open_staging, args)
         self._thread.submit(Job(session, work, done, session.timeout_s, reads=_reads_files(args)))
 
-    def _submit_finish(self, session: Session, work: Callable[[], Any], answer: Answer, reads: bool) -> None:
-        session.advance(SessionEvent.COMMIT)
-        session.answer = answer
-
-        def done(staged: Staged | None, error: FastDeployError | None, seconds: float) -> None:
-            session.stage_s += seconds
-            if session.state is SessionState.ENDED:
-                return
-            if error is not None:
-                self._end(session, error)
-                return
-            assert staged is not None
-            session.advance(SessionEvent.CHECKED)
-            session.ready_at = self._clock()
-            self._swap(session, staged)
-
-        self._thread.submit(Job(session, work, done, session.timeout_s, reads))
-
-    def _swap(self, session: Session, staged: Staged) -> None:
-        """Swap in the new weights with their label and ``weight_epoch``, unless they are not those that the trainer
-        named, or were made for other weights than those that serve."""
-        try:
-            check_result(session.fingerprint, staged)
-            self._checks.check_serving(session.begin)
-        except FastDeployError as error:
-            self._end(session, error.with_traceback(None))  # the stack frames refer to the new weights
-            return
-        began = self._clock()
-        report = self._switch.commit(staged, session.version, session.kv)
-        session.staging = None
-        session.advance(SessionEvent.SWAP)
-        self._book.end(SessionNotFound(f"weight session {session.id} was committed already"))
-        for hold in (IN_PLACE_HOLD, REPUBLISH_HOLD):
-            self._pause.release_system_hold(hold)
-        ended = self._clock()
-        self.last_commit_s = ended - began
-        session.answer_commit({**report, **session.report(began, ended), "state": self._pause.phase.value}, None)
-        self.refresh_standby()
-
-    def refresh_standby(self) -> None:
-        """Bring the standby copy up to the weights that serve, beside steps. Later parts wait for that. After a failure
-        the next update takes longer."""
-
-        def done(_: None, error: FastDeployError | None, seconds: float) -> None:
-            if error is not None and not isinstance(error, EngineDead | EngineError):  # those end the engine
-                log.warning("the standby copy is not up to date: %s", error)
-
-        self._thread.submit(Job(None, self._runner.refresh_standby, done, math.inf, reads=False))
-
     def _end(self, session: Session, why: FastDeployError) -> None:
         """End a session without a commit. The old weights stay; but if an update in place has changed them, a complete
         update must follow before any step. A running job of the session is abandoned, because it may hang."""
@@ -380,7 +340,7 @@ class WeightSessions:
         self.num_failed += 1
         self._thread.give_up(session, why)
         session.answer_commit(self._scope.weights_label(), why)
-        staging, session.staging = session.open_staging, None
+        staging, session.staging, session.staged = session.open_staging, None, None
 
         def done(_: None, error: FastDeployError | None, seconds: float) -> None:
             if error is not None:

@@ -77,13 +77,14 @@ async def serve(
 ) -> None:
     client = EngineClient(ZmqConnector(endpoint), config.stall_s)
     server = make_server(client, tokenizer, config, keys)
-    announce = asyncio.create_task(_announce(client, events))
+    announcing = asyncio.create_task(announce(client, events))
     collect_rarely()
     await server.serve(sockets=list(listeners))
-    announce.cancel()
+    announcing.cancel()
 
 
-async def _announce(client: EngineClient, events: EventPipe) -> None:
+async def announce(client: ServingClient, events: EventPipe) -> None:
+    """Send "up" now, and "ready" when an engine is connected."""
     events.send("up")
     await client.connected.wait()
     events.send("ready", boot_id=(await client.require_engine()).boot_id)

@@ -1,4 +1,4 @@
-"""The command line: ``fastdeploy serve``, or ``python -m fastdeploy serve``."""
+"""The command line: ``fastdeploy serve`` and ``fastdeploy fleet``, or ``python -m fastdeploy`` with the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,7 +16,22 @@ from fastdeploy.core.config import DTYPES, PAUSE_MODES, STANDBY_POLICIES, Engine
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
+from fastdeploy.entrypoints.fleet_flags import (
+    DEFAULT_REPLICAS,
+    FLEET_KEY,
+    add_fleet_flags,
+    fleet_config,
+    launcher_spec,
+    put_fleet_key,
+)
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
+
+
+class Parent(Protocol):
+    """The parent of the processes of a command."""
+
+    def run(self) -> int: ...
+
 
 AddArgument = Callable[..., Any]  # argparse's add_argument, of one group
 EMBEDDED_NAME = "fastdeploy-embedded"
@@ -29,16 +44,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
-    serve.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
-    engine, http = EngineConfig(model=""), ServeConfig(model="")
-    _add_http_flags(serve.add_argument_group("HTTP").add_argument, http)
-    _add_limit_flags(serve.add_argument_group("connections, request bodies and uploads").add_argument, http)
-    _add_request_flags(serve.add_argument_group("requests").add_argument, http)
-    _add_access_flags(serve.add_argument_group("access").add_argument)
-    _add_engine_flags(serve.add_argument_group("engine").add_argument, engine)
-    _add_weight_flags(serve.add_argument_group("weights").add_argument, engine, http)
-    _add_adapter_flags(serve.add_argument_group("adapters").add_argument, engine)
+    _add_serve_flags(serve)
+    text = "ZMQ address for the gateway of a fleet, tcp://HOST:PORT (none)"
+    serve.add_argument_group("fleet").add_argument("--fleet-endpoint", default="", metavar="ADDRESS", help=text)
+    text = "serve a model with many engines behind one address"
+    fleet = commands.add_parser("fleet", help=text, allow_abbrev=False)
+    add_fleet_flags(fleet.add_argument_group("fleet").add_argument)
+    _add_serve_flags(fleet)
+    for command in (serve, fleet):
+        text = f"file of the secret that gateway and engines of other hosts share (or {FLEET_KEY}, the secret itself)"
+        command.add_argument("--fleet-key-file", metavar="FILE", help=text)
     return parser
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", metavar="MODEL", help="as --model")
+    engine, http = EngineConfig(model=""), ServeConfig(model="")
+    _add_http_flags(parser.add_argument_group("HTTP").add_argument, http)
+    _add_limit_flags(parser.add_argument_group("connections, request bodies and uploads").add_argument, http)
+    _add_request_flags(parser.add_argument_group("requests").add_argument, http)
+    _add_access_flags(parser.add_argument_group("access").add_argument)
+    _add_engine_flags(parser.add_argument_group("engine").add_argument, engine)
+    _add_weight_flags(parser.add_argument_group("weights").add_argument, engine, http)
+    _add_adapter_flags(parser.add_argument_group("adapters").add_argument, engine)
 
 
 def _add_http_flags(add: AddArgument, http: ServeConfig) -> None:
@@ -181,6 +209,21 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 
 
+def make_parent(
+    args: argparse.Namespace, engine: EngineConfig, serve: ServeConfig, keys: Keys, engine_module: str
+) -> Parent:
+    """Return the parent process of the command. Raises InvalidField, which names a setting."""
+    if args.command == "serve":
+        from fastdeploy.entrypoints.supervisor import Supervisor
+
+        return Supervisor(engine, serve, engine_module, keys)
+    from fastdeploy.entrypoints.fleet import Fleet
+
+    spec = launcher_spec(args)
+    number = 0 if spec else args.replicas or DEFAULT_REPLICAS
+    return Fleet(engine, serve, fleet_config(args), number, spec, keys, engine_module)
+
+
 def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
     """Run the command line ``argv`` and return the exit status. engine_module: see Supervisor."""
     parser = make_parser()
@@ -188,15 +231,15 @@ def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.ent
     try:
         engine_config, serve_config = configs(args)
         keys = read_keys(args.api_key, args.control_key, os.environ)
+        put_fleet_key(args.fleet_key_file, os.environ)
+        parent = make_parent(args, engine_config, serve_config, keys, engine_module)
     except InvalidField as error:
         flag = "--" + error.field.replace("_", "-")
         parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
-    from fastdeploy.entrypoints.supervisor import Supervisor
-
     setup_logging("supervisor")
     _warn_if_exposed(serve_config, keys)
     try:
-        return Supervisor(engine_config, serve_config, engine_module, keys).run()
+        return parent.run()
     except OSError as error:
         print(f"fastdeploy: {error}", file=sys.stderr)
         return 1

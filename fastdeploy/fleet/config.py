@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fastdeploy.core.config import require_positive_numbers
+
 
 class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of a gateway. Times are in seconds.
@@ -11,7 +13,12 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fleet_id: of the fleet; the same for every gateway of it. fence_after_s: a replica that has not answered a call for
     so long is fenced, if the call itself sets no longer time. lease_s: of the gateway's leadership of the engines.
     stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
-    another one. max_replicas: places in the fleet."""
+    another one. max_replicas: places in the fleet.
+
+    rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
+    the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica may
+    finish its requests for so long; then they go on elsewhere. host: id of the gateway's machine, as in Placement.
+    replica_key: bearer key of the replicas' own API servers; "" = none."""
 
     fleet_id: str
     fence_after_s: float = 5.0
@@ -19,3 +26,12 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: float = 10.0
     failover_s: float = 60.0
     max_replicas: int = 1024
+    rebuild_s: float = 5.0
+    drain_s: float = 300.0
+    host: str = ""
+    replica_key: str = ""
+
+    def check(self) -> FleetConfig:
+        """Return self, or raise InvalidField naming the first setting that is out of range."""
+        require_positive_numbers(self)
+        return self

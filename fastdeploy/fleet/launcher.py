@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from fastdeploy.core.errors import ControlError
+
 
 class Placement(msgspec.Struct, frozen=True):
     """A replica that was started. name: unique in the fleet, kept by a restart. endpoint: ZMQ address of its engine.
@@ -54,7 +56,7 @@ class StaticLauncher:
         return
 
     async def add(self) -> str:
-        raise NotImplementedError
+        raise ControlError("this gateway does not start replicas: add one to its command line")
 
     async def remove(self, name: str) -> None:
         self._placements = [placement for placement in self._placements if placement.name != name]

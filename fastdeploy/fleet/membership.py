@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from fastdeploy.client.connection import Connector
+from fastdeploy.core.errors import EngineError, EngineStalled, FastDeployError, NotLeader, ReplicaMisfit, ReplicaNotFound
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
+from fastdeploy.fleet.leader import Leadership
+from fastdeploy.fleet.rebuild import Report, rebuild, reference
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.fleet.state import FleetState
+from fastdeploy.fleet.transfer import WeightTransfer
 
+logger = logging.getLogger(__name__)
 MakeConnector = Callable[[Placement], Connector]
+RETRY_S, MAX_RETRY_S = 0.1, 10.0  # between two tries of a join, or two restarts
+JOIN_TRIES = 5  # then the replica is restarted
 
 
 class Membership:
-    """Follows the launcher, connects to every replica, and lets it join. changed: called after each change of the
-    members. connector: makes the connector to a replica's engine."""
+    """Follows the launcher, leads every replica, and lets it join. changed: called after each change of the members.
+    connector: makes the connector to a replica's engine. state: of the fleet."""
 
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, changed: Callable[[], None]):
         self._config = config
         self._launcher = launcher
         self._connector = connector
         self._changed = changed
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._joins: dict[Replica, asyncio.Task[None]] = {}
+        self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
+        self.state = FleetState()
+        self.leadership = Leadership(
+            config,
+            lambda: [replica for replica in self.replicas.values() if replica.client.connected.is_set()],
+            lambda: len(self.replicas),
+            self._begin,
+            self._renewed,
+            self._end,
+            lambda: -1 if self.state.changing else self.state.revision,
+        )
+        transfer = WeightTransfer(config)
+        self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), transfer)
 
     @property
     def quorum(self) -> list[Replica]:
@@ -34,27 +60,231 @@ class Membership:
         """The replicas that take new requests."""
         return [replica for replica in self.replicas.values() if replica.state is ReplicaState.MEMBER]
 
+    @property
+    def boot_id(self) -> str:
+        """The boot id of the fleet. Another one means that its weights were lost."""
+        return self.leadership.fleet
+
     async def run(self) -> None:
-        """Follow the launcher until this is cancelled."""
-        async for placements in self._launcher.placements():
-            for placement in placements:
-                if placement.name not in self.replicas:
-                    connector = self._connector(placement)
-                    replica = Replica(placement, connector, self._config.stall_s, self._replica_changed)
-                    self.replicas[placement.name] = replica
-                    replica.client.start()
-        await asyncio.Event().wait()
+        """Follow the launcher, and lead, until this is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow(), name="fleet-launcher")
+            group.create_task(self.leadership.run(), name="fleet-leadership")
 
     async def close(self) -> None:
-        """Close all connections. The replicas run on."""
+        """Close all connections. The replicas run on, and their holds stand."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.replicas.values():
+            replica.cut("the gateway is shutting down")
         await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
         await self._launcher.close()
 
+    def describe(self) -> list[dict[str, Any]]:
+        """Return an entry for each replica, see Replica.describe."""
+        return [replica.describe() for replica in self.replicas.values()]
+
+    # ------------------------------------------------------------------ calls of operators
+
+    def find(self, name: str) -> Replica:
+        """Return the replica of this name. Raises ReplicaNotFound."""
+        if (replica := self.replicas.get(name)) is None:
+            raise ReplicaNotFound(f"name: the fleet has no replica {name!r}", param="name")
+        return replica
+
+    async def drain(self, name: str) -> None:
+        """Send no new request to a replica. Returns when nothing runs there any more. It takes part in control calls
+        all the time, and stays drained if it is restarted. Raises ReplicaNotFound."""
+        replica = self.find(name)
+        replica.drains = True
+        if replica.state is ReplicaState.MEMBER:
+            replica.advance(ReplicaEvent.DRAIN)
+        await replica.idle.wait()
+
+    def undrain(self, name: str) -> None:
+        """Send requests to a drained replica again. Raises ReplicaNotFound."""
+        replica = self.find(name)
+        replica.drains = False
+        if replica.state is ReplicaState.DRAINING:
+            replica.advance(ReplicaEvent.UNDRAIN)
+
+    async def remove(self, name: str, drain_s: float | None = None) -> None:
+        """Drain a replica for at most ``drain_s`` seconds (None = as configured), and end it. What still runs there
+        goes on elsewhere. Raises ReplicaNotFound."""
+        replica = self.find(name)
+        try:
+            await asyncio.wait_for(self.drain(name), self._config.drain_s if drain_s is None else drain_s)
+        except TimeoutError:
+            logger.warning("replica %s is removed with %d choices in flight", name, replica.in_flight)
+        self._drop(replica, "it was removed")
+        await self._launcher.remove(name)
+
+    async def add(self) -> str:
+        """Start one more replica, which joins when it is ready. Return its name."""
+        return await self._launcher.add()
+
     def fence(self, replica: Replica, why: str) -> None:
-        """Cut ``replica`` off at once, and have it restarted. Its open requests fail with EngineDead."""
-        raise NotImplementedError
+        """Cut ``replica`` off at once, and have it restarted. Its open requests and calls fail with EngineDead after the
+        change of its state. It joins again with the fleet's state only."""
+        if replica.state in (ReplicaState.FENCED, ReplicaState.REMOVED):
+            return
+        replica.advance(ReplicaEvent.FENCE, why)
+        self._restart(replica, why)
+
+    # ------------------------------------------------------------------ the launcher
+
+    async def _follow(self) -> None:
+        async for placements in self._launcher.placements():
+            listed = {placement.name: placement for placement in placements}
+            for name in [name for name in self.replicas if name not in listed]:
+                self._drop(self.replicas[name], "the launcher has ended it")
+            for placement in listed.values():
+                self._place(placement)
+            self.leadership.replicas_changed()
+        await asyncio.Event().wait()
+
+    def _place(self, placement: Placement) -> None:
+        replica = self.replicas.get(placement.name)
+        if replica is None:
+            connector = self._connector(placement)
+            replica = Replica(placement, connector, self._config.stall_s, self._replica_changed, self._replica_lost)
+            self.replicas[placement.name] = replica
+            replica.client.start()
+        elif placement != replica.placement:
+            moved = placement.endpoint != replica.placement.endpoint
+            replica.placement = placement
+            if moved and replica not in self._restarts:
+                replica.advance(ReplicaEvent.FENCE, "it was started anew at another address")
+                replica.cut(replica.why)
+                self._restarts[replica] = self._spawn(self._reconnect(replica))
+
+    def _drop(self, replica: Replica, why: str) -> None:
+        if self.replicas.get(replica.name) is not replica:
+            return
+        del self.replicas[replica.name]
+        if (restart := self._restarts.pop(replica, None)) is not None:
+            restart.cancel()
+        replica.advance(ReplicaEvent.REMOVE, why)
+        replica.cut(why)
+        self._spawn(replica.client.close())
+        self.leadership.replicas_changed()
+
+    def _restart(self, replica: Replica, why: str) -> None:
+        replica.cut(why)
+        if replica not in self._restarts:
+            self._restarts[replica] = self._spawn(self._restart_and_reconnect(replica, why))
+
+    async def _restart_and_reconnect(self, replica: Replica, why: str) -> None:
+        try:
+            await self._launcher.restart(replica.name, why)
+        except FastDeployError as error:
+            logger.error("replica %s could not be restarted: %s", replica.name, error)
+        if replica.failures:  # the last restart did not help
+            await asyncio.sleep(_retry_s(replica.failures))
+        replica.failures += 1
+        await self._reconnect(replica)
+
+    async def _reconnect(self, replica: Replica) -> None:
+        """Connect to the next engine of the replica, once the old connection is closed."""
+        await replica.client.close()
+        del self._restarts[replica]
+        replica.connect_again(replica.placement, self._connector(replica.placement))
+
+    # ------------------------------------------------------------------ joins
 
     def _replica_changed(self, replica: Replica) -> None:
         if replica.state is ReplicaState.JOINING:
-            replica.advance(ReplicaEvent.JOINED)
+            self._begin_join(replica)
+        elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
+            join.cancel()
+        if not self.quorum:
+            self._joiner.profile = None  # all replicas may come back with another version of the software
+        self.leadership.replicas_changed()
         self._changed()
+
+    def _replica_lost(self, replica: Replica, error: EngineError) -> None:
+        if isinstance(error, EngineStalled):  # its process is there, so nobody else restarts it
+            self._restart(replica, error.message)
+
+    def _begin_join(self, replica: Replica) -> None:
+        if self.leadership.leads and replica not in self._joins:
+            self._joins[replica] = self._spawn(self._join(replica))
+
+    async def _join(self, replica: Replica) -> None:
+        """Try until the replica is a member, or is restarted. Cancelled when it is lost."""
+        failures = 0
+        while self.leadership.leads:
+            state = self.state
+            revision = state.revision
+            try:
+                await self._joiner.bring(replica)
+            except EngineError as error:
+                if not replica.client.connected.is_set():
+                    return  # its loss is told elsewhere
+                replica.why, failures = error.message, failures + 1
+            except (JoinBlocked, ReplicaMisfit, NotLeader) as error:  # a restart would not help
+                replica.why = error.message
+                await self._wait_for_change(revision)
+                continue
+            except RestartNeeded as error:
+                self.fence(replica, error.message)
+                return
+            except Exception as error:
+                logger.exception("replica %s could not join", replica.name)
+                replica.why, failures = str(error), failures + 1
+            else:
+                # In the same turn of the event loop as the engine's last answer: nobody has changed the fleet meanwhile.
+                replica.failures, replica.why = 0, ""
+                replica.advance(ReplicaEvent.JOINED)
+                if replica.drains:
+                    replica.advance(ReplicaEvent.DRAIN)
+                return
+            if failures >= JOIN_TRIES:
+                self.fence(replica, f"it could not join: {replica.why}")
+                return
+            await asyncio.sleep(_retry_s(failures))
+
+    async def _wait_for_change(self, revision: int) -> None:
+        try:
+            await asyncio.wait_for(self.state.until(lambda: self.state.revision != revision), self._config.rebuild_s)
+        except TimeoutError:
+            return
+
+    # ------------------------------------------------------------------ leadership
+
+    def _begin(self, reports: Sequence[Report]) -> None:
+        now = asyncio.get_running_loop().time()
+        self.state.replace(rebuild(self.leadership.fleet, reports, now))
+        serving = reference(self.leadership.fleet, reports)
+        logger.info("the fleet serves %r, epoch %d", serving["version"], serving["weight_epoch"])
+        for replica in self.replicas.values():
+            if replica.state is ReplicaState.JOINING:
+                self._begin_join(replica)
+        self._changed()
+
+    def _end(self, why: str) -> None:
+        for join in self._joins.values():
+            join.cancel()
+        self._joins.clear()
+        for replica in self.replicas.values():
+            if replica.in_quorum or replica.state is ReplicaState.JOINING:
+                replica.advance(ReplicaEvent.DEPOSED, why)
+
+    def _renewed(self, replica: Replica, revision: int) -> None:
+        """Fence a member that does not have the weights of the fleet any more, which no call of this gateway explains."""
+        state = self.state
+        if state.changing or state.revision != revision or not replica.in_quorum:
+            return
+        if replica.weight_epoch != state.weight_epoch:
+            self.fence(replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _retry_s(failures: int) -> float:
+    return min(RETRY_S * 2 ** min(failures, 10), MAX_RETRY_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from enum import Enum
@@ -13,12 +14,13 @@ from fastdeploy.core.errors import EngineError
 from fastdeploy.fleet.launcher import Placement
 
 logger = logging.getLogger(__name__)
+LOAD = ("running", "waiting", "available_gpu_block_num", "max_num_seqs")
 
 
 class ReplicaState(Enum):
-    """STARTING: no engine is connected. JOINING: connected, and being brought to the fleet's state. MEMBER: gets
-    requests, and takes part in every control call. DRAINING: a member that gets no new requests. FENCED: was a member,
-    is cut off, and is being restarted. REMOVED: gone for good."""
+    """STARTING: no engine was connected yet. JOINING: connected, and being brought to the fleet's state. MEMBER: gets
+    requests, and takes part in every control call. DRAINING: a member that gets no new requests. FENCED: was connected,
+    is cut off, and is being replaced. REMOVED: gone for good."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -34,7 +36,8 @@ class ReplicaEvent(Enum):
     DRAIN = "drain"
     UNDRAIN = "undrain"
     LOST = "lost"  # the connection ended, or the engine was silent
-    FENCE = "fence"  # it missed a deadline, or its state is not that of the fleet
+    FENCE = "fence"  # it missed a deadline, its state is not that of the fleet, or it has another endpoint now
+    DEPOSED = "deposed"  # this gateway does not lead any more
     REMOVE = "remove"
 
 
@@ -42,39 +45,58 @@ S, E = ReplicaState, ReplicaEvent
 TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
     (S.STARTING, E.CONNECTED): S.JOINING,
     (S.STARTING, E.LOST): S.STARTING,
+    (S.STARTING, E.FENCE): S.FENCED,
     (S.FENCED, E.CONNECTED): S.JOINING,
     (S.FENCED, E.LOST): S.FENCED,
     (S.FENCED, E.FENCE): S.FENCED,
     (S.JOINING, E.JOINED): S.MEMBER,
     (S.JOINING, E.LOST): S.FENCED,
     (S.JOINING, E.FENCE): S.FENCED,
+    (S.JOINING, E.DEPOSED): S.JOINING,
     (S.MEMBER, E.DRAIN): S.DRAINING,
     (S.MEMBER, E.LOST): S.FENCED,
     (S.MEMBER, E.FENCE): S.FENCED,
+    (S.MEMBER, E.DEPOSED): S.JOINING,
     (S.DRAINING, E.DRAIN): S.DRAINING,
     (S.DRAINING, E.UNDRAIN): S.MEMBER,
     (S.DRAINING, E.LOST): S.FENCED,
     (S.DRAINING, E.FENCE): S.FENCED,
+    (S.DRAINING, E.DEPOSED): S.JOINING,
     **{(state, E.REMOVE): S.REMOVED for state in S if state is not S.REMOVED},
 }
 
 
 class Replica:
-    """One engine of the fleet. placement: where it is. client: of its engine. in_flight: choices that run there for
-    this gateway. weight_epoch: of the weights that it serves, as of the last answered call. why: reason of the last
-    LOST or FENCE. changed(replica): called after each change of the state."""
+    """One engine of the fleet. placement: where it is. connector: to its engine. client: of its engine; another one
+    after each ``cut``. weight_epoch, version: of the weights that it serves, as of the last answered call. report: its
+    last answer to LeadArgs or FleetStateArgs. why: reason of the last loss, fence or failed join. drains: it shall get
+    no new requests, also when it joins again. changed(replica): called after each change of the state. lost(replica,
+    error): called when its engine is lost, after the change of the state and before its open requests fail."""
 
-    def __init__(self, placement: Placement, connector: Connector, stall_s: float, changed: Callable[[Replica], None]):
+    def __init__(
+        self,
+        placement: Placement,
+        connector: Connector,
+        stall_s: float,
+        changed: Callable[[Replica], None],
+        lost: Callable[[Replica, EngineError], None] = lambda replica, error: None,
+    ):
         self.placement = placement
         self.state = ReplicaState.STARTING
         self.why = ""
-        self.in_flight = 0
         self.weight_epoch = 0
         self.version = ""
+        self.report: dict[str, Any] = {}
+        self.drains = False
+        self.failures = 0  # restarts in a row without a join
+        self.idle = asyncio.Event()  # set while nothing of this gateway runs there
+        self.idle.set()
+        self._in_flight = 0
+        self._stall_s = stall_s
         self._changed = changed
-        self.client = EngineClient(
-            connector, stall_s, kills_stalled=False, on_connected=self._connected, on_lost=self._lost
-        )
+        self._on_lost = lost
+        self._life = 0
+        self.client = self._new_client(connector)
 
     @property
     def name(self) -> str:
@@ -84,6 +106,19 @@ class Replica:
     def in_quorum(self) -> bool:
         """Whether control calls go to this replica."""
         return self.state in (ReplicaState.MEMBER, ReplicaState.DRAINING)
+
+    @property
+    def in_flight(self) -> int:
+        """Choices that run there for this gateway."""
+        return self._in_flight
+
+    @in_flight.setter
+    def in_flight(self, number: int) -> None:
+        self._in_flight = number
+        if number:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     def advance(self, event: ReplicaEvent, why: str = "") -> None:
         """Change the state as TRANSITIONS says. Raises KeyError for an event that the state does not know."""
@@ -95,16 +130,42 @@ class Replica:
             logger.log(level, "replica %s: %s -> %s %s", self.name, before.value, self.state.value, why)
             self._changed(self)
 
-    def _connected(self) -> None:
-        if self.state in (ReplicaState.STARTING, ReplicaState.FENCED):
-            self.advance(ReplicaEvent.CONNECTED)
+    def cut(self, why: str) -> None:
+        """Drop the connection at once. What is open fails with EngineDead, and nothing of the old connection is heard
+        any more. Advance the state first, so that the requests which fail are not routed here again."""
+        self._life += 1
+        self.client.cut(why)
 
-    def _lost(self, error: EngineError) -> None:
-        if self.state is not ReplicaState.REMOVED:
-            self.advance(ReplicaEvent.LOST, error.message)
+    def connect_again(self, placement: Placement, connector: Connector) -> None:
+        """Begin to connect to the engine that follows the one that was cut off."""
+        self.placement = placement
+        self.client = self._new_client(connector)
+        self.client.start()
+
+    def _new_client(self, connector: Connector) -> EngineClient:
+        self._life += 1
+        life = self._life
+
+        def connected() -> None:
+            if life == self._life:  # else a late event of an old connection
+                self.advance(ReplicaEvent.CONNECTED)
+
+        def lost(error: EngineError) -> None:
+            if life == self._life:
+                self.report = {}
+                self.advance(ReplicaEvent.LOST, error.message)
+                self._on_lost(self, error)
+
+        return EngineClient(connector, self._stall_s, kills_stalled=False, on_connected=connected, on_lost=lost)
+
+    def note(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Keep the answer to LeadArgs or FleetStateArgs, and return it."""
+        self.report = report
+        self.weight_epoch, self.version = report["weight_epoch"], report["version"]
+        return report
 
     def describe(self) -> dict[str, Any]:
-        """Return the replica's entry of GET /v1/replicas, without what only its engine knows."""
+        """Return the replica's entry of GET /v1/replicas. "load" and "holds" are as of its last report."""
         return {
             "name": self.name,
             "url": self.placement.url,
@@ -114,4 +175,7 @@ class Replica:
             "version": self.version,
             "weight_epoch": self.weight_epoch,
             "in_flight": self.in_flight,
+            "drains": self.drains,
+            "load": {field: self.report.get(field) for field in LOAD},
+            "holds": self.report.get("holds", []),
         }

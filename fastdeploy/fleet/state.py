@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastdeploy.core.weight_source import WholeSource
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
+
+ENGINE_TTL_SLACK_S = 30.0  # an engine ends a hold by itself so much later than the gateway would
 
 
 @dataclass
@@ -36,3 +41,30 @@ class FleetState:
     asleep: tuple[str, ...] = ()
     revision: int = 0
     changing: int = 0
+
+    def __post_init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("revision", "changing"):
+            for waiter in self.__dict__.get("_waiters", ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` is true. Looked at after each change of ``revision`` or ``changing``."""
+        while not condition():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.remove(waiter)
+
+    def replace(self, other: FleetState) -> None:
+        """Take over the content of ``other``, in a new revision."""
+        self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
+        self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
+        self.asleep = other.asleep
+        self.revision += 1

@@ -82,7 +82,8 @@ class PauseStatusArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True)
 
 class AbortArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """End requests with reason "abort" and the tokens that they have. One of the three fields must be given. lora_name:
-    all requests of this adapter."""
+    all requests of this adapter. While a gateway leads, another connection ends only its own requests, by their ids;
+    those of others count as not found."""
 
     request_ids: list[str] | None = None
     abort_all: bool = False
@@ -184,7 +185,9 @@ class CommitUpdateArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
     of the weights that serve (VersionConflict otherwise); None = the next one.
 
     prepare: make every check of the commit, and swap nothing. Reply: {"session_id", "fingerprint"}. Afterwards the
-    session takes a commit, which no check can refuse any more, or an abort, and its lease runs."""
+    session takes a commit, which no check of the weights can refuse any more, also after a new label of those that
+    serve. Or it takes an abort, or another prepare, which renews its lease. A commit with a bad field leaves it
+    prepared."""
 
     session_id: str | None
     version: str | None = None
@@ -249,7 +252,8 @@ class AdaptersArgs(msgspec.Struct, frozen=True, tag=True):
 
 class SetVersionArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Give the weights that serve another label, which later tokens carry. weight_epoch: also another number, not below
-    that of now; for an engine that joins a fleet with the fleet's weights. Nothing else changes."""
+    that of now, for an engine that joins a fleet with the fleet's weights; cached prefixes are forgotten then. Nothing
+    else changes."""
 
     version: str
     weight_epoch: int | None = None
@@ -312,11 +316,13 @@ class ModelInfoArgs(msgspec.Struct, frozen=True, tag=True):
 class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Make the connection of this call the only one that may change the engine's state, as the gateway of a fleet does.
     Repeated at least once in ``lease_s`` seconds. Calls of other connections that change state are refused with
-    NotLeader, which names the leader; calls that only read are not.
+    NotLeader, which names the leader; calls that only read are not. The end of the lease lets another controller lead,
+    and changes nothing else.
 
     fleet: id of the fleet. controller: id of the gateway's process. term: counts the gateways of the fleet. Refused
-    with NotLeader, which shows the term that is in force, if a higher term has led, or if the lease of another
-    controller still runs on a live connection. Reply: that of FleetStateArgs."""
+    with NotLeader, which shows the term that is in force, if a higher term has led, if this term is another
+    controller's, or if the lease of another controller still runs on a live connection. Reply: that of
+    FleetStateArgs."""
 
     fleet: str
     controller: str
@@ -327,9 +333,9 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
     "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
-    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "asleep": [tags], "session": as in
-    WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is
-    "" and "term" 0 as long as no gateway has led."""
+    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "prepared_loads": [names], "asleep": [tags],
+    "session": as in WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num",
+    "max_num_seqs"}. "fleet" is "" and "term" 0 as long as no gateway has led."""
 
 
 class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -392,11 +398,12 @@ ToEngine = Hello | AddRequest | CancelRequest | Call | FenceAck
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """boot_id changes with every start of an engine process."""
+    """boot_id changes with every start of an engine process. software: version of this package at the engine."""
 
     boot_id: str
     pid: int
     max_model_len: int
+    software: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -1,0 +1,49 @@
+"""The state of one engine, from which a gateway builds the state of its fleet anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdeploy.core.runner import Runner
+from fastdeploy.engine.adapters import AdapterRegistry
+from fastdeploy.engine.leadership import Leadership
+from fastdeploy.engine.scopes import Scopes
+from fastdeploy.engine.weights import WeightSessions
+from fastdeploy.scheduler.scheduler import Scheduler
+
+
+class FleetReport:
+    """Reads the reply to FleetStateArgs, on the loop's thread."""
+
+    def __init__(
+        self,
+        leadership: Leadership,
+        scheduler: Scheduler,
+        scopes: Scopes,
+        weights: WeightSessions,
+        adapters: AdapterRegistry,
+        runner: Runner,
+    ):
+        self._leadership, self._scheduler, self._scopes = leadership, scheduler, scopes
+        self._weights, self._adapters, self._runner = weights, adapters, runner
+
+    def read(self) -> dict[str, Any]:
+        """Return the reply, see messages.FleetStateArgs."""
+        scheduler, pause = self._scheduler, self._scopes.whole_pause
+        return {
+            **self._leadership.describe(),
+            **self._scopes.whole.weights_label(),
+            "fingerprint": self._runner.fingerprint,
+            "phase": pause.phase.value,
+            "is_paused": pause.is_paused,
+            "rejecting_new_requests": pause.rejecting_new_requests,
+            "holds": self._scopes.describe_holds(),
+            **self._adapters.describe(),
+            "prepared_loads": self._adapters.prepared(),
+            "asleep": sorted(self._runner.asleep),
+            "session": self._weights.describe_session(),
+            "running": len(scheduler.running) + len(scheduler.frozen),
+            "waiting": len(scheduler.waiting),
+            "available_gpu_block_num": scheduler.kv.num_free,
+            "max_num_seqs": scheduler.max_num_seqs,
+        }

@@ -1,0 +1,123 @@
+"""The gateway that leads this engine, and the calls that only the gateway may make.
+
+An engine that no gateway has led takes every call from every client. From the first LeadArgs on, the engine belongs to
+a fleet for as long as it runs: only the connection that leads may change its state, also after the end of the lease.
+So nobody changes the state of one replica alone while the fleet has no gateway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from enum import Enum
+from typing import Any
+
+from fastdeploy.core.errors import InvalidField, NotLeader
+from fastdeploy.engine.weight_checks import MAX_EPOCH, check_label, check_seconds
+from fastdeploy.inter_communicator import messages as m
+
+
+class Access(Enum):
+    """Who may make a call while the engine belongs to a fleet."""
+
+    ANYONE = "anyone"  # it changes nothing, or has rules of its own
+    LEADER = "leader"
+    SESSION = "session"  # anyone who names a weight session: its id is the permission. Otherwise the leader
+    OWN_REQUESTS = "own requests"  # anyone, for requests of this connection by their ids. Otherwise the leader
+
+
+# Every call has its entry.
+ACCESS: dict[type, Access] = {
+    m.PauseArgs: Access.LEADER,
+    m.ResumeArgs: Access.LEADER,
+    m.RenewArgs: Access.LEADER,
+    m.PauseStatusArgs: Access.ANYONE,
+    m.UpdateWeightsArgs: Access.LEADER,
+    m.BeginUpdateArgs: Access.LEADER,
+    m.UpdateChunkArgs: Access.SESSION,
+    m.CheckUpdateArgs: Access.SESSION,  # asks whether an upload is refused, before it comes
+    m.CommitUpdateArgs: Access.LEADER,
+    m.AbortUpdateArgs: Access.LEADER,
+    m.LoadAdapterArgs: Access.LEADER,
+    m.EndLoadArgs: Access.LEADER,
+    m.UnloadAdapterArgs: Access.LEADER,
+    m.AdaptersArgs: Access.ANYONE,
+    m.SetVersionArgs: Access.LEADER,
+    m.ResetArgs: Access.LEADER,
+    m.ResetCacheArgs: Access.LEADER,
+    m.SleepArgs: Access.LEADER,
+    m.WakeArgs: Access.LEADER,
+    m.AbortArgs: Access.OWN_REQUESTS,
+    m.WeightInfoArgs: Access.ANYONE,
+    m.ModelInfoArgs: Access.ANYONE,
+    m.MetricsArgs: Access.ANYONE,
+    m.EventsArgs: Access.ANYONE,
+    m.LeadArgs: Access.ANYONE,
+    m.FleetStateArgs: Access.ANYONE,
+    m.ExportWeightsArgs: Access.ANYONE,
+    m.RetainedArgs: Access.ANYONE,
+}
+
+
+class Leadership:
+    """The connection that leads, with its term and its lease. clock: monotonic seconds. clients: those that are
+    connected."""
+
+    def __init__(self, clock: Callable[[], float], clients: Container[str]):
+        self._clock = clock
+        self._clients = clients
+        self.fleet = ""
+        self.controller = ""
+        self.term = 0
+        self._client = ""
+        self._expires_at = 0.0
+
+    def lead(self, args: m.LeadArgs, client: str) -> None:
+        """Let ``client`` lead from now on, or renew its lease. Raises InvalidField or NotLeader, see messages.LeadArgs.
+        A term belongs to one controller, also when its lease has ended. Terms of other fleets count too, so an engine
+        that changes its fleet gets a higher one."""
+        _check(args)
+        if args.term < self.term:
+            raise self._refusal(f"term {args.term} is over")
+        if args.controller != self.controller and self.term:
+            if args.term == self.term:
+                raise self._refusal(f"term {args.term} is taken")
+            if self._client in self._clients and self._clock() < self._expires_at:
+                raise self._refusal("the lease of another controller runs")
+        self.fleet, self.controller, self.term, self._client = args.fleet, args.controller, args.term, client
+        self._expires_at = self._clock() + args.lease_s
+
+    def leads(self, client: str) -> bool:
+        """Return whether ``client`` may make every call."""
+        return not self.term or client == self._client
+
+    def check(self, args: m.Args, client: str) -> None:
+        """Raise NotLeader if ``client`` may not make this call now."""
+        if not self.term or client == self._client:
+            return
+        match ACCESS[type(args)], args:
+            case Access.ANYONE, _:
+                return
+            case Access.SESSION, m.UpdateChunkArgs(session_id=str()) | m.CheckUpdateArgs(session_id=str()):
+                return
+            case Access.OWN_REQUESTS, m.AbortArgs(request_ids=list(), abort_all=False, lora_name=None):
+                return
+        raise self._refusal("this call changes the state of the engine")
+
+    def describe(self) -> dict[str, Any]:
+        """Return {"fleet", "controller", "term"}."""
+        return {"fleet": self.fleet, "controller": self.controller, "term": self.term}
+
+    def _refusal(self, why: str) -> NotLeader:
+        leader = f"controller {self.controller!r} leads it in term {self.term}"
+        left = round(max(self._expires_at - self._clock(), 0.0), 3)
+        return NotLeader(
+            f"{why}: the engine belongs to fleet {self.fleet!r}, and {leader}", **self.describe(), lease_left_s=left
+        )
+
+
+def _check(args: m.LeadArgs) -> None:
+    check_label("fleet", args.fleet)
+    check_label("controller", args.controller)
+    if not 1 <= args.term <= MAX_EPOCH:
+        raise InvalidField("term", f"expected an integer from 1 to 2**53 - 1, got {args.term}")
+    check_seconds("lease_s", args.lease_s)

@@ -1,0 +1,301 @@
+"""The parent of a fleet on one host: of N replicas and one gateway. The parent starts them, replaces dead ones, and
+ends them all.
+
+The parent binds the gateway's address once, and every gateway inherits it. So no waiting connection is lost when the
+gateway is replaced. Likewise each replica keeps its port. With replicas that run elsewhere the parent has a gateway
+only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
+from fastdeploy.core.host import host_id
+from fastdeploy.entrypoints.child import Child
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
+from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, ProcessTree
+from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
+from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
+from fastdeploy.fleet.local_launcher import Action, Answer, Ask, ParentEnd, Placements
+from fastdeploy.http.guards.keys import NO_KEYS, Keys
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.event_pipe import REFUSED
+
+logger = logging.getLogger(__name__)
+GATEWAY = "gateway"
+LOOPBACK = "127.0.0.1"
+THREADS = "FASTDEPLOY_CPU_THREADS"
+
+
+class Fleet(ProcessTree):
+    """The parent process. num_replicas: started here, each with ``engine_config`` and its share of this host's cores
+    and free memory. spec: of replicas that run elsewhere; None = those started here. engine_module, first_delay_s: see
+    Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the other half."""
+
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        serve_config: ServeConfig,
+        fleet_config: FleetConfig,
+        num_replicas: int,
+        spec: LauncherSpec | None = None,
+        keys: Keys = NO_KEYS,
+        engine_module: str = ENGINE_MODULE,
+        first_delay_s: float = FIRST_DELAY_S,
+    ):
+        super().__init__(serve_config.shutdown_s, first_delay_s)
+        self._engine_config = msgspec.structs.replace(engine_config, engines_on_host=max(num_replicas, 1))
+        self._config = msgspec.structs.replace(serve_config, shutdown_s=serve_config.shutdown_s / 2)
+        self._fleet_config = fleet_config
+        self._spec = spec
+        self._keys = keys
+        self._engine_module = engine_module
+        self._threads = max(len(os.sched_getaffinity(0)) // max(num_replicas, 1), 1)
+        self._num_replicas = num_replicas
+        self._num_named = 0
+        self._replicas: dict[str, socket.socket] = {}  # those that shall run -> listener of their API servers
+        self._link: ParentEnd | None = None
+        self._to_restart: set[str] = set()  # killed because the gateway asked for it
+        self._missing: set[str] = {GATEWAY}  # not ready since the start of the fleet
+        self._announced = False
+
+    # ------------------------------------------------------------------ life
+
+    def run(self) -> int:
+        """Block until everything has ended, and return the exit status, as Supervisor.run. Raises OSError if a port
+        cannot be bound."""
+        raise_open_files_limit()
+        self._listeners = bind_all(self._config)
+        self._config = with_ports(self._config, self._listeners)
+        self._folder = ipc_dir.create()
+        restore = self._catch_signals()
+        try:
+            for _ in range(self._num_replicas):
+                self._missing.add(self._add_replica())
+            self._start(GATEWAY)
+            self._run_until_ended()
+        finally:
+            self._kill_all()
+            restore()
+            for listener in [*self._listeners, *self._replicas.values()]:
+                listener.close()
+            self._selector.close()
+            ipc_dir.remove(self._folder)
+        return self._status
+
+    # ------------------------------------------------------------------ replicas
+
+    def _add_replica(self) -> str:
+        """Start one more replica, and return its name. Raises OSError if it gets no port."""
+        name = f"replica-{self._num_named}"
+        self._replicas[name] = bind(LOOPBACK, 0)
+        self._num_named += 1
+        self._start(name)
+        return name
+
+    def _make(self, name: str) -> Child:
+        return self._make_gateway() if name == GATEWAY else self._make_replica(name)
+
+    def _make_replica(self, name: str) -> Child:
+        home, listener = Path(self._folder, name), self._replicas[name]
+        shutil.rmtree(home, ignore_errors=True)  # of a replica that was killed
+        home.mkdir()
+        engine = msgspec.structs.replace(
+            self._engine_config, fleet_endpoint=self._endpoint(name), trace=own_file(self._engine_config.trace, name)
+        )
+        serve = msgspec.structs.replace(self._config, host=LOOPBACK, control_port=None)
+        config = ReplicaConfig(engine, with_ports(serve, [listener]))
+        args = ["--name", name, "--config", to_json(config), "--engine-module", self._engine_module]
+        args += ["--http-fds", str(listener.fileno())]
+        environment = {THREADS: str(self._threads)} | self._keys.environment(os.environ)
+        return Child(
+            name,
+            "fastdeploy.entrypoints.replica_main",
+            args,
+            [listener.fileno()],
+            signal.SIGKILL,
+            environment=environment | {"FASTDEPLOY_IPC_ROOT": str(home)},
+            whole_group=True,
+        )
+
+    def _endpoint(self, name: str) -> str:
+        return f"ipc://{self._folder}/{name}.sock"
+
+    def _placements(self) -> Placements:
+        return Placements(
+            [
+                Placement(name, self._endpoint(name), url_of(listener), host_id())
+                for name, listener in self._replicas.items()
+            ]
+        )
+
+    # ------------------------------------------------------------------ the gateway
+
+    def _make_gateway(self) -> Child:
+        spec, fds, ends = self._spec, [listener.fileno() for listener in self._listeners], []
+        if spec is None:
+            ends = list(socket.socketpair())
+            spec = LocalSpec(ends[1].fileno(), self._folder)
+        config = GatewayConfig(self._config, self._fleet_config, spec)
+        args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
+        keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
+        # Without a link nothing tells the gateway that the parent has died.
+        death_signal = None if ends else signal.SIGTERM
+        environment = self._keys.environment(os.environ)
+        main = "fastdeploy.entrypoints.gateway"
+        child = Child(GATEWAY, main, args, keep_fds, death_signal, environment=environment)
+        if ends:
+            ends[1].close()
+            self._connect(ParentEnd(ends[0]))
+        return child
+
+    def _connect(self, link: ParentEnd) -> None:
+        self._disconnect()
+        self._link = link
+        self._watch(link, PIPES, self._on_link)
+        self._send(self._placements())
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._forget_fd(self._link.fileno())
+            self._link.close()
+            self._link = None
+
+    def _send(self, message: Placements | Answer) -> None:
+        if self._link is not None:
+            self._link.send(message)
+            self._watch_link()
+
+    def _watch_link(self) -> None:
+        """Wait for room only while something waits for it."""
+        assert self._link is not None
+        write = selectors.EVENT_WRITE if self._link.wants_to_write else 0
+        self._selector.modify(self._link, selectors.EVENT_READ | write, (PIPES, self._on_link))
+
+    def _on_link(self) -> None:
+        assert self._link is not None
+        asks = self._link.read()
+        if asks is None:
+            self._disconnect()
+            return
+        for ask in asks:
+            self._send(self._handle(ask))
+        self._link.flush()
+        self._watch_link()
+
+    def _handle(self, ask: Ask) -> Answer:
+        """Do what the gateway asks for."""
+        if self._stopping:
+            return Answer(ask.ask_id, error="the fleet is stopping")
+        if ask.action is Action.ADD:
+            try:
+                name = self._add_replica()
+            except OSError as error:
+                return Answer(ask.ask_id, error=f"no replica can be started: {error}")
+            self._send(self._placements())
+            return Answer(ask.ask_id, name)
+        if ask.name not in self._replicas:
+            return Answer(ask.ask_id, error=f"name: there is no replica {ask.name!r}")
+        if ask.action is Action.RESTART:
+            self._restart(ask.name, ask.why)
+        else:
+            self._remove(ask.name)
+        return Answer(ask.ask_id, ask.name)
+
+    def _restart(self, name: str, why: str) -> None:
+        """Kill the replica. Its end has it started again; so nothing is done if it has ended already."""
+        if child := self._children.get(name):
+            logger.warning("killing %s to start it again: %s", name, why)
+            self._to_restart.add(name)
+            child.kill()
+
+    def _remove(self, name: str) -> None:
+        self._replicas.pop(name).close()
+        self._due.pop(name, None)
+        self._missing.discard(name)
+        self._send(self._placements())
+        if child := self._children.get(name):
+            child.signal(signal.SIGTERM)
+
+    # ------------------------------------------------------------------ events of children
+
+    def _on_event(self, child: Child, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "refused":
+                self._on_refused(child, event["why"])
+            case "up":
+                child.ready_since = time.monotonic()
+            case "ready" | "serving":
+                child.ready_since = child.ready_since or time.monotonic()
+                self._missing.discard(child.name)
+                if not self._missing and not self._announced:
+                    self._announce()
+
+    def _announce(self) -> None:
+        self._announced = True
+        data, *control = [url_of(listener) for listener in self._listeners]
+        also = f", control at {control[0]}" if control else ""
+        number = len(self._spec.placements) if isinstance(self._spec, StaticSpec) else self._num_replicas
+        print(f"FastDeploy fleet of {number} serves {self._config.served_model_name} at {data}{also}", flush=True)
+
+    def _on_refused(self, child: Child, why: str) -> None:
+        if self._stopping:
+            return
+        if self._announced:
+            logger.error("%s cannot serve %s: %s", child.name, self._config.model, why)
+            return
+        print(f"fastdeploy: cannot serve {self._config.model}: {why}", file=sys.stderr, flush=True)
+        self._stop(REFUSED)
+        self._kill_all()
+
+    def _on_end(self, child: Child, status: int) -> None:
+        name = child.name
+        if name == GATEWAY:
+            self._disconnect()
+        elif name not in self._replicas:
+            logger.info("%s is removed", name)
+            return
+        elif not self._announced and name not in self._to_restart:
+            logger.error("%s could not start (status %d)", name, status)
+            self._stop(FAILED)
+            return
+        self._to_restart.discard(name)
+        self._restart_later(child, status)
+
+    def _on_hopeless(self, name: str) -> None:
+        """Go on trying, unless the gateway itself cannot start: the other replicas serve."""
+        if name == GATEWAY:
+            self._stop(FAILED)
+        else:
+            self._due[name] = time.monotonic() + MAX_DELAY_S
+
+    # ------------------------------------------------------------------ the end
+
+    def _next_to_stop(self) -> Iterable[Child]:
+        """Return the gateway, which ends its open requests through the engines, and then the replicas."""
+        return [child for child in self._children.values() if child.name == GATEWAY] or self._children.values()
+
+    def _on_stopped(self, child: Child, status: int) -> None:
+        if status not in (0, -signal.SIGKILL, -signal.SIGTERM):
+            self._status = self._status or FAILED
+
+
+def own_file(path: str, name: str) -> str:
+    """Return ``path`` with ``name`` before its ending, so that each replica writes a file of its own; "" stays ""."""
+    root, ending = os.path.splitext(path)
+    return f"{root}.{name}{ending}" if path else ""

@@ -1,0 +1,81 @@
+"""The flags of ``fastdeploy fleet`` that ``fastdeploy serve`` does not have."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.host import host_id
+from fastdeploy.entrypoints.gateway_config import LauncherSpec, StaticSpec
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
+
+FLEET_KEY = "FASTDEPLOY_FLEET_KEY"
+DEFAULT_REPLICAS = 2
+MAX_KEY_BYTES = 4096
+
+
+def add_fleet_flags(add: Callable[..., Any]) -> None:
+    """Add the flags with ``add``, argparse's add_argument."""
+    defaults = FleetConfig(fleet_id="")
+    text = f"engines to start on this host, which share its cores and its free memory ({DEFAULT_REPLICAS})"
+    add("--replicas", type=int, metavar="N", help=text)
+    text = "an engine that runs elsewhere: address and URL of 'fastdeploy serve --fleet-endpoint'; repeatable"
+    add("--replica", action="append", metavar="tcp://HOST:PORT=URL", help=text)
+    text = "a replica that has not answered for so long is cut off and started again (%(default)g)"
+    add("--fence-after-s", type=float, default=defaults.fence_after_s, help=text)
+    text = "a request whose replica was lost waits so long for another one (%(default)g)"
+    add("--failover-s", type=float, default=defaults.failover_s, help=text)
+
+
+def fleet_config(args: argparse.Namespace) -> FleetConfig:
+    """Return the checked settings of the gateways of one fleet, which gets a new id. Raises InvalidField."""
+    given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s")}
+    config = FleetConfig(fleet_id=uuid.uuid4().hex, **given).check()
+    if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
+        raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
+    return config
+
+
+def launcher_spec(args: argparse.Namespace) -> LauncherSpec | None:
+    """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
+    if not args.replica:
+        return None
+    if args.replicas is not None:
+        raise InvalidField("replica", "expected --replicas N for engines of this host, or --replica for others")
+    return StaticSpec([_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)])
+
+
+def _placement(name: str, text: str) -> Placement:
+    endpoint, _, url = text.partition("=")
+    expected = f"expected tcp://HOST:PORT=http://HOST:PORT, got {text!r}"
+    try:
+        address, page = urlsplit(endpoint), urlsplit(url)
+        is_local = address.scheme == "ipc" and bool(address.path)
+        is_remote = address.scheme == "tcp" and bool(address.hostname and address.port)
+    except ValueError as error:  # such as a port that is no number
+        raise InvalidField("replica", expected) from error
+    if not (is_local or is_remote) or page.scheme not in ("http", "https") or not page.hostname:
+        raise InvalidField("replica", expected)
+    return Placement(name, endpoint, url.rstrip("/"), host_id() if is_local else str(address.hostname))
+
+
+def put_fleet_key(path: str | None, environment: MutableMapping[str, str]) -> None:
+    """Put the secret in the file ``path`` into ``environment``, where the processes that need it look. Raises
+    InvalidField, which does not show the content."""
+    if path is None:
+        return
+    try:
+        with Path(path).open("rb") as file:
+            secret = file.read(MAX_KEY_BYTES).decode("ascii").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no text"
+        raise InvalidField("fleet_key_file", f"expected the path of a file that holds the secret: {why}") from None
+    if not secret:
+        raise InvalidField("fleet_key_file", "expected a secret in the file, found nothing")
+    environment[FLEET_KEY] = secret

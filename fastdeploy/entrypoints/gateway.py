@@ -1,0 +1,90 @@
+"""The gateway of a fleet: ``python -m fastdeploy.entrypoints.gateway`` (started by entrypoints/fleet.py).
+
+An API server whose client speaks to the engines of all replicas. The gateway has no state that its replicas do not
+have, so another one can take its place at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+
+from fastdeploy.client.tokenizer import Tokenizer, load_tokenizer
+from fastdeploy.core.collector import collect_rarely
+from fastdeploy.core.config import from_json
+from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.host import host_id
+from fastdeploy.core.logger import setup_logging
+from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.launcher import Launcher, StaticLauncher
+from fastdeploy.fleet.local_launcher import LocalLauncher
+from fastdeploy.http.guards.keys import Keys, take_keys
+from fastdeploy.inter_communicator import ipc_dir
+from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
+
+
+def make_launcher(spec: LauncherSpec) -> Launcher:
+    """Return the launcher that ``spec`` describes."""
+    match spec:
+        case LocalSpec():
+            return LocalLauncher(socket.socket(fileno=spec.link_fd), lambda: _parent_died(spec.folder))
+        case StaticSpec():
+            return StaticLauncher(spec.placements)
+
+
+def _parent_died(folder: str) -> None:
+    """End this process in order. The system has killed the replicas, or their engines end by themselves."""
+    ipc_dir.remove(folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def serve(
+    config: GatewayConfig,
+    keys: Keys,
+    tokenizer: Tokenizer | None,
+    listeners: Sequence[socket.socket],
+    events: EventPipe,
+) -> None:
+    """Serve until a stop signal."""
+    key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
+    fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
+    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint))
+    server = make_server(client, tokenizer, config.serve, keys)
+    announcing = asyncio.create_task(announce(client, events))
+    collect_rarely()
+    await server.serve(sockets=list(listeners))
+    announcing.cancel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True, help="GatewayConfig as JSON")
+    parser.add_argument("--http-fds", type=int, nargs="+", required=True, help="inherited listening sockets")
+    parser.add_argument("--event-fd", type=int, required=True, help="inherited pipe for events to the parent")
+    args = parser.parse_args()
+    setup_logging("gateway")
+    keep_freed_memory()
+    listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
+    config, keys, events = from_json(args.config, GatewayConfig), take_keys(os.environ), EventPipe(args.event_fd)
+    try:
+        tokenizer = load_tokenizer(config.serve.model)
+    except InvalidField as error:
+        return events.refuse(error)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, keys, tokenizer, listeners, events))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

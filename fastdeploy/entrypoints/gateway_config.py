@@ -1,0 +1,34 @@
+"""Settings of a gateway's process, which its parent passes as JSON."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fastdeploy.core.config import ServeConfig
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement
+
+
+class LocalSpec(msgspec.Struct, frozen=True, tag="local"):
+    """Replicas that the parent starts. link_fd: inherited end of a socket pair. folder: of the replicas' sockets, which
+    the gateway removes if the parent dies."""
+
+    link_fd: int
+    folder: str
+
+
+class StaticSpec(msgspec.Struct, frozen=True, tag="static"):
+    """Replicas that somebody else runs."""
+
+    placements: list[Placement]
+
+
+LauncherSpec = LocalSpec | StaticSpec
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a gateway. launcher: who starts the replicas."""
+
+    serve: ServeConfig
+    fleet: FleetConfig
+    launcher: LauncherSpec

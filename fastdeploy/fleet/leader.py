@@ -1,0 +1,211 @@
+"""Leadership of the engines: at most one gateway changes their state.
+
+A gateway that starts asks every engine for its state, leads with a term above all terms that it has seen, and renews
+its lease on all engines in one go. The engines decide: an engine follows the highest term, and refuses another gateway
+while the lease of a live one runs. So a second gateway waits, and leads soon after the first one has gone.
+
+A gateway that an engine refuses steps down: its control calls are refused with NotLeader, and it takes no new requests.
+Requests that run are read to their end. It tries again with a higher term when the lease of the other has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastdeploy.client.engine_client import result_of
+from fastdeploy.core.errors import FastDeployError, NotLeader
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.rebuild import Report, fleet_of, new_fleet
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.inter_communicator import messages as m
+
+logger = logging.getLogger(__name__)
+RETRY_S = 0.2
+
+
+class Leadership:
+    """The leadership of one gateway. replicas: returns those that are connected. expected: returns the number of those
+    that exist. begin(reports): called when this gateway leads, with the answers of the engines from before. renewed
+    (replica, revision): called after each renewal, with what ``revision`` returned when it was sent. end(why): called
+    when this gateway does not lead any more.
+
+    fleet: boot id of the fleet, which the engines keep. leads: whether this gateway leads. why: why not."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        replicas: Callable[[], Sequence[Replica]],
+        expected: Callable[[], int],
+        begin: Callable[[Sequence[Report]], None],
+        renewed: Callable[[Replica, int], None],
+        end: Callable[[str], None],
+        revision: Callable[[], int],
+    ):
+        self._config = config
+        self._replicas = replicas
+        self._expected = expected
+        self._begin = begin
+        self._renewed = renewed
+        self._end = end
+        self._revision = revision
+        self._moved = asyncio.Event()
+        self._deposed = asyncio.Event()
+        self.controller = uuid.uuid4().hex
+        self.fleet = ""
+        self.term = 0
+        self.leads = False
+        self.why = "this gateway does not lead yet: no engine is connected"
+
+    def replicas_changed(self) -> None:
+        """Tell that the replicas are others, or that one has connected or was lost."""
+        self._moved.set()
+
+    def require(self) -> None:
+        """Raise NotLeader unless this gateway leads."""
+        if not self.leads:
+            raise NotLeader(self.why, controller=self.controller, term=self.term)
+
+    def depose(self, why: str) -> None:
+        """Step down, because an engine follows another gateway."""
+        if self.leads:
+            self.leads, self.why = False, why
+            logger.warning("this gateway steps down: %s", why)
+            self._deposed.set()
+            self._end(why)
+
+    async def lead(self, replica: Replica) -> Report:
+        """Lead one engine, and return its state. Raises NotLeader; after a higher term this gateway has stepped
+        down."""
+        try:
+            return replica.note(await replica.client.call(self._args()))
+        except NotLeader as error:
+            if self.leads and error.detail.get("term", 0) > self.term:
+                self.depose(error.message)
+            raise
+
+    async def run(self) -> None:
+        """Lead, and lead again after each time that another gateway led, until this is cancelled."""
+        while True:
+            self._deposed.clear()
+            reports = await self._take()
+            self.leads, self.why = True, ""
+            logger.info("leading fleet %s in term %d, with %d engines", self.fleet, self.term, len(reports))
+            self._begin(reports)
+            await self._keep()
+
+    # ------------------------------------------------------------------ inside
+
+    def _args(self) -> m.LeadArgs:
+        return m.LeadArgs(self.fleet, self.controller, self.term, self._config.lease_s)
+
+    async def _take(self) -> list[Report]:
+        """Return the states of the engines from before, once this gateway leads one of them."""
+        while True:
+            await self._gather()
+            found = await self._ask_all()
+            if not found:
+                await asyncio.sleep(RETRY_S)
+                continue
+            before = [report for _, report in found]
+            self.term = max(self.term, *(report["term"] for report in before)) + 1
+            self.fleet = fleet_of(self._config.fleet_id, before) or new_fleet(self._config.fleet_id)
+            # The engine with the highest term first: a gateway that leads now leads this one. Two gateways that start
+            # at the same time ask the same engine first, and it takes one of them.
+            found.sort(key=lambda item: (-item[1]["term"], item[0].name))
+            try:
+                await self.lead(found[0][0])
+            except NotLeader as error:
+                self.why = error.message
+                await asyncio.sleep(error.detail.get("lease_left_s", 0.0) + RETRY_S)
+            except FastDeployError as error:
+                self.why = error.message
+                await asyncio.sleep(RETRY_S)
+            else:
+                # Nobody else has changed the state since the first answers, unless another gateway's lease ended in
+                # between. So the answers that count are new ones.
+                await asyncio.gather(*(self.lead(replica) for replica, _ in found[1:]), return_exceptions=True)
+                return await self._before_and_after(found)
+
+    async def _before_and_after(self, found: Sequence[tuple[Replica, Report]]) -> list[Report]:
+        """Return the present states of the engines, with the fleet that each belonged to before."""
+        fleets = {replica.name: report["fleet"] for replica, report in found}
+        now = {replica.name: report for replica, report in await self._ask_all()}
+        return [{**now.get(replica.name, report), "fleet": fleets[replica.name]} for replica, report in found]
+
+    async def _gather(self) -> None:
+        """Wait until all engines are connected, or one is and the others have had their time."""
+        while not self._replicas():
+            await self._wait_moved(None)
+        now = asyncio.get_running_loop().time
+        end = now() + self._config.rebuild_s
+        while self._replicas() and len(self._replicas()) < self._expected() and now() < end:
+            await self._wait_moved(end - now())
+
+    async def _wait_moved(self, seconds: float | None) -> None:
+        self._moved.clear()
+        try:
+            await asyncio.wait_for(self._moved.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def _ask_all(self) -> list[tuple[Replica, Report]]:
+        """Return the states of the engines that answer in time."""
+
+        async def ask(replica: Replica) -> tuple[Replica, Report] | None:
+            try:
+                async with asyncio.timeout(self._config.fence_after_s):
+                    return replica, replica.note(await replica.client.call(m.FleetStateArgs()))
+            except (FastDeployError, TimeoutError) as error:
+                logger.warning("replica %s did not tell its state: %s", replica.name, error)
+                return None
+
+        answers = await asyncio.gather(*(ask(replica) for replica in self._replicas()))
+        return [answer for answer in answers if answer is not None]
+
+    async def _keep(self) -> None:
+        """Renew the lease on all engines until another gateway leads."""
+        while not self._deposed.is_set():
+            revision = self._revision()
+            for replica in self._replicas():
+                if self._is_led(replica):
+                    self._renew(replica, revision)
+            try:
+                await asyncio.wait_for(self._deposed.wait(), self._config.lease_s / 3)
+            except TimeoutError:
+                continue
+
+    def _is_led(self, replica: Replica) -> bool:
+        report = replica.report
+        return (report.get("controller"), report.get("term")) == (self.controller, self.term)
+
+    def _renew(self, replica: Replica, revision: int) -> None:
+        client = replica.client
+
+        def answered(future: asyncio.Future[m.Reply]) -> None:
+            if future.cancelled() or future.exception() is not None or client is not replica.client:
+                return  # the loss of the engine is told elsewhere
+            try:
+                replica.note(result_of(future.result()))
+            except NotLeader as error:
+                self.depose(error.message)
+            except FastDeployError as error:
+                logger.error("replica %s did not renew the lease: %s", replica.name, error)
+            else:
+                self._renewed(replica, revision)
+
+        client.post(self._args()).add_done_callback(answered)
+
+
+def describe(leadership: Leadership) -> dict[str, Any]:
+    """Return what GET /v1/replicas shows of the leadership."""
+    return {
+        "fleet": leadership.fleet,
+        "controller": leadership.controller,
+        "term": leadership.term,
+        "leads": leadership.leads,
+        "why": leadership.why,
+    }

@@ -1,0 +1,118 @@
+"""The state of a fleet, built anew from the answers of its engines: for a gateway that starts, and that takes over from
+one that has died. Nothing here talks to an engine.
+
+A call that the dead gateway left half done ends like this. A pause that reached some engines stands on all. A commit
+that reached some engines is made up for on the others, which join with the newer weights. A release that reached some
+engines is undone, because a hold must never be lost. A sleep that reached some is undone.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.state import ENGINE_TTL_SLACK_S, FleetHold, FleetState
+from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
+
+Report = Mapping[str, Any]  # an answer to FleetStateArgs
+MODES = ("wait", "keep", "abort")  # in order of strength
+ADMISSIONS = ("hold", "reject")
+SYSTEM = "system"  # placed_by of the engines' own holds
+REPUBLISH = "republish"
+
+
+def new_fleet(fleet_id: str) -> str:
+    """Return a new boot id of the fleet, which its engines keep. So it survives the gateway."""
+    return f"{fleet_id}/{uuid.uuid4().hex[:12]}"
+
+
+def fleet_of(fleet_id: str, reports: Sequence[Report]) -> str | None:
+    """Return the boot id of the fleet that these engines belong to: that of the newest weights. None: no engine belongs
+    to the fleet ``fleet_id``."""
+    ours = [report for report in reports if report["fleet"].startswith(fleet_id + "/")]
+    return max(ours, key=lambda report: (report["weight_epoch"], report["term"]))["fleet"] if ours else None
+
+
+def reference(fleet: str, reports: Sequence[Report]) -> Report:
+    """Return the answer of an engine that has the weights of the fleet: the newest ones among the engines that belonged
+    to it. Among equals, the weights that most engines have."""
+    ours = [report for report in reports if report["fleet"] == fleet] or list(reports)
+    newest = max(report["weight_epoch"] for report in ours)
+    candidates = [report for report in ours if report["weight_epoch"] == newest]
+    fingerprints = Counter(report["fingerprint"] for report in candidates if report["fingerprint"] is not None)
+    if not fingerprints:
+        return candidates[0]
+    most = fingerprints.most_common(1)[0][0]
+    return next(report for report in candidates if report["fingerprint"] == most)
+
+
+def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
+    """Return the state of the fleet whose boot id is ``fleet``, from at least one report. The reports are from before
+    the new gateway led, so "fleet" in them names the former fleet. now: on the clock of FleetHold.expires_at."""
+    ours = [report for report in reports if report["fleet"] == fleet]
+    serving = reference(fleet, reports)
+    same = [r for r in ours or reports if r["weight_epoch"] == serving["weight_epoch"]]
+    slack_s = ENGINE_TTL_SLACK_S if ours else 0.0  # without a gateway, nobody ended the holds but the engines
+    holds: dict[tuple[str, str], FleetHold] = {}
+    for report in ours or reports:
+        for hold in report["holds"]:
+            if hold["placed_by"] != SYSTEM:
+                _add_hold(holds, hold, now, slack_s)
+    for hold in [hold for report in same for hold in report["holds"]]:
+        if hold["placed_by"] == SYSTEM and hold["id"] == REPUBLISH:
+            holds[WHOLE_ENGINE, REPUBLISH] = republish_hold()
+    return FleetState(
+        weight_epoch=serving["weight_epoch"],
+        version=serving["version"],
+        fingerprint=serving["fingerprint"],
+        holds=holds,
+        adapters=_adapters(ours or reports),
+        asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in same)))),
+    )
+
+
+def republish_hold() -> FleetHold:
+    """Return the hold of a fleet that has lost its weights. A commit of weights releases it, and so does a resume by
+    its name."""
+    args = PauseArgs(mode="keep", admission="hold", clear_cache=False, hold_id=REPUBLISH, placed_by=SYSTEM)
+    return FleetHold(args)
+
+
+def _add_hold(holds: dict[tuple[str, str], FleetHold], hold: Report, now: float, slack_s: float) -> None:
+    """Add a hold of one engine. Of two holds of one name, the stronger terms and the later end are kept."""
+    key, left_s = (hold["scope"], hold["id"]), hold["ttl_left_s"]
+    args = PauseArgs(
+        mode=hold["mode"],
+        clear_cache=hold["clear_cache"],
+        admission=hold["admission"],
+        hold_id=hold["id"],
+        placed_by=hold["placed_by"],
+        scope=hold["scope"],
+        anonymous=not hold["named"],
+    )
+    expires_at = None if left_s is None else now + max(left_s - slack_s, 0.0)
+    if (other := holds.get(key)) is not None:
+        mode, admission = max(args.mode, other.args.mode, key=MODES.index), args.admission or ADMISSIONS[0]
+        admission = max(admission, other.args.admission or ADMISSIONS[0], key=ADMISSIONS.index)
+        anonymous = args.anonymous and other.args.anonymous
+        args = msgspec.structs.replace(args, mode=mode, admission=admission, anonymous=anonymous)
+        ends = (expires_at, other.expires_at)
+        expires_at = None if None in ends else max(end for end in ends if end is not None)
+    holds[key] = FleetHold(args, expires_at)
+
+
+def _adapters(reports: Sequence[Report]) -> dict[str, tuple[LoadAdapterArgs, int]]:
+    """Return the adapters that any engine has. Of two of one name, that with the higher epoch."""
+    adapters: dict[str, tuple[LoadAdapterArgs, int]] = {}
+    for adapter in [adapter for report in reports for adapter in report["adapters"]]:
+        name, epoch, path = adapter["lora_name"], adapter["adapter_epoch"], adapter["path"]
+        if name not in adapters or adapters[name][1] < epoch:
+            args = LoadAdapterArgs(name, FolderSource(path), path=path, version=adapter["version"])
+            adapters[name] = (args, epoch)
+    return adapters
