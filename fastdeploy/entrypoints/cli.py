@@ -219,7 +219,7 @@ def make_parent(
         return Supervisor(engine, serve, engine_module, keys)
     from fastdeploy.entrypoints.fleet import Fleet
 
-    spec = launcher_spec(args)
+    spec = launcher_spec(args, engine, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     return Fleet(engine, serve, fleet_config(args), number, spec, keys, engine_module)
 

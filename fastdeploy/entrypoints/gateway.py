@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import hmac
 import os
 import signal
 import socket
@@ -24,7 +26,9 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.host import host_id
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
+from fastdeploy.entrypoints.fleet_flags import FLEET_KEY
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.launcher import Launcher, StaticLauncher
 from fastdeploy.fleet.local_launcher import LocalLauncher
@@ -34,13 +38,25 @@ from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
 
-def make_launcher(spec: LauncherSpec) -> Launcher:
-    """Return the launcher that ``spec`` describes."""
+def make_launcher(spec: LauncherSpec, keys: Keys, events: EventPipe) -> Launcher:
+    """Return the launcher that ``spec`` describes. keys: of the replicas' API servers."""
     match spec:
         case LocalSpec():
             return LocalLauncher(socket.socket(fileno=spec.link_fd), lambda: _parent_died(spec.folder))
         case StaticSpec():
             return StaticLauncher(spec.placements)
+        case RaySpec():
+            secrets = keys.environment({FLEET_KEY: os.environ[FLEET_KEY]})
+            return RayLauncher(spec.ray, spec.replica, secrets, events.refuse)
+
+
+def replica_keys(spec: LauncherSpec, keys: Keys) -> Keys:
+    """Return the keys of the replicas' own API servers. Those that Ray starts are on the network, where control routes
+    need a key; if there is none, it is made from the secret of the fleet, which all gateways have."""
+    if keys.control or not isinstance(spec, RaySpec):
+        return keys
+    secret = os.environ[FLEET_KEY].encode()
+    return Keys(keys.data, (hmac.digest(secret, b"control routes of replicas", hashlib.sha256).hex().encode(),))
 
 
 def _parent_died(folder: str) -> None:
@@ -57,9 +73,11 @@ async def serve(
     events: EventPipe,
 ) -> None:
     """Serve until a stop signal."""
-    key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
+    own_keys = replica_keys(config.launcher, keys)
+    key = next(iter(own_keys.control or own_keys.data), b"").decode()  # not in the config, which is on the command line
     fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
-    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint))
+    launcher = make_launcher(config.launcher, own_keys, events)
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,16 +85,25 @@ def index_of(name: str) -> int:
 
 class RayLauncher:
     """Implements fleet.launcher.Launcher with Ray actors. Use from one event loop. secrets: variables of the replicas'
-    environment, such as the key of the fleet; they are never in what Ray shows or stores."""
+    environment, such as the key of the fleet; they are never in what Ray shows or stores. failed: called if no replica
+    can serve, with the reason, once the replicas that were created for it are removed."""
 
-    def __init__(self, config: RayConfig, spec: ReplicaSpec, secrets: Mapping[str, str]):
+    def __init__(
+        self,
+        config: RayConfig,
+        spec: ReplicaSpec,
+        secrets: Mapping[str, str],
+        failed: Callable[[FastDeployError], object] = lambda error: None,
+    ):
         self._config = config.check()
         self._spec = spec
         self._secrets = dict(secrets)
+        self._failed = failed
         self._ray = import_ray()
         self._actors: dict[str, Any] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._placements: dict[str, Placement] = {}
+        self._placements: dict[str, Placement] = {}  # the last of each replica, also while it is started again
+        self._serving: set[str] = set()
         self._refusals: dict[str, str] = {}
         self._failure: FastDeployError | None = None
         self._changed = asyncio.Event()
@@ -106,11 +115,18 @@ class RayLauncher:
             self._follow(name, actor)
 
     async def placements(self) -> AsyncIterator[Sequence[Placement]]:
-        """See Launcher. Raises InvalidField if no replica can serve, for instance if no host has the model."""
-        if not self._actors:
-            await self.open()
+        """See Launcher. A lost replica stays in the list, and gets its new address there. Raises InvalidField if no
+        replica can serve, for instance if no host has the model."""
+        try:
+            if not self._actors:
+                await self.open()
+        except InvalidField as error:
+            self._failed(error)
+            raise
         while True:
             if self._failure is not None:
+                await self.close()
+                self._failed(self._failure)
                 raise self._failure
             self._changed.clear()
             yield list(self._placements.values())
@@ -119,10 +135,10 @@ class RayLauncher:
     async def restart(self, name: str, why: str) -> None:
         """See Launcher. A replica that Ray is starting already is left alone."""
         actor = self._actors.get(name)
-        if actor is None or self._placements.pop(name, None) is None:
+        if actor is None or name not in self._serving:
             return
         logger.warning("%s is restarted: %s", name, why)
-        self._changed.set()
+        self._serving.remove(name)
         try:
             # Without an answer the actor's process is stuck. Ray kills a stuck process itself, after some seconds.
             await asyncio.wait_for(_future(actor.kill.remote()), KILL_S)
@@ -204,6 +220,7 @@ class RayLauncher:
 
     def _forget(self, name: str) -> asyncio.Task[None]:
         del self._actors[name]
+        self._serving.discard(name)
         self._refusals.pop(name, None)
         if self._placements.pop(name, None) is not None:
             self._changed.set()
@@ -223,8 +240,7 @@ class RayLauncher:
                     self._on_status(name, status)
             except exceptions.ActorUnavailableError:
                 logger.warning("%s has died, or its host has; Ray starts it again", name)
-                if self._placements.pop(name, None) is not None:
-                    self._changed.set()
+                self._serving.discard(name)
             except exceptions.ActorDiedError:
                 logger.warning("%s was removed by somebody else", name)
                 self._forget(name)
@@ -233,24 +249,24 @@ class RayLauncher:
     def _on_status(self, name: str, status: ReplicaStatus) -> None:
         if status.spec != self._spec:
             text = f"expected the name of a new fleet: {name} of fleet {self._config.name!r} runs with other settings"
-            self._fail(InvalidField("name", text))
-        before = self._placements.get(name)
-        if status.placement is not None:
-            self._placements[name] = status.placement
+            self._fail(InvalidField("name", text), keep=True)
+        elif status.placement is not None:
+            self._serving.add(name)
+            self._refusals.pop(name, None)
+            if status.placement != self._placements.get(name):
+                self._placements[name] = status.placement
+                self._changed.set()
             logger.info("%s serves at %s", name, status.placement.url)
-        else:
-            self._placements.pop(name, None)
-        if status.placement != before:
-            self._changed.set()
-        if status.refusal and name not in self._refusals:
+        elif status.refusal:
             self._refusals[name] = status.refusal
             logger.error("%s cannot serve: %s", name, status.refusal)
             if self._refusals.keys() >= self._actors.keys():
-                field, _, why = status.refusal.partition(": ")
-                field = field if field.isidentifier() else "model"
-                self._fail(InvalidField(field, f"expected settings that a replica can serve: {status.refusal}"))
+                self._fail(InvalidField("model", f"expected a model that the replicas can serve: {status.refusal}"))
 
-    def _fail(self, error: FastDeployError) -> None:
+    def _fail(self, error: FastDeployError, keep: bool = False) -> None:
+        """Give up. keep: the replicas belong to somebody else."""
+        if keep:
+            self._config = msgspec.structs.replace(self._config, keep_replicas=True)
         self._failure = self._failure or error
         self._changed.set()
 

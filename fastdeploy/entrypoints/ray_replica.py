@@ -17,6 +17,7 @@ from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
+THREADS = "FASTDEPLOY_CPU_THREADS"
 REPLICA_MAIN = "fastdeploy.entrypoints.replica_main"
 RETRY_S = 5.0  # wait before the next try, if a replica ended before it served
 FAILED = 1
@@ -24,9 +25,10 @@ FAILED = 1
 
 class ReplicaSpec(msgspec.Struct, frozen=True):
     """What all replicas of a fleet share. The actor sets the addresses in config, since only the actor knows its host.
-    module: run as the replica."""
+    threads: of each replica, for computing. module: run as the replica."""
 
     config: ReplicaConfig
+    threads: int = 1
     module: str = REPLICA_MAIN
 
 
@@ -99,7 +101,7 @@ class FastDeployReplica:
             ["--name", self._name, "--config", self._config()],
             death_signal=signal.SIGKILL,
             whole_group=True,
-            environment={**os.environ, **secrets},
+            environment={**os.environ, THREADS: str(self._status.spec.threads), **secrets},
         )
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(child.pidfd, ended.set)

@@ -30,7 +30,7 @@ SECRETS = {"FASTDEPLOY_FLEET_KEY": KEY}
 
 
 def spec_of(model: str, module: str = "support.fake_replica_main") -> ReplicaSpec:
-    return ReplicaSpec(ReplicaConfig(EngineConfig(model=model), ServeConfig(model=model)), module)
+    return ReplicaSpec(ReplicaConfig(EngineConfig(model=model), ServeConfig(model=model)), module=module)
 
 
 SPEC = spec_of(str(MODEL_DIR))
@@ -131,9 +131,8 @@ async def test_a_replica_that_is_lost_comes_back_under_its_name(cluster, how):
         else:
             os.kill(actor, signal.SIGSTOP)
             await follower.launcher.restart("replica-0", "it is silent")
-        await follower.until(names("replica-1"))
-        placements = await follower.until(names("replica-0", "replica-1"))
-        assert pid_of(placements["replica-0"]) != pid and pid_of(placements["replica-1"]) == old["replica-1"]
+        placements = await follower.until(lambda placements: pid_of(placements["replica-0"]) != pid)
+        assert placements.keys() == old.keys() and pid_of(placements["replica-1"]) == old["replica-1"]
         until(lambda: not alive(pid) and not alive(actor), WAIT_S, "the lost processes have ended")
 
 
@@ -174,16 +173,15 @@ async def test_a_gateway_that_is_killed_leaves_its_replicas(cluster):
 async def test_a_node_that_comes_gets_the_replica_that_waits_and_one_that_goes_gives_it_back(cluster):
     async with fleet(cluster, "nodes", replicas=3) as follower:
         assert len(await follower.until(lambda placements: len(placements) == 2)) == 2
-        node = await asyncio.to_thread(cluster.add_node, **{**NODE, "num_cpus": 1})
+        node = cluster.add_node(**{**NODE, "num_cpus": 1})
         placements = await follower.until(lambda placements: len(placements) == 3)
         waited = next(p for p in placements.values() if parent_of(parent_of(pid_of(p))) == raylet_of(node))
-        spare = await asyncio.to_thread(cluster.add_node, **{**NODE, "num_cpus": 1})
-        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
-        await follower.until(lambda placements: waited.name not in placements)
-        placements = await follower.until(lambda placements: len(placements) == 3)
-        assert parent_of(parent_of(pid_of(placements[waited.name]))) == raylet_of(spare)
+        spare = cluster.add_node(**{**NODE, "num_cpus": 1})
+        cluster.remove_node(node, allow_graceful=False)
+        placements = await follower.until(lambda placements: pid_of(placements[waited.name]) != pid_of(waited))
+        assert len(placements) == 3 and parent_of(parent_of(pid_of(placements[waited.name]))) == raylet_of(spare)
         until(lambda: not alive(pid_of(waited)), WAIT_S, "the replica of the lost node has ended")
-    await asyncio.to_thread(cluster.remove_node, spare)
+    cluster.remove_node(spare)
 
 
 def raylet_of(node: Any) -> int:
