@@ -196,15 +196,13 @@ async def test_a_fleet_whose_hosts_lack_the_model_fails_and_names_the_host(clust
 
 
 async def test_a_fleet_with_other_settings_needs_another_name(cluster):
-    async with fleet(cluster, "settings") as follower:
-        await follower.until(names("replica-0", "replica-1"))
-        other = spec_of("other")
-        config = RayConfig(name="settings", replicas=2, address=cluster.address)
-        await follower.launcher.detach()
-        second = Follower(RayLauncher(config, other, SECRETS))
+    async with fleet(cluster, "settings", keep_replicas=True) as follower:
+        before = await follower.until(names("replica-0", "replica-1"))
+    async with fleet(cluster, "settings", spec=spec_of("other")) as follower:
         with pytest.raises(InvalidField, match="^name: .*replica-. of fleet 'settings' runs with other settings"):
-            await second.until(lambda placements: False)
-        await second.launcher.close()
+            await follower.until(lambda placements: False)
+    async with fleet(cluster, "settings") as follower:
+        assert await follower.until(names("replica-0", "replica-1")) == before
 
 
 async def test_an_address_without_a_cluster_is_named(cluster):
