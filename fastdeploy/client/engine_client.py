@@ -26,6 +26,9 @@ MAX_REMEMBERED_CANCELS = 4096
 STALL_SLICES = 8
 RETRY_S = 1.0
 WAKE_AT_ONCE = 8  # readers in a round of the event loop, about 0.1 ms each (benchmarks/api_cost.py)
+MakeStream = Callable[
+    [str, int, Callable[[str, int | None, str], None], Callable[[str], None], Reader | None, str], RequestStream
+]
 
 
 class EngineClient:
@@ -201,7 +204,7 @@ class EngineClient:
         for _ in range(min(WAKE_AT_ONCE, len(self._with_tokens) + len(self._with_ends))):
             stream = (self._with_tokens or self._with_ends).popleft()
             stream.in_wake_queue = False
-            stream.reader.wake(stream)
+            stream.wake()
         if self._with_tokens or self._with_ends:
             self._waking = asyncio.get_running_loop().call_soon(self._wake_more)
 
@@ -265,9 +268,12 @@ class EngineClient:
 
     # ------------------------------------------------------------------ requests
 
-    async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
+    async def submit(
+        self, request: AddRequest, reader: Reader | None = None, make_stream: MakeStream = RequestStream
+    ) -> RequestStream:
         """Send a request, and return its stream, which the caller must close. Several streams may have one ``reader``.
-        Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine."""
+        Raises EngineDead or DuplicateRequest; the stream raises a refusal by the engine. make_stream: makes the stream
+        from the arguments of RequestStream."""
         name, fingerprint = request.request_id, request.fingerprint if request.retain_s > 0 else ""
         while True:  # other requests with this name may begin and end while this one waits
             await self.require_engine()  # also after each wait: the loss of an engine fails only the streams open then
@@ -280,7 +286,7 @@ class EngineClient:
             await self.call(m.PauseStatusArgs())
             if self._cancelled.get(name) == cancelled:  # else another request of this name was cancelled meanwhile
                 del self._cancelled[name]
-        stream = RequestStream(name, request.n, self._cancel, self._forget, reader, fingerprint)
+        stream = make_stream(name, request.n, self._cancel, self._forget, reader, fingerprint)
         self._send(request)  # raises if the request cannot be encoded: then no stream is open
         self._streams[name] = stream
         return stream

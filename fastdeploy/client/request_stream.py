@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -64,6 +64,11 @@ class RequestStream:
         """Whether no more outputs will come: every choice ended or was stopped, or the request failed."""
         return not self._open or self._error is not None
 
+    @property
+    def open_choices(self) -> Set[int]:
+        """The choices that may still get outputs."""
+        return self._open
+
     def put(self, output: Output) -> None:
         """Keep ``output`` for the reader, without waking it."""
         if output.choice in self._open:
@@ -75,6 +80,10 @@ class RequestStream:
         """End the stream. The reader gets the outputs that are there, and then ``error``."""
         self._error = error
         self._forget(self.request_id)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader."""
         self.reader.wake(self)
 
     def take(self) -> list[Output]:
@@ -84,7 +93,7 @@ class RequestStream:
         if self._error is not None:
             if not outputs:
                 raise self._error
-            self.reader.wake(self)
+            self.wake()
         return outputs
 
     def stop(self, choice: int) -> None:

@@ -16,6 +16,8 @@ from fastdeploy.core.shared_files import SHARED_MEMORY
 PAUSE_MODES = ("abort", "wait", "keep")
 DTYPES = ("auto", "float32", "bfloat16")
 STANDBY_POLICIES = ("auto", "on", "off")
+MAX_SOCKET_PATH = 107  # bytes that the kernel takes
+FLEET_ENDPOINT = f"ipc://PATH of at most {MAX_SOCKET_PATH} bytes, or tcp://HOST:PORT"
 UPLOAD_PREFIX = "fastdeploy-upload-"
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -35,13 +37,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         heartbeat_s: time between two heartbeats to the API servers.
         engines_on_host: engines that share this machine; each takes its part of the memory that is free.
 
-    Fleet
-        fleet_endpoint: second ZMQ address to listen on, for the gateway of a fleet; "" = none.
-
     KV cache
         block_size: tokens of one KV block.
         num_gpu_blocks_override: KV blocks; None = from kv_cache_gb.
         kv_cache_gb: GiB of KV cache; None = from the memory that is free.
+
+    Fleet
+        fleet_endpoint: second address that the engine listens on, for the gateway of a fleet: "ipc://path" or
+            "tcp://host:port", port 0 = any free one; "" = none. TCP needs FASTDEPLOY_FLEET_KEY in the environment.
 
     Requests
         max_waiting: choices that may wait; further requests get 429.
@@ -109,6 +112,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         policy = self.standby_weights
         _require("standby_weights", policy in STANDBY_POLICIES, f"one of {', '.join(STANDBY_POLICIES)}", policy)
         require_positive_numbers(self, but=("max_retained",))
+        _require("fleet_endpoint", _is_fleet_endpoint(self.fleet_endpoint), FLEET_ENDPOINT, self.fleet_endpoint)
         return self
 
 
@@ -220,6 +224,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def _is_fleet_endpoint(endpoint: str) -> bool:
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme == "tcp":
+        return bool(host) and " " not in host and port.isascii() and port.isdigit() and int(port) < 65536
+    return not endpoint or (scheme == "ipc" and 0 < len(os.fsencode(address)) <= MAX_SOCKET_PATH)
 
 
 def to_json(config: msgspec.Struct) -> str:

@@ -9,9 +9,9 @@ class ServedWeights(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The weights that compute the requests of one model. A commit or a new label replaces the value.
 
     version: the trainer's label, which may repeat; for an adapter, the label of the adapter. weight_epoch: number of
-    the base weights, which every commit raises: by one, unless a gateway gives the number. Not an epoch of training. adapter: the number by which the runner knows the packed
-    adapter; every load gets a new one. 0 = no adapter. adapter_name, adapter_epoch: the name, and a number
-    that every load under this name raises, from 0 on.
+    the base weights; not an epoch of training. Every commit raises it by one, unless the gateway of a fleet gives a
+    higher number. adapter: the number by which the runner knows the packed adapter; every load gets a new one. 0 = no
+    adapter. adapter_name, adapter_epoch: the name, and a number that every load under this name raises, from 0 on.
     """
 
     version: str = "0"

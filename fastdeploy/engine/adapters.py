@@ -132,8 +132,8 @@ class AdapterRegistry:
         self._begin(args, timeout_s, answer)
 
     def end_load(self, args: m.EndLoadArgs) -> dict[str, Any]:
-        """Commit or drop a prepared load. Raises WrongOrder if there is none. After a VersionConflict or an InvalidField
-        the load is still prepared."""
+        """Commit or drop a prepared load. Raises WrongOrder if there is none. After a VersionConflict or an
+        InvalidField the load is still prepared."""
         load = self._loads.get(args.lora_name)
         if load is None or load.packed is None:
             raise WrongOrder(f"lora_name: no load of adapter {args.lora_name!r} is prepared")

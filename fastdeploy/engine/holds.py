@@ -28,7 +28,8 @@ class Admission(IntEnum):
 NATIVE_ADMISSION = {Mode.ABORT: Admission.REJECT, Mode.WAIT: Admission.HOLD, Mode.KEEP: Admission.HOLD}
 CLEARS_CACHE = {Mode.ABORT: True, Mode.WAIT: True, Mode.KEEP: False}
 SYSTEM = "system"  # placed_by of the engine's own holds
-SYSTEM_HOLDS = frozenset({"sleep", "in_place", "republish"})  # their names, which are reserved
+REPUBLISH = "republish"
+SYSTEM_HOLDS = frozenset({"sleep", "in_place", REPUBLISH})  # their names, which are reserved
 
 
 class ReleaseReason(Enum):

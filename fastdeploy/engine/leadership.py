@@ -7,6 +7,7 @@ So nobody changes the state of one replica alone while the fleet has no gateway.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container
 from enum import Enum
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from fastdeploy.core.errors import InvalidField, NotLeader
 from fastdeploy.engine.weight_checks import MAX_EPOCH, check_label, check_seconds
 from fastdeploy.inter_communicator import messages as m
+
+log = logging.getLogger("fastdeploy.engine")
 
 
 class Access(Enum):
@@ -83,6 +86,8 @@ class Leadership:
                 raise self._refusal(f"term {args.term} is taken")
             if self._client in self._clients and self._clock() < self._expires_at:
                 raise self._refusal("the lease of another controller runs")
+        if (args.fleet, args.controller, args.term) != (self.fleet, self.controller, self.term):
+            log.info("controller %r of fleet %r leads in term %d", args.controller, args.fleet, args.term)
         self.fleet, self.controller, self.term, self._client = args.fleet, args.controller, args.term, client
         self._expires_at = self._clock() + args.lease_s
 

@@ -13,6 +13,8 @@ from fastdeploy.engine.holds import (
     CLEARS_CACHE,
     GATES,
     NATIVE_ADMISSION,
+    REPUBLISH,
+    SYSTEM,
     SYSTEM_HOLDS,
     Admission,
     Hold,
@@ -46,7 +48,8 @@ def read_terms(args: PauseArgs) -> PauseTerms:
         raise InvalidField("timeout_s", f"expected seconds from 0 to 86400, got {args.timeout_s!r}")
     if args.hold_id is not None and not 0 < len(args.hold_id) <= 256:
         raise InvalidField("hold_id", "expected 1 to 256 characters")
-    if args.hold_id in SYSTEM_HOLDS:
+    of_fleet = args.placed_by == SYSTEM and args.hold_id == REPUBLISH  # a fleet that has lost its weights
+    if args.hold_id in SYSTEM_HOLDS and not of_fleet:
         raise InvalidField("hold_id", f"{args.hold_id!r} is reserved for the engine's own holds")
     return PauseTerms(mode, admission, CLEARS_CACHE[mode] if args.clear_cache is None else args.clear_cache, on_timeout)
 

@@ -18,13 +18,13 @@ from fastdeploy.core.logger import setup_logging
 from fastdeploy.core.sampling_params import LOGPROBS_MODES
 from fastdeploy.entrypoints.fleet_flags import (
     DEFAULT_REPLICAS,
-    FLEET_KEY,
     add_fleet_flags,
     fleet_config,
     launcher_spec,
     put_fleet_key,
 )
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, take_fleet_key
 
 
 class Parent(Protocol):
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
     _add_serve_flags(serve)
-    text = "ZMQ address for the gateway of a fleet, tcp://HOST:PORT (none)"
+    text = f"second address of the engine, for a fleet: ipc://PATH or tcp://HOST:PORT, which needs {FLEET_KEY} (none)"
     serve.add_argument_group("fleet").add_argument("--fleet-endpoint", default="", metavar="ADDRESS", help=text)
     text = "serve a model with many engines behind one address"
     fleet = commands.add_parser("fleet", help=text, allow_abbrev=False)
@@ -209,19 +209,27 @@ def _warn_if_exposed(config: ServeConfig, keys: Keys) -> None:
         logger.warning("no control key and --host %s: control routes are refused (--control-key FILE)", config.host)
 
 
+def _without_flag(error: InvalidField) -> str:
+    """Return the message, without the name of a setting that has a flag."""
+    return error.message if error.field == FLEET_KEY else error.message.removeprefix(error.field + ": ")
+
+
 def make_parent(
     args: argparse.Namespace, engine: EngineConfig, serve: ServeConfig, keys: Keys, engine_module: str
 ) -> Parent:
     """Return the parent process of the command. Raises InvalidField, which names a setting."""
+    put_fleet_key(args.fleet_key_file, os.environ)
+    fleet_key = take_fleet_key(os.environ)
     if args.command == "serve":
         from fastdeploy.entrypoints.supervisor import Supervisor
 
-        return Supervisor(engine, serve, engine_module, keys)
+        require_fleet_key(engine.fleet_endpoint, fleet_key)
+        return Supervisor(engine, serve, engine_module, keys, fleet_key=fleet_key)
     from fastdeploy.entrypoints.fleet import Fleet
 
-    spec = launcher_spec(args, engine, serve)
+    spec = launcher_spec(args, fleet_key, engine, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
-    return Fleet(engine, serve, fleet_config(args), number, spec, keys, engine_module)
+    return Fleet(engine, serve, fleet_config(args), number, spec, keys, fleet_key, engine_module)
 
 
 def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:
@@ -231,12 +239,11 @@ def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.ent
     try:
         engine_config, serve_config = configs(args)
         keys = read_keys(args.api_key, args.control_key, os.environ)
-        put_fleet_key(args.fleet_key_file, os.environ)
         parent = make_parent(args, engine_config, serve_config, keys, engine_module)
     except InvalidField as error:
-        flag = "--" + error.field.replace("_", "-")
-        parser.error(f"argument {flag}: {error.message.removeprefix(error.field + ': ')}")
-    setup_logging("supervisor")
+        flag = "--fleet-key-file" if error.field == FLEET_KEY else "--" + error.field.replace("_", "-")
+        parser.error(f"argument {flag}: {_without_flag(error)}")
+    setup_logging("supervisor" if args.command == "serve" else "fleet")
     _warn_if_exposed(serve_config, keys)
     try:
         return parent.run()

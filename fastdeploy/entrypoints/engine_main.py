@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import msgspec
+import zmq
 
 from fastdeploy.core.collector import collect_rarely
 from fastdeploy.core.config import EngineConfig, from_json
@@ -27,6 +28,7 @@ from fastdeploy.core.runner import Runner
 from fastdeploy.entrypoints.loading import load_runner
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.fleet_key import require_fleet_key, take_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 logger = logging.getLogger(__name__)
@@ -87,13 +89,19 @@ def load(config: EngineConfig, lifeline: Lifeline, socket_dir: str) -> Runner:
     return load_runner(config)
 
 
-def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPipe, lifeline: Lifeline) -> None:
+def serve(
+    config: EngineConfig,
+    runner: Runner,
+    transport: ZmqRouterTransport,
+    socket_dir: str,
+    events: EventPipe,
+    lifeline: Lifeline,
+) -> None:
     """Report that the engine is ready, and run the engine until it is stopped."""
     from fastdeploy.engine.common_engine import CommonEngine
     from fastdeploy.engine.retained_log import RetainedLog
     from fastdeploy.engine.warm_up import warm_up
 
-    transport = ZmqRouterTransport(ipc_dir.endpoint(socket_dir))
     boot_id = uuid.uuid4().hex
     engine = CommonEngine(
         config,
@@ -106,12 +114,20 @@ def serve(config: EngineConfig, runner: Runner, socket_dir: str, events: EventPi
     lifeline.stop = engine.stop
     warm_up(runner, engine.scheduler.pacer)
     collect_rarely()
-    events.send("ready", boot_id=boot_id)
+    events.send("ready", boot_id=boot_id, fleet_endpoint=transport.fleet_endpoint)
     try:
         engine.run()
     finally:
         transport.close()
         runner.close()
+
+
+def listen(config: EngineConfig, socket_dir: str, fleet_key: str | None) -> ZmqRouterTransport:
+    """Open the engine's socket. Raises InvalidField if the fleet endpoint cannot be used."""
+    try:
+        return ZmqRouterTransport(ipc_dir.endpoint(socket_dir), config.fleet_endpoint, fleet_key)
+    except zmq.ZMQError as error:
+        raise InvalidField("fleet_endpoint", f"cannot listen on {config.fleet_endpoint}: {error}") from error
 
 
 def _named_by_flag(error: Exception) -> Exception:
@@ -137,10 +153,13 @@ def main() -> int:
     if args.lost_commit:
         config = msgspec.structs.replace(config, lost_commit=True)
     try:
+        fleet_key = take_fleet_key(os.environ)
+        require_fleet_key(config.fleet_endpoint, fleet_key)
         runner = load(config, lifeline, args.socket_dir)
+        transport = listen(config, args.socket_dir, fleet_key)
     except (FastDeployError, OSError) as error:
         return events.refuse(_named_by_flag(error))
-    serve(config, runner, args.socket_dir, events, lifeline)
+    serve(config, runner, transport, args.socket_dir, events, lifeline)
     return 0
 
 

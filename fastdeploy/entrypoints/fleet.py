@@ -35,6 +35,7 @@ from fastdeploy.fleet.local_launcher import Action, Answer, Ask, ParentEnd, Plac
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
 GATEWAY = "gateway"
@@ -44,8 +45,9 @@ THREADS = "FASTDEPLOY_CPU_THREADS"
 
 class Fleet(ProcessTree):
     """The parent process. num_replicas: started here, each with ``engine_config`` and its share of this host's cores
-    and free memory. spec: of replicas that run elsewhere; None = those started here. engine_module, first_delay_s: see
-    Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the other half."""
+    and free memory. spec: of replicas that run elsewhere; None = those started here. fleet_key: for the gateway.
+    engine_module, first_delay_s: see Supervisor. The gateway gets half of shutdown_s to end, then the replicas get the
+    other half."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Fleet(ProcessTree):
         num_replicas: int,
         spec: LauncherSpec | None = None,
         keys: Keys = NO_KEYS,
+        fleet_key: str | None = None,
         engine_module: str = ENGINE_MODULE,
         first_delay_s: float = FIRST_DELAY_S,
     ):
@@ -64,6 +67,7 @@ class Fleet(ProcessTree):
         self._fleet_config = fleet_config
         self._spec = spec
         self._keys = keys
+        self._fleet_key = fleet_key
         self._engine_module = engine_module
         self._threads = max(len(os.sched_getaffinity(0)) // max(num_replicas, 1), 1)
         self._num_replicas = num_replicas
@@ -156,7 +160,7 @@ class Fleet(ProcessTree):
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
         # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
         death_signal = None if ends else signal.SIGKILL if isinstance(spec, RaySpec) else signal.SIGTERM
-        environment = self._keys.environment(os.environ)
+        environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key)
         main = "fastdeploy.entrypoints.gateway"
         child = Child(GATEWAY, main, args, keep_fds, death_signal, environment=environment)
         if ends:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import uuid
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -21,8 +20,8 @@ from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
 
-FLEET_KEY = "FASTDEPLOY_FLEET_KEY"
 DEFAULT_REPLICAS = 2
 MAX_KEY_BYTES = 4096
 
@@ -59,17 +58,22 @@ def fleet_config(args: argparse.Namespace) -> FleetConfig:
     return config
 
 
-def launcher_spec(args: argparse.Namespace, engine: EngineConfig, serve: ServeConfig) -> LauncherSpec | None:
+def launcher_spec(
+    args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig
+) -> LauncherSpec | None:
     """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
     if args.ray is not None:
         if args.replica:
             raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
-        return _ray_spec(args, engine, serve)
+        return _ray_spec(args, fleet_key, engine, serve)
     if not args.replica:
         return None
     if args.replicas is not None:
         raise InvalidField("replica", "expected --replicas N for engines of this host, or --replica for others")
-    return StaticSpec([_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)])
+    placements = [_placement(f"replica-{i}", text) for i, text in enumerate(args.replica)]
+    for placement in placements:
+        require_fleet_key(placement.endpoint, fleet_key)
+    return StaticSpec(placements)
 
 
 def _ray_config(args: argparse.Namespace) -> RayConfig:
@@ -84,10 +88,10 @@ def _ray_config(args: argparse.Namespace) -> RayConfig:
     ).check()
 
 
-def _ray_spec(args: argparse.Namespace, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+def _ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
     ray = _ray_config(args)
     import_ray()
-    if FLEET_KEY not in os.environ and args.fleet_key_file is None:
+    if fleet_key is None:
         text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
         raise InvalidField("fleet_key_file", text)
     # The replicas end within stop_s, and have no control port of their own.

@@ -26,7 +26,6 @@ from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.host import host_id
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
-from fastdeploy.entrypoints.fleet_flags import FLEET_KEY
 from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.fleet.client import FleetClient
@@ -35,10 +34,11 @@ from fastdeploy.fleet.local_launcher import LocalLauncher
 from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key, with_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
 
-def make_launcher(spec: LauncherSpec, keys: Keys, events: EventPipe) -> Launcher:
+def make_launcher(spec: LauncherSpec, keys: Keys, fleet_key: str | None, events: EventPipe) -> Launcher:
     """Return the launcher that ``spec`` describes. keys: of the replicas' API servers."""
     match spec:
         case LocalSpec():
@@ -46,17 +46,18 @@ def make_launcher(spec: LauncherSpec, keys: Keys, events: EventPipe) -> Launcher
         case StaticSpec():
             return StaticLauncher(spec.placements)
         case RaySpec():
-            secrets = keys.environment({FLEET_KEY: os.environ[FLEET_KEY]})
+            secrets = with_fleet_key(keys.environment({}), fleet_key)
             return RayLauncher(spec.ray, spec.replica, secrets, events.refuse)
 
 
-def replica_keys(spec: LauncherSpec, keys: Keys) -> Keys:
+def replica_keys(spec: LauncherSpec, keys: Keys, fleet_key: str | None) -> Keys:
     """Return the keys of the replicas' own API servers. Those that Ray starts are on the network, where control routes
     need a key; if there is none, it is made from the secret of the fleet, which all gateways have."""
-    if keys.control or not isinstance(spec, RaySpec):
+    if keys.control or fleet_key is None or not isinstance(spec, RaySpec):
         return keys
-    secret = os.environ[FLEET_KEY].encode()
-    return Keys(keys.data, (hmac.digest(secret, b"control routes of replicas", hashlib.sha256).hex().encode(),))
+    return Keys(
+        keys.data, (hmac.digest(fleet_key.encode(), b"control routes of replicas", hashlib.sha256).hex().encode(),)
+    )
 
 
 def _parent_died(folder: str) -> None:
@@ -68,16 +69,17 @@ def _parent_died(folder: str) -> None:
 async def serve(
     config: GatewayConfig,
     keys: Keys,
+    fleet_key: str | None,
     tokenizer: Tokenizer | None,
     listeners: Sequence[socket.socket],
     events: EventPipe,
 ) -> None:
     """Serve until a stop signal."""
-    own_keys = replica_keys(config.launcher, keys)
+    own_keys = replica_keys(config.launcher, keys, fleet_key)
     key = next(iter(own_keys.control or own_keys.data), b"").decode()  # not in the config, which is on the command line
     fleet = msgspec.structs.replace(config.fleet, host=host_id(), replica_key=key, stall_s=config.serve.stall_s)
-    launcher = make_launcher(config.launcher, own_keys, events)
-    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint))
+    launcher = make_launcher(config.launcher, own_keys, fleet_key, events)
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()
@@ -96,11 +98,12 @@ def main() -> int:
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     config, keys, events = from_json(args.config, GatewayConfig), take_keys(os.environ), EventPipe(args.event_fd)
     try:
+        fleet_key = take_fleet_key(os.environ)
         tokenizer = load_tokenizer(config.serve.model)
     except InvalidField as error:
         return events.refuse(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, keys, tokenizer, listeners, events))
+        runner.run(serve(config, keys, fleet_key, tokenizer, listeners, events))
     return 0
 
 

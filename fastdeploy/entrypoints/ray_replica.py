@@ -13,7 +13,6 @@ import msgspec
 from fastdeploy.core.config import to_json
 from fastdeploy.entrypoints.child import Child
 from fastdeploy.entrypoints.replica_main import ReplicaConfig
-from fastdeploy.entrypoints.supervisor import bind
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.event_pipe import REFUSED
 
@@ -126,8 +125,7 @@ class FastDeployReplica:
     def _config(self) -> str:
         """Return the settings of the replica's process as JSON."""
         config = self._status.spec.config
-        endpoint = f"tcp://{_bracketed(self._address)}:{_free_port(self._address)}"
-        engine = msgspec.structs.replace(config.engine, fleet_endpoint=endpoint)
+        engine = msgspec.structs.replace(config.engine, fleet_endpoint=f"tcp://{_bracketed(self._address)}:0")
         return to_json(ReplicaConfig(engine, msgspec.structs.replace(config.serve, host=self._address, port=0)))
 
     def _missing_model(self) -> str:
@@ -164,9 +162,3 @@ def _address_of_this_host() -> str:
 
 def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
-
-
-def _free_port(address: str) -> int:
-    """Return a port that is free now. If another process takes it first, the engine ends, and Ray tries again."""
-    with bind(address, 0) as listener:
-        return int(listener.getsockname()[1])

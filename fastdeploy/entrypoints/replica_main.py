@@ -25,13 +25,14 @@ from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.http.guards.keys import take_keys
 from fastdeploy.inter_communicator.event_pipe import EventPipe
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key
 
 logger = logging.getLogger(__name__)
 ENGINE_MODULE = "fastdeploy.entrypoints.engine_main"
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one replica. engine.fleet_endpoint is the address for the gateway."""
+    """Settings of one replica. engine.fleet_endpoint is the address for the gateway; a port 0 becomes a free one."""
 
     engine: EngineConfig
     serve: ServeConfig
@@ -40,12 +41,11 @@ class ReplicaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ToParent:
     """Reports to the parent's pipe (see supervisor.Report)."""
 
-    def __init__(self, events: EventPipe, endpoint: str):
+    def __init__(self, events: EventPipe):
         self._events = events
-        self._endpoint = endpoint
 
-    def serving(self, urls: Sequence[str]) -> None:
-        self._events.send("serving", url=urls[0], endpoint=self._endpoint, host=host_id())
+    def serving(self, urls: Sequence[str], fleet_endpoint: str) -> None:
+        self._events.send("serving", url=urls[0], endpoint=fleet_endpoint, host=host_id())
 
     def refused(self, why: str) -> None:
         self._events.send("refused", why=why)
@@ -62,10 +62,17 @@ def main() -> int:
     os.environ["FASTDEPLOY_LOG_NAME"] = args.name
     setup_logging("supervisor")
     config, keys, events = from_json(args.config, ReplicaConfig), take_keys(os.environ), EventPipe(args.event_fd)
-    report = ToParent(events, config.engine.fleet_endpoint)
+    fleet_key = take_fleet_key(os.environ)
     listeners = [socket.socket(fileno=fd) for fd in args.http_fds]
     supervisor = Supervisor(
-        config.engine, config.serve, args.engine_module, keys, report=report, listeners=listeners, one_group=True
+        config.engine,
+        config.serve,
+        args.engine_module,
+        keys,
+        fleet_key=fleet_key,
+        report=ToParent(events),
+        listeners=listeners,
+        one_group=True,
     )
     try:
         return supervisor.run()

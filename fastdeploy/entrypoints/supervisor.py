@@ -24,6 +24,7 @@ from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, ProcessTr
 from fastdeploy.http.guards.keys import NO_KEYS, Keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.inter_communicator.fleet_key import with_fleet_key
 
 logger = logging.getLogger(__name__)
 BACKLOG = 4096
@@ -34,9 +35,9 @@ ENGINE = "engine"
 class Report(Protocol):
     """Where a supervisor tells how it fares."""
 
-    def serving(self, urls: Sequence[str]) -> None:
+    def serving(self, urls: Sequence[str], fleet_endpoint: str) -> None:
         """The API servers answer, and the engine is ready: at first, and after each restart of the engine. urls: of the
-        data routes, then of the control port if there is one."""
+        data routes, then of the control port if there is one. fleet_endpoint: its real address; "" = none."""
         ...
 
     def refused(self, why: str) -> None:
@@ -51,7 +52,7 @@ class Terminal:
         self._config = config
         self._told = False
 
-    def serving(self, urls: Sequence[str]) -> None:
+    def serving(self, urls: Sequence[str], fleet_endpoint: str) -> None:
         if self._told:
             return
         self._told = True
@@ -65,9 +66,9 @@ class Terminal:
 
 class Supervisor(ProcessTree):
     """The parent process. engine_module: module that is run as the engine (tests run a scripted engine). keys: passed
-    to the API servers only. first_delay_s: see BackOff. report: None = the terminal. listeners: bound already; none =
-    bind those of the config. one_group: all children stay in this process's group, so that they can be killed at once.
-    """
+    to the API servers only. first_delay_s: see BackOff. fleet_key: passed to the engine only. report: None = the
+    terminal. listeners: bound already; none = bind those of the config. one_group: all children stay in this process's
+    group, so that they can be killed at once."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Supervisor(ProcessTree):
         engine_module: str = "fastdeploy.entrypoints.engine_main",
         keys: Keys = NO_KEYS,
         first_delay_s: float = FIRST_DELAY_S,
+        fleet_key: str | None = None,
         *,
         report: Report | None = None,
         listeners: Sequence[socket.socket] = (),
@@ -87,6 +89,8 @@ class Supervisor(ProcessTree):
         self._engine_config = msgspec.structs.replace(engine_config, heartbeat_s=heartbeat_s)
         self._config = serve_config
         self._keys = keys
+        self._fleet_key = fleet_key
+        self._fleet_endpoint = ""
         self._report = report or Terminal(serve_config)
         self._listeners = list(listeners)
         self._own_sessions = not one_group
@@ -129,7 +133,7 @@ class Supervisor(ProcessTree):
         args += ["--supervisor", str(os.getpid()), "--bound-s", str(self._config.shutdown_s)]
         if self._lost_commit:
             args.append("--lost-commit")
-        environment = NO_KEYS.environment(os.environ)
+        environment = with_fleet_key(NO_KEYS.environment(os.environ), self._fleet_key)
         return Child(ENGINE, self._engine_module, args, environment=environment, own_session=self._own_sessions)
 
     def _make_server(self, name: str) -> Child:
@@ -142,7 +146,7 @@ class Supervisor(ProcessTree):
             args,
             fds,
             signal.SIGKILL,
-            environment=self._keys.environment(os.environ),
+            environment=with_fleet_key(self._keys.environment(os.environ), None),
             own_session=self._own_sessions,
         )
 
@@ -156,6 +160,7 @@ class Supervisor(ProcessTree):
                 child.ready_since = time.monotonic()
             case "ready" if child.name == ENGINE:
                 child.ready_since, self._served = time.monotonic(), True
+                self._fleet_endpoint = event.get("fleet_endpoint", "")
                 if self._announced:
                     self._announce()
             case "ready":
@@ -165,7 +170,7 @@ class Supervisor(ProcessTree):
                     self._announce()
 
     def _announce(self) -> None:
-        self._report.serving([url_of(listener) for listener in self._listeners])
+        self._report.serving([url_of(listener) for listener in self._listeners], self._fleet_endpoint)
 
     def _on_refused(self, why: str) -> None:
         """Report once why the model cannot be served, and stop. If nothing was served yet, kill the children, since a

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Collection
 from typing import Any
+
+from msgspec.structs import replace
 
 from fastdeploy.client.request_stream import Reader, RequestStream
 from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
+from fastdeploy.fleet.dispatch import Dispatcher, merged_aborts
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
-from fastdeploy.fleet.relay import Attempt
+from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 from fastdeploy.inter_communicator import messages as m
+
+logger = logging.getLogger(__name__)
+MAX_RETAINED = 65536  # requests with retain_s whose replica is remembered; of others, all replicas are asked
 
 
 class FleetClient:
@@ -23,12 +32,21 @@ class FleetClient:
 
     The boot id that clients see is that of the fleet. It stays the same as long as the fleet keeps its weights."""
 
-    def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector):
+    def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, router: Router | None = None):
         self._config = config
         self.membership = Membership(config, launcher, connector, self._members_changed)
-        self._control = FleetControl(lambda: self.membership.quorum)
-        self._router = Router()
-        self._streams: dict[str, tuple[RequestStream, RequestStream, Replica]] = {}
+        self._control = FleetControl(
+            config,
+            lambda: self.membership.quorum,
+            self.membership.fence,
+            self.membership.state,
+            self.membership.deposed,
+        )
+        self.router = router or Router()
+        self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
+        self._relays: dict[str, Relay] = {}
+        self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
+        self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
         self.missing_because = "no replica has joined yet"
         self.connected = asyncio.Event()
@@ -43,22 +61,30 @@ class FleetClient:
 
     async def close(self) -> None:
         """Drop all connections. Open requests and calls fail with EngineDead."""
+        self._control.close()
+        await self._dispatcher.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.membership.close()
+        for relay in list(self._relays.values()):
+            relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
+        self._control.rearm()
         members = self.membership.quorum
-        if members and self.welcome is None:
+        boot_id = self.membership.boot_id
+        if members and (self.welcome is None or self.welcome.boot_id != boot_id):
             welcome = members[0].client.welcome
             assert welcome is not None
             self.model_info = members[0].client.model_info
-            self.welcome = m.Welcome(self._config.fleet_id, 0, welcome.max_model_len)
+            self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
             self.connected.set()
         elif not members:
-            self.welcome, self.missing_because = None, "every replica is lost, or has not joined yet"
+            why = self.membership.leadership.why or "every replica is lost, or has not joined yet"
+            self.welcome, self.missing_because = None, why
             self.connected.clear()
+        self._dispatcher.kick()
 
     async def require_engine(self) -> m.Welcome:
         """Return the Welcome of the fleet. Raises EngineDead if it has no member."""
@@ -66,35 +92,119 @@ class FleetClient:
             raise errors.EngineDead(f"no replica is ready: {self.missing_because}")
         return self.welcome
 
+    # ------------------------------------------------------------------ requests
+
     async def submit(self, request: AddRequest, reader: Reader | None = None) -> RequestStream:
-        """See EngineClient.submit."""
+        """See EngineClient.submit. A request without a seed gets one here, so that every replica draws the same tokens.
+        If no replica may have the request now, the request waits, and its stream is returned at once."""
         await self.require_engine()
-        replica = self._router.pick(request, self.membership.open)
-        if replica is None:
-            raise errors.EngineDead("no replica takes requests")
-        outer = RequestStream(request.request_id, request.n, self._cancel, self._forget, reader, request.fingerprint)
-        inner = await replica.client.submit(request, Attempt(outer))
-        replica.in_flight += request.n
-        self._streams[request.request_id] = (outer, inner, replica)
+        if request.sampling.seed is None:
+            request = replace(request, sampling=request.sampling.seeded())
+        holder = await self._holder(request) if request.retain_s > 0 else None
+        self._require_unused(request)  # after the wait above, in which another request with this id may have begun
+        fingerprint = request.fingerprint if request.retain_s > 0 else ""
+        outer = RequestStream(request.request_id, request.n, self._cancel, self._forget, reader, fingerprint)
+        relay = Relay(request, outer, self.router.seen(request), self._dispatcher, self._turn_ended)
+        self._relays[request.request_id] = relay
+        self._by_client_id.setdefault(relay.client_id, set()).add(request.request_id)
+        try:
+            await self._dispatcher.submit(relay.whole(), holder)
+        except BaseException:
+            outer.close()
+            raise
+        if request.retain_s > 0:
+            self._remember(relay)
         return outer
 
+    def _require_unused(self, request: AddRequest) -> None:
+        """Raise DuplicateRequest if an id of ``request`` is in use. A request with retain_s takes over from an earlier
+        one with its id and body."""
+        name = request.request_id
+        if (relay := self._relays.get(name)) is not None:
+            if request.retain_s <= 0 or relay.outer.fingerprint != request.fingerprint:
+                message = f"request_id: {name!r} is still running, without retain_s or with another body"
+                raise errors.DuplicateRequest(message, param="request_id")
+            relay.outer.fail(errors.AttachedElsewhere(f"a later request with request_id {name!r} took over"))
+        others: Collection[str] = self._relays if request.group else self._by_client_id
+        if (request.group or name) in others:
+            raise errors.DuplicateRequest(f"request_id {name!r} is in use already", param="request_id")
+
+    async def _holder(self, request: AddRequest) -> Replica | None:
+        """Return the replica that runs or keeps the request with this id, if one does. An earlier gateway may have sent
+        it, so all replicas are asked about an id that is not known here."""
+        members = self.membership.quorum
+        if (name := self._retained.get(request.request_id)) is not None:
+            return next((replica for replica in members if replica.name == name), None)
+        waiting = {replica.client.post(m.RetainedArgs(request.request_id)): replica for replica in members}
+        done, _ = await asyncio.wait(waiting, timeout=self._config.fence_after_s) if waiting else (set(), set())
+        for future in done:
+            if future.exception() is None and future.result().result.get("known"):
+                return waiting[future]
+        return None
+
+    def _remember(self, relay: Relay) -> None:
+        for attempt in relay.attempts:
+            self._retained[relay.request.request_id] = attempt.route.replica.name
+            self._retained.move_to_end(relay.request.request_id)
+        while len(self._retained) > MAX_RETAINED:
+            self._retained.popitem(last=False)
+
+    def _turn_ended(self, relay: Relay, tokens: int) -> None:
+        if session := relay.request.session:
+            self.router.grown(session, len(relay.request.prompt_token_ids) + tokens)
+
     def _cancel(self, request_id: str, choice: int | None, reason: str) -> None:
-        if choice is None:
-            self._streams[request_id][1].close()
-        else:
-            self._streams[request_id][1].stop(choice)
+        if choice is not None:  # else ``_forget`` follows, and cancels all
+            self._relays[request_id].cancel(choice, reason)
 
     def _forget(self, request_id: str) -> None:
-        outer, inner, replica = self._streams.pop(request_id)
-        inner.close()
-        replica.in_flight -= inner._n
+        if (relay := self._relays.pop(request_id, None)) is None:
+            return
+        self._dispatcher.forget(relay.parts)
+        relay.close()
+        same = self._by_client_id[relay.client_id]
+        same.discard(request_id)
+        if not same:
+            del self._by_client_id[relay.client_id]
+
+    # ------------------------------------------------------------------ control
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make a control call on the whole fleet. See FleetControl."""
-        return await self._control.call(args)
+        """Make a control call on the whole fleet. See FleetControl. Raises NotLeader if another gateway leads."""
+        self.membership.leadership.require()
+        ended = self._abort_waiting(args) if isinstance(args, m.AbortArgs) else {}
+        try:
+            result = await self._control.call(args)
+        finally:
+            self._dispatcher.kick()  # the replicas may have newer weights now
+        return merged_aborts(result, ended) if ended else result
+
+    def _abort_waiting(self, args: m.AbortArgs) -> dict[str, int]:
+        """End what an abort finds at no replica. Return the numbers of tokens by the ids that clients know."""
+        ended: dict[str, int] = {}
+        for relay in list(self._relays.values()):
+            named = args.request_ids is not None and relay.client_id in args.request_ids
+            of_adapter = args.lora_name is not None and args.lora_name == relay.request.adapter
+            if not relay.parts or not (named or of_adapter or args.abort_all):
+                continue
+            choices = [k for part in relay.parts for k in part.open_choices]
+            self._dispatcher.forget(relay.parts)
+            relay.parts.clear()
+            ended[relay.client_id] = ended.get(relay.client_id, 0) + sum(len(relay.tokens[k]) for k in choices)
+            relay.end(choices, "aborted by request")
+        return ended
 
     async def abort_open(self, bound_s: float) -> None:
-        """Abort every open request, at the end of this process."""
+        """Abort every open request, at the end of this process. See EngineClient.abort_open."""
         self.closing.set()
-        for outer, _, _ in list(self._streams.values()):
-            outer.fail(errors.EngineDead("the server is shutting down"))
+        to_abort = [relay.client_id for relay in self._relays.values() if not relay.outer.fingerprint]
+        if to_abort and self.membership.quorum:
+            try:
+                async with asyncio.timeout(bound_s):
+                    await self.call(m.AbortArgs(request_ids=to_abort))
+            except (TimeoutError, errors.FastDeployError) as error:
+                logger.warning("could not abort the open requests: %r", error)
+        self._dispatcher.closed = True
+        for relay in list(self._relays.values()):
+            if not relay.outer.ended:
+                relay.outer.fail(errors.EngineDead("the server is shutting down"))

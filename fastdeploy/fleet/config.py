@@ -14,6 +14,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     so long is fenced, if the call itself sets no longer time. lease_s: of the gateway's leadership of the engines.
     stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
     another one. max_replicas: places in the fleet.
+    stage_timeout_s: seconds in which an engine reads and checks new weights, if the call names none; at least the
+    --stage-timeout-s of the engines.
 
     rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
     the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica may
@@ -26,6 +28,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     stall_s: float = 10.0
     failover_s: float = 60.0
     max_replicas: int = 1024
+    stage_timeout_s: float = 600.0
     rebuild_s: float = 5.0
     drain_s: float = 300.0
     host: str = ""

@@ -1,28 +1,125 @@
-"""Control calls over all replicas."""
+"""Control calls over all replicas: one transaction each, see fleet/transaction.py and fleet/plans.py."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fastdeploy.client.engine_client import result_of
-from fastdeploy.core.errors import EngineDead
+import msgspec
+
+from fastdeploy.core.errors import EngineDead, FastDeployError
+from fastdeploy.core.weight_source import Source
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.plan import Context
+from fastdeploy.fleet.plans import UNCHANGED, plan_for
 from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.running_call import RunningCall
+from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
+
+StagePart = Callable[[Replica, Source], Awaitable[Source]]
 
 
 class FleetControl:
-    """Makes a control call on every replica of the quorum, and returns one answer. quorum: returns these replicas."""
+    """Makes control calls on every replica of the quorum, and returns one answer each. Use from one event loop only.
 
-    def __init__(self, quorum: Callable[[], Sequence[Replica]]):
+    quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
+    stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
+    all replicas can read every source. deposed(why): called when a member follows another gateway. It empties the
+    quorum, so that nobody is fenced."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        quorum: Callable[[], Sequence[Replica]],
+        fence: Callable[[Replica, str], None],
+        state: FleetState | None = None,
+        deposed: Callable[[str], None] = lambda why: None,
+    ):
+        self._config = config
         self._quorum = quorum
+        self._fence = fence
+        self._deposed = deposed
+        self.state = state or FleetState()
+        self.stage_part: StagePart | None = None
+        self._runs: dict[RunningCall, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make one call on all. Raises the first error."""
-        replicas = self._quorum()
-        if not replicas:
+        """Make one call on all members. Raises the error of the replicas if all refuse alike, FleetCallFailed if their
+        errors differ, EngineDead if there is no member. Every report and error has a list "replicas".
+
+        The call goes on if this coroutine is cancelled. Calls are sent in the order in which this function is called,
+        unless their source must be staged first."""
+        sources: dict[str, Source] = {}
+        if self.stage_part is not None and isinstance(source := getattr(args, "source", None), Source):
+            members = list(self._quorum())
+            staged = await asyncio.gather(*(self.stage_part(replica, source) for replica in members))
+            sources = {replica.name: source for replica, source in zip(members, staged, strict=True)}
+        return await asyncio.shield(self._start(args, sources))
+
+    def close(self) -> None:
+        """End all calls with EngineDead, and fence nobody any more. The holds stay."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for run in list(self._runs):
+            run.abandon(EngineDead("the gateway is shutting down"))
+
+    def rearm(self) -> None:
+        """Set the timer of holds and sessions. Call this after a change of ``state`` from outside."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = [hold.expires_at for hold in self.state.holds.values() if hold.expires_at is not None]
+        due += [session.expires_at for session in self.state.sessions.values() if session.open]
+        if due and not self._closed:
+            self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
+
+    def _start(self, args: m.Args, sources: dict[str, Source]) -> asyncio.Future[dict[str, Any]]:
+        """Send the call to all members, without waiting. Return the future of its report."""
+        if self._closed:
+            raise EngineDead("the gateway is shutting down")
+        members = {replica.name: replica for replica in self._quorum()}
+        if not members:
             raise EngineDead("no replica of the fleet is ready")
-        futures = [replica.client.post(args) for replica in replicas]
-        results = [result_of(reply) for reply in await asyncio.gather(*futures)]
-        return results[0] | {"replicas": [{"name": r.name} for r in replicas]}
+        plan = plan_for(args, Context(self.state, self._config, asyncio.get_running_loop().time()))
+        plan.sources = sources
+        replicas = [members[name] for name in plan.participants(list(members))]
+        msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
+        shows_replicas = not isinstance(args, UNCHANGED)
+        run = RunningCall(plan, replicas, self._config, shows_replicas, self.fence, self._deposed, self._ended)
+        self._runs[run] = None
+        run.start()
+        return run.future
+
+    def fence(self, replica: Replica, why: str) -> None:
+        """Fence a replica that a call has lost, unless it is out already."""
+        self.state.forget_replica(replica.name)
+        if replica.in_quorum and not self._closed:
+            self._fence(replica, why)
+
+    def _ended(self, run: RunningCall) -> None:
+        del self._runs[run]
+        self.rearm()
+
+    def _expire(self) -> None:
+        """Release the holds whose ttl has ended on all members at once, and end silent sessions."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        calls: list[m.Args] = [
+            m.ResumeArgs(hold_id, scope)
+            for (scope, hold_id), hold in self.state.holds.items()
+            if hold.expires_at is not None and hold.expires_at <= now
+        ]
+        for session in [s for s in self.state.sessions.values() if s.open and s.expires_at <= now]:
+            calls.append(m.AbortUpdateArgs(session.id))
+            self.state.close_session(session)
+        for args in calls:
+            try:
+                self._start(args, {})
+            except FastDeployError:  # no member has the session, or there is no member
+                continue
+        self.rearm()

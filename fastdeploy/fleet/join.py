@@ -22,9 +22,10 @@ from fastdeploy.core.errors import FastDeployError, FleetCallFailed, ReplicaMisf
 from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
-from fastdeploy.fleet.rebuild import MODES, REPUBLISH, SYSTEM, Report, new_fleet, republish_hold
+from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
+from fastdeploy.fleet.rebuild import MODES, SYSTEM, Report, new_fleet, republish_hold
 from fastdeploy.fleet.replica import Replica
-from fastdeploy.fleet.state import ENGINE_TTL_SLACK_S, FleetState
+from fastdeploy.fleet.state import REPUBLISH, FleetState
 from fastdeploy.fleet.transfer import WeightTransfer
 from fastdeploy.inter_communicator import messages as m
 
@@ -70,10 +71,8 @@ class Joiner:
     async def bring(self, replica: Replica) -> None:
         """Return when the replica has the state of the fleet. The caller makes it a member before anything else runs.
         Raises ReplicaMisfit, RestartNeeded, JoinBlocked, or the error of the engine or of its loss."""
-        self._check_fit(replica)
         await self._leadership.lead(replica)
-        if replica.report["session"] is not None:
-            await replica.client.call(m.AbortUpdateArgs())
+        await self._end_half_done(replica)
         state, mended = self._state, ("", -1)
         while True:
             await state.until(lambda: state.changing == 0)
@@ -81,6 +80,7 @@ class Joiner:
             report = replica.note(await replica.client.call(m.FleetStateArgs()))
             if state.changing or state.revision != revision:
                 continue
+            self._check_fit(replica)
             difference = next(self._differences(replica, report), None)
             if difference is None:
                 self._without_weights_since = None
@@ -91,6 +91,13 @@ class Joiner:
             mended = (difference.what, revision)
             logger.info("replica %s: %s", replica.name, difference.what)
             await difference.mend()
+
+    async def _end_half_done(self, replica: Replica) -> None:
+        """End what another gateway, or an earlier connection of this one, has begun on the engine."""
+        if replica.report["session"] is not None:
+            await replica.client.call(m.AbortUpdateArgs())
+        for name in replica.report["prepared_loads"]:
+            await replica.client.call(m.EndLoadArgs(name, commit=False))
 
     def has_weights(self, replica: Replica) -> bool:
         """Whether the last answer of ``replica`` shows the weights of the fleet."""
@@ -184,9 +191,10 @@ class Joiner:
         if now - self._without_weights_since < self._config.rebuild_s or report["fingerprint"] is None:
             return
         logger.error("the weights %r of epoch %d are lost: no replica has them", state.version, state.weight_epoch)
-        self._leadership.fleet = new_fleet(self._config.fleet_id)
+        self._leadership.fleet = boot_id = new_fleet(self._config.fleet_id)
         lost = FleetState(
-            weight_epoch=state.weight_epoch + 1,
+            boot_id=boot_id,
+            weight_epoch=state.next_epoch(),
             version=report["version"],
             fingerprint=report["fingerprint"],
             holds={**state.holds, (WHOLE_ENGINE, REPUBLISH): republish_hold()},
@@ -209,7 +217,7 @@ class Joiner:
         now = asyncio.get_running_loop().time()
         calls = []
         for hold in [self._state.holds[key] for key in keys]:
-            left_s = None if hold.expires_at is None else max(hold.expires_at - now, MIN_TTL_S) + ENGINE_TTL_SLACK_S
+            left_s = None if hold.expires_at is None else max(hold.expires_at - now, MIN_TTL_S) + TTL_MARGIN_S
             calls.append(replica.client.post(msgspec.structs.replace(hold.args, ttl_s=left_s)))
         for reply in await asyncio.gather(*calls):
             result_of(reply)

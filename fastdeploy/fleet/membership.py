@@ -8,7 +8,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastdeploy.client.connection import Connector
-from fastdeploy.core.errors import EngineError, EngineStalled, FastDeployError, NotLeader, ReplicaMisfit, ReplicaNotFound
+from fastdeploy.core.errors import (
+    EngineError,
+    EngineStalled,
+    FastDeployError,
+    NotLeader,
+    ReplicaMisfit,
+    ReplicaNotFound,
+)
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
@@ -63,7 +70,11 @@ class Membership:
     @property
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
-        return self.leadership.fleet
+        return self.state.boot_id
+
+    def deposed(self, why: str) -> None:
+        """Step down, because an engine follows another gateway."""
+        self.leadership.depose(why)
 
     async def run(self) -> None:
         """Follow the launcher, and lead, until this is cancelled."""
@@ -198,6 +209,8 @@ class Membership:
             self._begin_join(replica)
         elif (join := self._joins.pop(replica, None)) is not None and not replica.in_quorum:
             join.cancel()
+        if not replica.in_quorum:
+            self.state.forget_replica(replica.name)
         if not self.quorum:
             self._joiner.profile = None  # all replicas may come back with another version of the software
         self.leadership.replicas_changed()
@@ -270,6 +283,7 @@ class Membership:
         for replica in self.replicas.values():
             if replica.in_quorum or replica.state is ReplicaState.JOINING:
                 replica.advance(ReplicaEvent.DEPOSED, why)
+        self.state.end_sessions()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
         """Fence a member that does not have the weights of the fleet any more, which no call of this gateway explains."""
@@ -277,7 +291,9 @@ class Membership:
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
         if replica.weight_epoch != state.weight_epoch:
-            self.fence(replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}")
+            self.fence(
+                replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}"
+            )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -17,14 +17,14 @@ import msgspec
 
 from fastdeploy.core.scope import WHOLE_ENGINE
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.fleet.state import ENGINE_TTL_SLACK_S, FleetHold, FleetState
+from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
+from fastdeploy.fleet.state import REPUBLISH, FleetHold, FleetState
 from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
 
 Report = Mapping[str, Any]  # an answer to FleetStateArgs
 MODES = ("wait", "keep", "abort")  # in order of strength
 ADMISSIONS = ("hold", "reject")
 SYSTEM = "system"  # placed_by of the engines' own holds
-REPUBLISH = "republish"
 
 
 def new_fleet(fleet_id: str) -> str:
@@ -58,7 +58,7 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
     ours = [report for report in reports if report["fleet"] == fleet]
     serving = reference(fleet, reports)
     same = [r for r in ours or reports if r["weight_epoch"] == serving["weight_epoch"]]
-    slack_s = ENGINE_TTL_SLACK_S if ours else 0.0  # without a gateway, nobody ended the holds but the engines
+    slack_s = TTL_MARGIN_S if ours else 0.0  # without a gateway, nobody ended the holds but the engines
     holds: dict[tuple[str, str], FleetHold] = {}
     for report in ours or reports:
         for hold in report["holds"]:
@@ -73,6 +73,7 @@ def rebuild(fleet: str, reports: Sequence[Report], now: float) -> FleetState:
         fingerprint=serving["fingerprint"],
         holds=holds,
         adapters=_adapters(ours or reports),
+        boot_id=fleet,
         asleep=tuple(sorted(set.intersection(*(set(report["asleep"]) for report in same)))),
     )
 

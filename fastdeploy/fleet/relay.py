@@ -1,25 +1,302 @@
-"""A request of the fleet: its outputs come from one replica, and from another one if that replica is lost."""
+"""A request of the fleet. Its outputs come from one replica, and from others if that replica is lost.
+
+What of a request is at no replica is a :class:`Part`, and at a replica an :class:`Attempt`. A choice that has tokens
+goes on as a request of its own: its prompt with the tokens so far, and the rest of its budget. The random number of a
+token depends on (seed, number of the choice, position) only, so the tokens are those of an undisturbed run.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from msgspec.structs import replace
+
 from fastdeploy.client.request_stream import Reader, RequestStream
+from fastdeploy.core.errors import DuplicateRequest, EngineDead, EngineStalled, QueueFull, RequestsRejected
+from fastdeploy.core.outputs import Span
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.router import Route, Seen
+from fastdeploy.inter_communicator.messages import Output
+
+LOST = (EngineDead, EngineStalled)
+REFUSED = (QueueFull, RequestsRejected)
+MIN_S = 0.001  # of a deadline that is passing
 
 
-class Attempt(Reader):
-    """Reads the stream of one replica, and passes its outputs on to the stream of the request."""
+class Placer(Protocol):
+    """Finds replicas for parts. The methods return at once."""
 
-    def __init__(self, outer: RequestStream):
-        super().__init__(outer.reader.for_tokens)
-        self._outer = outer
+    def lost(self, part: Part) -> None:
+        """Place a part whose replica was lost."""
 
-    def wake(self, stream: RequestStream | None = None) -> None:
-        if stream is None:
+    def refused(self, part: Part, replica: Replica, error: Exception) -> bool:
+        """Place a part that ``replica`` has refused. False: no other replica may take it."""
+        ...
+
+
+@dataclass(eq=False)
+class Part:
+    """Choices [first, first + num) of a request: all of them, or one. request_id: for the engine. base: tokens of the
+    choice that the client has. refused_by: names of replicas."""
+
+    relay: Relay
+    first: int
+    num: int
+    request_id: str
+    base: int = 0
+    refused_by: set[str] = field(default_factory=set)
+    has_waited: bool = False
+    timer: asyncio.TimerHandle | None = None  # while the part waits
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the engine gets the client's request as it is."""
+        return self.request_id == self.relay.request.request_id
+
+    @property
+    def open_choices(self) -> list[int]:
+        """The choices that have not ended, by their numbers in the client's request."""
+        return sorted(self.relay.outer.open_choices & set(range(self.first, self.first + self.num)))
+
+    def request(self, now: float) -> AddRequest:
+        """Return the message to the engine. now: on the event loop's clock."""
+        request = self.relay.request
+        if self.is_whole and self.relay.num_losses == 0 and not self.has_waited:
+            return request
+        waited = now - self.relay.began
+        if request.deadline_s is not None and not request.arrival:  # else the engine counts from the arrival
+            request = replace(request, deadline_s=max(request.deadline_s - waited, MIN_S))
+        if request.max_queue_s is not None:
+            left = None if any(self.relay.tokens) else max(request.max_queue_s - waited, MIN_S)
+            request = replace(request, max_queue_s=left)
+        return request if self.is_whole else self._rest_of(request)
+
+    def _rest_of(self, request: AddRequest) -> AddRequest:
+        """Return the request for one choice, with the tokens that it has."""
+        sampling, tokens = request.sampling, self.relay.tokens[self.first]
+        self.base = base = len(tokens)
+        return replace(
+            request,
+            request_id=self.request_id,
+            group=self.relay.client_id,  # so that an abort finds it
+            n=1,
+            first_choice=request.first_choice + self.first,
+            prompt_token_ids=request.prompt_token_ids + tokens,
+            resumed_tokens=request.resumed_tokens + base,
+            retain_s=0.0,  # a result without its beginning is of no use later
+            fingerprint="",
+            sampling=replace(
+                sampling,
+                max_tokens=sampling.max_tokens - base,
+                min_tokens=max(sampling.min_tokens - base, 0),
+                prompt_logprobs=None if base or self.first else sampling.prompt_logprobs,
+            ),
+        )
+
+
+class Relay:
+    """A request of a client. outer: its stream, which the client reads. seen: its next token is not of older weights.
+    tokens: by choice, those that the client has. num_losses: of replicas. on_end: called at each choice's end, with the
+    number of its tokens. The request always has a seed."""
+
+    def __init__(
+        self,
+        request: AddRequest,
+        outer: RequestStream,
+        seen: Seen,
+        placer: Placer,
+        on_end: Callable[[Relay, int], None],
+    ):
+        self.request = request
+        self.outer = outer
+        self.seen = seen
+        self.tokens: list[list[int]] = [[] for _ in range(request.n)]
+        self.began = asyncio.get_running_loop().time()
+        self.num_losses = 0
+        self.parts: set[Part] = set()
+        self.attempts: set[Attempt] = set()
+        self._placer = placer
+        self._on_end = on_end
+        self._firsts: dict[int, Span] = {}  # span of the first token, by choice
+        self._num_moves = [0] * request.n  # by choice, since its first token
+
+    @property
+    def client_id(self) -> str:
+        """The id that the client knows."""
+        return self.request.group or self.request.request_id
+
+    @property
+    def least_epoch(self) -> int:
+        """The oldest weight_epoch that the next token may have."""
+        return 0 if self.request.stale_ok else self.seen.epoch
+
+    def whole(self) -> Part:
+        """Return the request as one part."""
+        part = Part(self, 0, self.request.n, self.request.request_id)
+        self.parts.add(part)
+        return part
+
+    async def send(self, part: Part, route: Route) -> None:
+        """Send ``part`` to a replica. Raises EngineDead if the replica is lost before."""
+        request = part.request(asyncio.get_running_loop().time())
+        make = partial(Attempt, part, route)
+        attempt = await route.replica.client.submit(request, self.outer.reader, make)
+        assert isinstance(attempt, Attempt)
+        self.parts.discard(part)
+        self.attempts.add(attempt)
+        route.began(part.num)
+        if self.outer.ended:  # meanwhile
+            attempt.close()
+        elif len(self.outer.open_choices) < self.request.n:
+            for k in set(range(part.first, part.first + part.num)) - self.outer.open_choices:
+                attempt.cancel(k - part.first, "abort")
+
+    def receive(self, output: Output) -> None:
+        """Give an output to the client."""
+        tokens = self.tokens[output.choice]
+        if spans := output.spans:
+            if not tokens:
+                self._firsts[output.choice] = spans[0]
+            if spans[-1].weight_epoch > self.seen.epoch:
+                self.seen.epoch = spans[-1].weight_epoch
+        tokens += output.token_ids
+        if output.finish_reason is not None:
+            self._on_end(self, len(tokens))
+        self.outer.put(output)
+
+    def moved(self, part: Part, output: Output) -> Output:
+        """Return an output of a choice that was moved as an output of the client's request."""
+        choice, base = part.first, part.base
+        first = self._firsts.get(choice)
+        return replace(
+            output,
+            request_id=self.request.request_id,
+            choice=choice,
+            spans=[_shifted(span, base, first) for span in output.spans],
+            cached_tokens=0 if base else output.cached_tokens,
+            num_preempted=output.num_preempted + (self._num_moves[choice] if output.finish_reason else 0),
+        )
+
+    def failed(self, attempt: Attempt, error: Exception) -> None:
+        """Go on elsewhere after the failure of ``attempt``, or give its error to the client."""
+        self.attempts.discard(attempt)
+        part = attempt.part
+        # An engine that has dropped this gateway may still run the request, with retain_s. Then it knows the id.
+        may_be_refused = REFUSED if part.is_whole else (*REFUSED, DuplicateRequest)
+        if isinstance(error, LOST):
+            self.num_losses += 1
+            for rest in self._rest_of(part):
+                self.parts.add(rest)
+                self._placer.lost(rest)
+        elif attempt.started or not isinstance(error, may_be_refused):
+            self.outer.fail(error)
+        else:
+            self.parts.add(part)
+            if self._placer.refused(part, attempt.route.replica, error):
+                return
+            if isinstance(error, RequestsRejected) and self.tokens[part.first]:
+                self.end(part.open_choices, error.message)  # as the pause does with requests that run
+            else:
+                self.outer.fail(error)
+
+    def _rest_of(self, part: Part) -> list[Part]:
+        """Return the unfinished choices of a part whose replica was lost."""
+        choices = part.open_choices
+        if choices and not any(self.tokens[part.first : part.first + part.num]):
+            return [Part(self, part.first, part.num, part.request_id)]
+        for k in choices:
+            self._num_moves[k] += bool(self.tokens[k])
+        return [Part(self, k, 1, f"{self.request.request_id}~{k}.{self.num_losses}") for k in choices]
+
+    def end(self, choices: Sequence[int], why: str, stop_reason: str | None = None) -> None:
+        """End open choices, which are at no replica, with reason "abort"."""
+        for k in choices:
+            message = why if self.tokens[k] else f"Abort before prefill: {why}"
+            end = Output(self.request.request_id, k, finish_reason="abort", stop_reason=stop_reason, message=message)
+            self.outer.put(end)
+        self.outer.wake()
+
+    def cancel(self, choice: int, reason: str) -> None:
+        """Cancel a choice at its replica."""
+        for attempt in list(self.attempts):
+            attempt.cancel(choice - attempt.part.first, reason)
+
+    def close(self) -> None:
+        """Cancel all that is left."""
+        for attempt in list(self.attempts):
+            attempt.close()
+        self.attempts.clear()
+        self.parts.clear()
+
+
+class Attempt(RequestStream):
+    """The stream of a part at a replica. Passes its outputs on at once, and keeps none. Its reader is that of the
+    client's stream. started: it has an output."""
+
+    def __init__(
+        self,
+        part: Part,
+        route: Route,
+        request_id: str,
+        n: int,
+        cancel: Callable[[str, int | None, str], None],
+        forget: Callable[[str], None],
+        reader: Reader | None = None,
+        fingerprint: str = "",
+    ):
+        super().__init__(request_id, n, cancel, forget, reader, fingerprint)
+        self.part = part
+        self.route = route
+        self.started = False
+        self._relay = part.relay
+        self._is_whole = part.is_whole
+
+    def put(self, output: Output) -> None:
+        choice = output.choice
+        if choice not in self._open:
             return
-        try:
-            outputs = stream.take()
-        except Exception as error:
-            self._outer.fail(error)
+        if not self.started:
+            self.started = True
+            self.route.started()
+        if output.finish_reason is not None:
+            self._end(choice)
+        self._relay.receive(output if self._is_whole else self._relay.moved(self.part, output))
+
+    def wake(self) -> None:
+        self._relay.outer.wake()
+
+    def fail(self, error: Exception) -> None:
+        if self.ended:
             return
-        for output in outputs:
-            self._outer.put(output)
-        self._outer.reader.wake(self._outer)
+        self._error = error
+        self._forget(self.request_id)
+        self.route.closed()
+        if not self._relay.outer.ended:
+            self._relay.failed(self, error)
+
+    def cancel(self, choice: int, reason: str) -> None:
+        """Cancel a choice."""
+        if choice in self._open and self._error is None:
+            self._cancel(self.request_id, choice, reason)
+            self._end(choice)
+
+    def close(self) -> None:
+        super().close()
+        self.route.closed()
+
+    def _end(self, choice: int) -> None:
+        self.route.ended()
+        super()._end(choice)
+        if not self._open:
+            self._relay.attempts.discard(self)
+
+
+def _shifted(span: Span, base: int, first: Span | None) -> Span:
+    """Return the span of a choice that was moved when it had ``base`` tokens. first: span of its first token."""
+    changed = first is not None and (first.weight_epoch, first.adapter_epoch) != (span.weight_epoch, span.adapter_epoch)
+    return replace(span, start=span.start + base, end=span.end + base, recomputed=span.recomputed or changed)

@@ -8,28 +8,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdeploy.core.weight_source import WholeSource
-from fastdeploy.inter_communicator.messages import LoadAdapterArgs, PauseArgs
+from fastdeploy.inter_communicator.messages import BeginUpdateArgs, LoadAdapterArgs, PauseArgs
 
-ENGINE_TTL_SLACK_S = 30.0  # an engine ends a hold by itself so much later than the gateway would
+MAX_REMEMBERED_SESSIONS = 64
+REPUBLISH = "republish"  # hold of a fleet that has lost its weights, until weights are published
 
 
-@dataclass
+@dataclass(eq=False)
 class FleetHold:
     """A hold that stands on all members. args: with the hold's id, also for an anonymous hold, and without a ttl.
-    expires_at: on the event loop's clock, when the gateway releases it; None = never."""
+    expires_at: on the event loop's clock, when the gateway releases it; None = never.
+
+    The other fields serve pause calls that overlap. order: of the call that placed this hold last. below: the hold
+    before that call, until the call has succeeded. refused: the call did not place anything. owed: an earlier call on
+    this hold failed, and left its release to this one."""
 
     args: PauseArgs
     expires_at: float | None = None
+    order: int = 0
+    below: FleetHold | None = None
+    refused: bool = False
+    owed: bool = False
+
+
+@dataclass(eq=False)
+class FleetSession:
+    """A weight session. ids: the session id of each replica that takes part, by its name. source: of the only part so
+    far, if that part was a whole source. parts: number of parts. expires_at: on the event loop's clock, when the
+    gateway ends the session if no part comes."""
+
+    id: str
+    begin: BeginUpdateArgs
+    ids: dict[str, str]
+    expires_at: float
+    open: bool = True
+    parts: int = 0
+    source: WholeSource | None = None
 
 
 @dataclass
 class FleetState:
-    """What a replica must have before it may join. Changed by fleet/control.py only, and built anew from the replicas
-    when a gateway starts.
+    """What a replica must have before it may join. Changed by calls of fleet/control.py only, and built anew from the
+    replicas when a gateway starts.
 
     weight_epoch, version, fingerprint: of the weights that serve. source: the last whole source of these weights, which
     may be gone. holds: by (scope, id). adapters: by name, with the adapter epoch that serves. asleep: tags.
     revision: counts the changes. changing: calls or sessions that are changing the state now; nobody joins meanwhile.
+    last_epoch: the highest number that any commit has tried to use. sessions: by fleet id, the ended ones too.
+    order: counts the calls that were sent. num_anonymous: counts anonymous holds. boot_id: of the fleet; another one
+    means that its weights were lost.
     """
 
     weight_epoch: int = 0
@@ -41,6 +68,11 @@ class FleetState:
     asleep: tuple[str, ...] = ()
     revision: int = 0
     changing: int = 0
+    last_epoch: int = 0
+    sessions: dict[str, FleetSession] = field(default_factory=dict)
+    order: int = 0
+    num_anonymous: int = 0
+    boot_id: str = ""
 
     def __post_init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -66,5 +98,46 @@ class FleetState:
         """Take over the content of ``other``, in a new revision."""
         self.weight_epoch, self.version, self.fingerprint = other.weight_epoch, other.version, other.fingerprint
         self.source, self.holds, self.adapters = other.source, other.holds, other.adapters
-        self.asleep = other.asleep
+        self.asleep, self.boot_id = other.asleep, other.boot_id
+        self.last_epoch = max(self.last_epoch, other.last_epoch, other.weight_epoch)
         self.revision += 1
+
+    def end_sessions(self) -> None:
+        """Give up all open sessions, when another gateway leads."""
+        for session in self.sessions.values():
+            self.close_session(session)
+
+    def next_epoch(self) -> int:
+        """Return a number for new weights. No number is used twice: a replica that was fenced during a failed commit
+        may have served with it."""
+        self.last_epoch = max(self.last_epoch, self.weight_epoch) + 1
+        return self.last_epoch
+
+    def open_session(self, session: FleetSession) -> None:
+        self.sessions[session.id] = session
+        self.changing += 1
+        for old in list(self.sessions.values()):
+            if len(self.sessions) > MAX_REMEMBERED_SESSIONS and not old.open:
+                del self.sessions[old.id]
+
+    def close_session(self, session: FleetSession) -> None:
+        if session.open:
+            session.open = False
+            self.changing -= 1
+            self.revision += 1
+
+    def find_session(self, session_id: str | None, placed_by: str) -> FleetSession | None:
+        """Return the session with this id, or else the open one of ``placed_by``."""
+        if session_id is not None:
+            return self.sessions.get(session_id)
+        return next((s for s in self.sessions.values() if s.open and s.begin.placed_by == placed_by), None)
+
+    def session_of(self, replica: str, session_id: str) -> FleetSession | None:
+        """Return the session that has this id on this replica."""
+        return next((s for s in self.sessions.values() if s.ids.get(replica) == session_id), None)
+
+    def forget_replica(self, name: str) -> None:
+        """Note that ``name`` was fenced: it takes part in no session any more."""
+        for session in self.sessions.values():
+            if session.open and session.ids.pop(name, None) is not None and not session.ids:
+                self.close_session(session)

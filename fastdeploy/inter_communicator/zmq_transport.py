@@ -1,4 +1,4 @@
-"""ZMQ over a unix socket: ROUTER at the engine, one asyncio DEALER per API server.
+"""ZMQ: ROUTER at the engine, one asyncio DEALER per API server over a unix socket, and one per gateway, also over TCP.
 
 Every connection has a new random identity, so no message of an old connection reaches a new one.
 """
@@ -17,28 +17,67 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.inter_communicator.encoding import encode
+from fastdeploy.inter_communicator.fleet_key import guard_client, guard_engine, require_fleet_key
 from fastdeploy.inter_communicator.messages import Call, Malformed, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 LINGER_MS = 200
 MAX_BATCH = 4096
+MAX_NETWORK_BYTES = 256 << 20  # of one message over TCP; the connection of a longer one is closed
+RECONNECT_MS = 50  # over a unix socket
+# Over TCP each connection tries once. Without any reconnecting (-1) a send would block after a failure.
+NEVER_MS = 24 * 3600 * 1000
+CONNECT_S = 5.0  # for a TCP connection and its handshake
+RETRY_S = 1.0  # a TCP connection that cannot be made ends no sooner
+# A peer that does not answer a ping for so long is gone, also if its host vanished without a word.
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 8000
+# Events of a TCP connection. The engine closes the connection of a client that does not know its key.
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
+ENDED = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED  # before the handshake: nobody listens there
+OVER_TCP = zmq.EVENT_HANDSHAKE_SUCCEEDED | ENDED | sum(HANDSHAKE_FAILED)
+REFUSED = "refused the fleet key, or is no engine of this fleet: FASTDEPLOY_FLEET_KEY must be the same on both sides"
 
 
 class ZmqRouterTransport:
-    """The engine's end (see transport.Transport). Bytes that are no message are logged. See Malformed."""
+    """The engine's end (see transport.Transport). Bytes that are no message are logged. See Malformed.
 
-    def __init__(self, endpoint: str):
+    endpoint: a unix socket. fleet_endpoint: a second address, for gateways: "" = none, "ipc://..." or
+    "tcp://host:port"; port 0 = any free one. secret: the fleet key, which TCP needs (see fleet_key.py); raises
+    InvalidField without it, and ZMQError if an address cannot be used."""
+
+    def __init__(self, endpoint: str, fleet_endpoint: str = "", secret: str | None = None):
+        require_fleet_key(fleet_endpoint, secret)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()
         self._socket = new_socket(self._context, zmq.ROUTER, LINGER_MS)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoint)
+        self.fleet_endpoint = self._listen_for_gateways(fleet_endpoint, secret)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def _listen_for_gateways(self, endpoint: str, secret: str | None) -> str:
+        """Listen on ``endpoint`` too, and return the real address. The options that are set here hold for later binds
+        only, so not for the unix socket of the API servers."""
+        if not endpoint:
+            return ""
+        if endpoint.startswith("tcp://"):
+            assert secret is not None
+            guard_engine(self._socket, secret)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_NETWORK_BYTES)
+            _set_tcp_options(self._socket, endpoint)
+        self._socket.bind(endpoint)
+        real: bytes = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        return real.rstrip(b"\0").decode()
 
     def recv(self, timeout_s: float | None) -> list[tuple[str, ToEngine | Malformed]]:
         messages = self._drain()
@@ -58,7 +97,7 @@ class ZmqRouterTransport:
             client = frames[0].decode("latin-1")
             try:
                 messages.append((client, self._decoder.decode(frames[-1])))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError) as error:
                 logger.error("a malformed message of client %r: %s", client, error)
                 if (malformed := _malformed(frames[-1], str(error))) is not None:
                     messages.append((client, malformed))
@@ -90,7 +129,7 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
     """Return the report of a message that does not fit its type. None if its sender waits for no answer."""
     try:
         fields = msgspec.msgpack.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, ValueError):
         return None
     kind, fields = (fields.get("type"), fields) if isinstance(fields, dict) else (None, {})
     call_id, request_id = fields.get("call_id"), fields.get("request_id")
@@ -102,35 +141,52 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
 
 
 class ZmqConnector:
-    """Makes the connections of one API server to ``endpoint`` (see client.connection.Connector)."""
+    """Makes the connections of one client to ``endpoint`` (see client.connection.Connector). secret: the fleet key,
+    which a TCP endpoint needs. Raises InvalidField without it."""
 
-    def __init__(self, endpoint: str):
+    def __init__(self, endpoint: str, secret: str | None = None):
+        require_fleet_key(endpoint, secret)
         self._context = zmq.asyncio.Context()
         self._endpoint = endpoint
+        self._secret = secret
 
     def connect(self) -> ZmqConnection:
         try:
-            return ZmqConnection(self._context, self._endpoint)
+            return ZmqConnection(self._context, self._endpoint, self._secret)
         except zmq.ZMQError as error:  # such as too many open files
-            raise OSError(error.errno, str(error)) from error
+            raise OSError(error.errno, f"{self._endpoint}: {error}") from error
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
 class ZmqConnection:
-    """One connection of a client (see client.connection.Connection). Messages that are sent before the engine's socket
-    is there wait for it."""
+    """One connection of a client (see client.connection.Connection). Over a unix socket, messages that are sent before
+    the engine's socket is there wait for it. Over TCP the connection tries once, and its ``messages`` raise EngineDead,
+    which names the address, if the engine cannot be reached, refuses the fleet key, or is lost."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str):
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, secret: str | None = None):
         self.identity = uuid.uuid4().hex
+        self._endpoint = endpoint
+        self._over_tcp = endpoint.startswith("tcp://")
         self._socket = new_socket(context, zmq.DEALER, LINGER_MS)
-        self._socket.setsockopt(zmq.IDENTITY, self.identity.encode())
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.setsockopt(zmq.IDENTITY, self.identity.encode())
+            self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS if self._over_tcp else RECONNECT_MS)
+            if self._over_tcp:
+                assert secret is not None
+                guard_client(self._socket, secret)
+                self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_S * 1000))
+                self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(CONNECT_S * 1000))
+                _set_tcp_options(self._socket, endpoint)
+            events = OVER_TCP if self._over_tcp else zmq.EVENT_DISCONNECTED
+            self._monitor = self._socket.get_monitor_socket(events)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
 
     def send(self, message: ToEngine) -> None:
         """Queue ``message``. Without a high-water mark the future of ZMQ is done at once."""
@@ -140,12 +196,13 @@ class ZmqConnection:
         """Yield the messages of the engine. End when the engine has closed its socket and all messages are yielded.
         Messages that have arrived are yielded without a return to the event loop. So no message waits for the tasks
         that an earlier message woke."""
-        lost = asyncio.ensure_future(self._lost())
+        lost = asyncio.ensure_future(self._lost_over_tcp() if self._over_tcp else self._lost())
         try:
             while True:
                 while _can_receive(self._socket):
                     yield self._decoder.decode(await self._socket.recv(zmq.NOBLOCK))
                 if lost.done():
+                    lost.result()
                     return
                 frame = asyncio.ensure_future(self._socket.recv())
                 await asyncio.wait((frame, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -156,12 +213,30 @@ class ZmqConnection:
         finally:
             lost.cancel()
 
+    async def _next_event(self) -> int:
+        event: int = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        return event
+
     async def _lost(self) -> None:
         """Return when the engine's process has died or closed its socket."""
-        while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            if event["event"] == zmq.EVENT_DISCONNECTED:
-                return
+        while await self._next_event() != zmq.EVENT_DISCONNECTED:
+            pass
+
+    async def _lost_over_tcp(self) -> None:
+        """Raise EngineDead when the engine cannot be reached, refuses this client, or is lost."""
+        now = asyncio.get_running_loop().time
+        begin = now()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                event = await self._next_event()
+        except TimeoutError:
+            event = zmq.EVENT_CLOSED
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            await self._next_event()
+            raise EngineDead(f"the connection to the engine at {self._endpoint} was lost")
+        why = REFUSED if event in HANDSHAKE_FAILED else "cannot be reached"
+        await asyncio.sleep(begin + RETRY_S - now())
+        raise EngineDead(f"the engine at {self._endpoint} {why}")
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -177,6 +252,13 @@ def new_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> Any:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, linger_ms)
     return socket
+
+
+def _set_tcp_options(socket: Any, endpoint: str) -> None:
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
 def _can_receive(socket: zmq.Socket[Any] | zmq.asyncio.Socket) -> bool:

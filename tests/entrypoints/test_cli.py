@@ -12,8 +12,10 @@ import pytest
 
 from fastdeploy.core.config import EngineConfig, ServeConfig, from_json, to_json
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.core.host import host_id
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
+from fastdeploy.entrypoints.fleet_flags import launcher_spec
 
 
 @pytest.fixture
@@ -80,6 +82,57 @@ def test_a_bad_flag_is_refused_by_name(folder, capsys, flags, named):
         main(["serve", "--model", folder, *flags] if "--model" not in flags else ["serve", *flags])
     assert info.value.code == 2
     assert named in capsys.readouterr().err
+
+
+REMOTE = "tcp://10.0.0.2:9000=http://10.0.0.2:8180"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--replicas", "0"], "--replicas"),
+        (["--replicas", "many"], "--replicas"),
+        (["--fence-after-s", "0"], "--fence-after-s"),
+        (["--failover-s", "-1"], "--failover-s"),
+        (["--replica", "10.0.0.2:9000"], "--replica"),
+        (["--replica", "tcp://10.0.0.2=http://10.0.0.2:8180"], "--replica"),
+        (["--replica", "tcp://10.0.0.2:9000=10.0.0.2:8180"], "--replica"),
+        (["--replica", "tcp://10.0.0.2:99999=http://10.0.0.2:8180"], "--replica"),
+        (["--replica", "ipc:///a=http://127.0.0.1:1", "--replicas", "2"], "--replica"),
+        (["--replica", REMOTE], "--fleet-key-file"),
+        (["--fleet-key-file", "/nowhere"], "--fleet-key-file"),
+        (["--fleet-endpoint", "tcp://0.0.0.0:9000"], "--fleet-endpoint"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
+    ],
+)
+def test_a_bad_flag_of_a_fleet_is_refused_by_name(folder, capsys, flags, named):
+    with pytest.raises(SystemExit) as info:
+        main(["fleet", "--model", folder, *flags])
+    assert info.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_engine_on_the_network_needs_a_fleet_key(folder, tmp_path, capsys):
+    flags = ["serve", "--model", folder, "--fleet-endpoint", "tcp://0.0.0.0:9000"]
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert "--fleet-key-file: FASTDEPLOY_FLEET_KEY: expected a fleet key" in capsys.readouterr().err
+    (tmp_path / "key").write_text("too-short")
+    with pytest.raises(SystemExit):
+        main([*flags, "--fleet-key-file", str(tmp_path / "key")])
+    error = capsys.readouterr().err
+    assert "--fleet-key-file" in error and "too-short" not in error
+
+
+def test_replicas_that_run_elsewhere_are_named_in_order(folder):
+    args = make_parser().parse_args(["fleet", folder, "--replica", REMOTE, "--replica", "ipc:///run/e=http://h:1/"])
+    spec = launcher_spec(args, fleet_key="0" * 64)
+    assert [(p.name, p.endpoint, p.url) for p in spec.placements] == [
+        ("replica-0", "tcp://10.0.0.2:9000", "http://10.0.0.2:8180"),
+        ("replica-1", "ipc:///run/e", "http://h:1"),
+    ]
+    assert spec.placements[0].host == "10.0.0.2" and spec.placements[1].host == host_id()
+    assert launcher_spec(make_parser().parse_args(["fleet", folder, "--replicas", "3"]), None) is None
 
 
 @pytest.mark.parametrize("flag", ["--spill-dir", "--upload-dir"])

@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from e2e.server import alive, until
+from e2e.server import SMALL, alive, free_port, until
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.embedded import MODEL_DIR
@@ -209,3 +210,35 @@ async def test_an_address_without_a_cluster_is_named(cluster):
     launcher = RayLauncher(RayConfig(name="nowhere", replicas=1, address="127.0.0.1:1"), SPEC, SECRETS)
     with pytest.raises(InvalidField, match="^ray: expected a Ray cluster at 127.0.0.1:1"):
         await launcher.open()
+
+
+async def test_real_engines_behind_one_address(cluster, tmp_path):
+    """The command itself, with a replica that is killed, until all of it has ended."""
+    port = free_port()
+    key = tmp_path / "key"
+    key.write_text(KEY)
+    flags = ["--ray", cluster.address, "--name", "real", "--fleet-key-file", str(key), "--port", str(port), *SMALL]
+    command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "fleet", *flags]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **RAY_SETTINGS})
+    url = f"http://127.0.0.1:{port}"
+
+    def members() -> dict[str, Any] | None:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        try:
+            replicas = httpx.get(f"{url}/v1/replicas", timeout=5).json()["result"]["replicas"]
+        except (httpx.TransportError, KeyError):
+            return None
+        joined = {replica["name"]: replica for replica in replicas if replica["state"] == "member"}
+        return joined if len(joined) == 2 else None
+
+    try:
+        until(members, 3 * WAIT_S, "two members")
+        body = {"prompt": "1 + 1 =", "max_tokens": 4, "temperature": 0}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] > 0
+    finally:
+        process.terminate()
+        assert process.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
+    assert KEY not in (tmp_path / "log").read_text()
+    async with fleet(cluster, "real", replicas=1) as follower:
+        assert (await follower.until(names("replica-0")))["replica-0"].host.endswith(f",{len(KEY)}")

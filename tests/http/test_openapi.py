@@ -18,7 +18,7 @@ from fastdeploy.http.openapi import schema_of
 # POST routes that read no field.
 WITHOUT_FIELDS = {
     "/resume", "/areal_pause_generation", "/areal_continue_generation", "/continue_generation", "/flush_cache",
-    "/post_process_weights",
+    "/post_process_weights", "/v1/replicas/add",
 }  # fmt: skip
 # Routes of features that this server does not have: any body is refused.
 REFUSED = {"/skyrl/v1/generate"}
@@ -30,7 +30,7 @@ UPLOADS = {
 JSON = "application/json"
 EXAMPLES = {
     "prompt": "a", "messages": [{"role": "user", "content": "a"}], "token_ids": [1], "session_id": "s", "hold_id": "h",
-    "request_ids": [], "lora_name": "a",
+    "request_ids": [], "lora_name": "a", "name": "a",
 }  # fmt: skip
 
 

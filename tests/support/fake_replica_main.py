@@ -29,7 +29,7 @@ def main() -> int:
         # Tests read the host as "PID of the replica, digits of its secret".
         events.send(
             "serving",
-            endpoint=config.engine.fleet_endpoint,
+            endpoint=f"{config.engine.fleet_endpoint}{os.getpid()}",  # differs after a restart
             url=f"http://{config.serve.host}:1",
             host=f"{os.getpid()},{len(os.environ[SECRET])}",
         )

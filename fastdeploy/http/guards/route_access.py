@@ -46,7 +46,7 @@ _DATA = (
     "/get_weight_version", "/get_world_size", "/inference/v1/generate", "/is_paused", "/is_sleeping",
     "/model_info", "/server_info", "/skyrl/v1/generate", "/tokenize", "/v1/adapters", "/v1/chat/completions",
     "/v1/chat/completions/render", "/v1/completions", "/v1/is_paused", "/v1/loads", "/v1/models",
-    "/weight_info",
+    "/v1/replicas", "/v1/replicas/targets", "/weight_info",
 )  # fmt: skip
 _CONTROL = (
     "/abort_request", "/abort_requests", "/areal_continue_generation", "/areal_init_weights_update_group",
@@ -62,7 +62,8 @@ _CONTROL = (
     "/unload_lora_adapter", "/update_weight_version", "/update_weights", "/update_weights_from_disk",
     "/update_weights_from_distributed", "/update_weights_from_ipc", "/update_weights_from_tensor",
     "/v1/abort_requests", "/v1/adapters/load", "/v1/adapters/unload",
-    "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/reset", "/v1/resume",
+    "/v1/load_lora_adapter", "/v1/pause", "/v1/renew", "/v1/replicas/add", "/v1/replicas/drain",
+    "/v1/replicas/remove", "/v1/replicas/undrain", "/v1/reset", "/v1/resume",
     "/v1/sleep", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/wakeup", "/v1/weights",
     "/v1/weights/abort", "/v1/weights/begin", "/v1/weights/chunk", "/v1/weights/commit", "/wake_up",
     "/weight_checker", "/weights_checker",

@@ -3,6 +3,9 @@
 One task asks the engine for all viewers of this process, four times a second, and only while there is a viewer. Each
 viewer has a short queue. A viewer that does not read loses what comes, is told how much, and goes on with all requests
 anew. Nobody waits for such a viewer.
+
+A gateway has a feed for each replica that is viewed, and one for viewers that name none. Each message then lists all
+replicas too.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.client.serving_client import ServingClient
-from fastdeploy.core.errors import FastDeployError, ServerBusy
+from fastdeploy.core.errors import EngineDead, FastDeployError, ServerBusy
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.membership import Membership
 from fastdeploy.http.errors import error_response
 from fastdeploy.inter_communicator.messages import EventsArgs
 
 PERIOD_S = 0.25
 MAX_VIEWERS = 32
 MAX_QUEUED = 8  # messages of one viewer
+OF_REPLICA = ("name", "url", "state", "why", "version", "weight_epoch", "in_flight", "load")  # see Replica.describe
 STALL_S = 30.0  # after which a viewer that does not read is disconnected
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -77,10 +84,14 @@ class Viewer:
 
 
 class Feed:
-    """The viewers of one process, and the task that asks the engine for them."""
+    """The viewers of one process and one engine, and the task that asks the engine for them. replica: name of the
+    engine's replica; "" = the only engine, or any member of the fleet."""
 
-    def __init__(self, client: ServingClient):
+    def __init__(self, client: ServingClient, replica: str = ""):
         self._client = client
+        self._fleet = client.membership if isinstance(client, FleetClient) else None
+        self._replica = replica
+        self._shown = replica  # by a gateway
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._boot_id = ""
@@ -120,11 +131,14 @@ class Feed:
     async def _ask(self) -> None:
         """Ask the engine once, and pass on its answer."""
         whole = any(viewer.wants_requests for viewer in self._viewers)
+        engine: ServingClient | None = self._client if self._fleet is None else self._choose(self._fleet)
         try:
-            reply = await self._client.call(EventsArgs(self._after, whole))
+            if engine is None:
+                raise EngineDead("no replica is a member of the fleet yet")
+            reply = await engine.call(EventsArgs(self._after, whole))
         except FastDeployError as error:
             self._begin_anew()
-            self._pass_on({"state": None, "error": error.message, "events": []})
+            self._pass_on({"state": None, "error": error.message, "events": [], **self._replicas()})
             return
         boot_id = reply["state"]["boot_id"]
         if self._boot_id not in ("", boot_id):  # another engine, whose events are counted from 0
@@ -132,7 +146,22 @@ class Feed:
             await self._ask()
             return
         self._boot_id, self._after = boot_id, reply.pop("next")
-        self._pass_on(reply)
+        self._pass_on(reply | self._replicas())
+
+    def _choose(self, fleet: Membership) -> EngineClient | None:
+        """Return the client of the replica to show. Without a name, the same member as long as there is one."""
+        shown = fleet.replicas.get(self._shown)
+        if not self._replica and (shown is None or not shown.in_quorum):
+            shown = next(iter(fleet.quorum), None)
+            self._shown = "" if shown is None else shown.name
+        return None if shown is None else shown.client
+
+    def _replicas(self) -> dict[str, Any]:
+        """Return what a message of a gateway says about all replicas."""
+        if self._fleet is None:
+            return {}
+        listed = [{name: entry[name] for name in OF_REPLICA} for entry in self._fleet.describe()]
+        return {"replica": self._shown, "replicas": listed}
 
     def _begin_anew(self) -> None:
         """Expect another engine: its events are counted from 0, and its requests are others."""

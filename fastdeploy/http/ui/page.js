@@ -37,6 +37,7 @@ function show() {
   const problem = shown.problem || shown.error;
   text("problem", problem);
   $("problem").hidden = !problem;
+  showReplicas();
   text("missed", shown.missed ? `${shown.missed} events came too fast to be shown` : "");
   if (!state) return;
   document.title = `${name} · ${state.version} · FastDeploy`;
@@ -50,6 +51,18 @@ function show() {
   showHolds(state);
   showWeights(state);
   showLive();
+}
+
+function showReplicas() {
+  const { replicas, shownReplica } = shown;
+  $("replicas-panel").hidden = !replicas.length;
+  const members = replicas.filter(({ state }) => state === "member").length;
+  text("num-replicas", `${members} of ${replicas.length} are members`);
+  rows("replicas", replicas, "", ({ name, state, why, version, weight_epoch, in_flight, load }) => [
+    name, why && state !== "member" ? `${state}: ${why}` : state, version, weight_epoch, in_flight,
+    load.running ?? "–", load.waiting ?? "–",
+    name === shownReplica ? "shown" : button("Show", `Show ${name}`, () => shown.choose(name)),
+  ]);
 }
 
 function showFigures({ counts, kv, preemptions }) {

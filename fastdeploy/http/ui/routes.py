@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from fastdeploy.client.serving_client import ServingClient
 from fastdeploy.core.errors import InvalidField
+from fastdeploy.fleet.client import FleetClient
 from fastdeploy.http.ui.feed import Feed, FeedResponse
 
 FOLDER = Path(__file__).parent
@@ -25,7 +26,7 @@ MAX_SERVERS = 16
 
 def ui_router(client: ServingClient) -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    feed = Feed(client)
+    feeds = {"": Feed(client)}
     page = (FOLDER / "index.html").read_bytes()
 
     @router.get("/ui")
@@ -38,8 +39,15 @@ def ui_router(client: ServingClient) -> APIRouter:
         return Response(page, headers=headers, media_type="text/html")
 
     @router.get("/ui/events")
-    async def events() -> Response:
-        return FeedResponse(feed)
+    async def events(request: Request) -> Response:
+        """Stream what happens. replica: of a fleet, the one to show."""
+        name = request.query_params.get("replica", "")
+        if name:
+            if not isinstance(client, FleetClient):
+                raise InvalidField("replica", "this server is not the gateway of a fleet")
+            client.membership.find(name)
+            feeds.setdefault(name, Feed(client, name))
+        return FeedResponse(feeds[name])
 
     for name, media_type in FILES.items():
         _add_file(router, name, media_type)

@@ -14,7 +14,19 @@ export class Server {
     this.connection = "connecting"; // connecting | live | lost | key
     this.problem = "";
     this.abort = null;
+    this.replica = ""; // of a fleet: the one to show; "" = any
+    this.replicas = []; // of a fleet
+    this.shownReplica = "";
     this.forget();
+  }
+
+  // Show another replica of the fleet.
+  choose(replica) {
+    this.replica = replica;
+    this.boot = undefined;
+    this.forget();
+    this.abort?.abort();
+    this.retry?.();
   }
 
   get key() {
@@ -83,7 +95,8 @@ export class Server {
 
   async readStream() {
     this.connection = "connecting";
-    const response = await fetch(`${this.origin}/ui/events`, {
+    const query = this.replica ? `?replica=${encodeURIComponent(this.replica)}` : "";
+    const response = await fetch(`${this.origin}/ui/events${query}`, {
       headers: this.headers(),
       signal: this.abort.signal,
       cache: "no-store",
@@ -132,6 +145,8 @@ export class Server {
     }
     const message = JSON.parse(text.slice(6));
     this.error = message.error ?? "";
+    this.replicas = message.replicas ?? [];
+    this.shownReplica = message.replica ?? "";
     if (message.state === null) {
       this.state = null;
       return;

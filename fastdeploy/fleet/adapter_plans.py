@@ -1,0 +1,116 @@
+"""Plans of adapters, and of sleep and wake-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from fastdeploy.core.errors import FastDeployError, InvalidField
+from fastdeploy.fleet.plan import Context, Plan, bounded
+from fastdeploy.fleet.reports import merge
+from fastdeploy.fleet.transaction import Rule, Step
+from fastdeploy.inter_communicator import messages as m
+
+
+class LoadPlan(Plan[m.LoadAdapterArgs]):
+    """Load and check an adapter on all, and swap it in on all afterwards, with one number."""
+
+    rule = Rule.COMMIT
+
+    def __init__(self, args: m.LoadAdapterArgs, context: Context):
+        super().__init__(args, context)
+        if args.prepare:
+            raise InvalidField("prepare", "expected a whole load: the fleet makes both phases itself")
+        self._entry: tuple[m.LoadAdapterArgs, int] | None = None
+
+    def prepare(self, name: str) -> list[m.Args]:
+        return [replace(self.args, prepare=True, source=self.sources.get(name, self.args.source))]
+
+    def commit(self, name: str) -> m.Args | None:
+        if self._entry is None:
+            self._before = self.state.adapters.get(self.args.lora_name)
+            self._entry = (self.args, self._before[1] + 1 if self._before is not None else 1)
+            self.state.adapters[self.args.lora_name] = self._entry
+        return m.EndLoadArgs(self.args.lora_name, True, self._entry[1])
+
+    def rollback(self, name: str) -> m.Args | None:
+        """A replica that refused has no prepared load, or that of another call."""
+        return None if name in self.errors else m.EndLoadArgs(self.args.lora_name, False)
+
+    def seconds(self, step: Step) -> float:
+        if step is not Step.PREPARE:
+            return self.config.fence_after_s
+        return 2 * bounded(self.args.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
+
+    def failed(self) -> None:
+        if self._entry is not None and self.state.adapters.get(self.args.lora_name) is self._entry:
+            del self.state.adapters[self.args.lora_name]
+            if self._before is not None:
+                self.state.adapters[self.args.lora_name] = self._before
+
+
+class UnloadPlan(Plan[m.UnloadAdapterArgs]):
+    """Remove an adapter name. A replica that does not know the name has nothing to remove: replicas look names up in
+    the adapter root one by one."""
+
+    rule = Rule.AGREE
+
+    def begin(self) -> None:
+        self.state.adapters.pop(self.args.lora_name, None)
+
+    def forgives(self, error: FastDeployError) -> bool:
+        return error.code == "model_not_found"
+
+
+class SleepPlan(Plan[m.SleepArgs]):
+    """Send all to sleep, or wake up those that sleep already."""
+
+    rule = Rule.UNDO
+
+    def begin(self) -> None:
+        self._before = self.state.asleep
+
+    def rollback(self, name: str) -> m.Args | None:
+        if name in self.errors:
+            return None
+        return m.WakeArgs(tuple(tag for tag in self.results[name]["asleep"] if tag not in self._before))
+
+    def seconds(self, step: Step) -> float:
+        if step is Step.ROLLBACK:
+            return self.config.stage_timeout_s + self.config.fence_after_s
+        return bounded(self.args.timeout_s, 0.0) + self.config.fence_after_s
+
+    def done(self) -> dict[str, Any]:
+        report = merge(list(self.results.values()))
+        self.state.asleep = tuple(report["asleep"])
+        return report
+
+
+class DiscardPlan(SleepPlan):
+    """Send all to sleep without their weights. Discarded weights do not come back, so a replica that refuses is fenced,
+    and joins asleep."""
+
+    rule = Rule.AGREE
+
+
+class WakePlan(Plan[m.WakeArgs]):
+    """Wake all up, or send those that woke up to sleep again."""
+
+    rule = Rule.UNDO
+
+    def begin(self) -> None:
+        self._before = self.state.asleep
+
+    def rollback(self, name: str) -> m.Args | None:
+        if name in self.errors:
+            return None
+        return m.SleepArgs(tuple(tag for tag in self._before if tag not in self.results[name]["asleep"]))
+
+    def seconds(self, step: Step) -> float:
+        return self.config.stage_timeout_s + self.config.fence_after_s
+
+    def done(self) -> dict[str, Any]:
+        report = merge(list(self.results.values()))
+        self.state.asleep = tuple(report["asleep"])
+        return report

@@ -1,0 +1,152 @@
+"""The way of requests to replicas: at once, or in a queue as long as no replica may have them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fastdeploy.core.errors import EngineDead, EngineError
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.relay import Part, Relay
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.router import Router
+
+MAX_REFUSALS = 3  # of one request, by so many replicas. Then the client gets the refusal
+
+
+class Dispatcher:
+    """Sends parts of requests to replicas. Those that must wait are sent in their order. open_replicas: those that take
+    requests. Use from one event loop only."""
+
+    def __init__(self, config: FleetConfig, router: Router, open_replicas: Callable[[], Sequence[Replica]]):
+        self._failover_s = config.failover_s
+        self._router = router
+        self._open_replicas = open_replicas
+        self._waiting: dict[Part, None] = {}  # in their order
+        self._task: asyncio.Task[None] | None = None
+        self.closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of parts that wait for a replica."""
+        return len(self._waiting)
+
+    async def submit(self, part: Part, holder: Replica | None = None) -> None:
+        """Send a new part, behind those that wait. holder: the replica that has its result already. Raises
+        DuplicateRequest."""
+        if holder is not None:
+            with contextlib.suppress(EngineError):
+                await part.relay.send(part, self._router.route_to(holder, part.relay.request))
+                return
+        if self._waiting or not await self._send(part):
+            self._wait(part)
+
+    def lost(self, part: Part) -> None:
+        """See Placer."""
+        if self.closed:
+            part.relay.outer.fail(EngineDead("the gateway is shutting down"))
+        else:
+            self._wait(part)
+
+    def refused(self, part: Part, replica: Replica, error: Exception) -> bool:
+        """See Placer."""
+        part.refused_by.add(replica.name)
+        if len(part.refused_by) >= MAX_REFUSALS or all(r.name in part.refused_by for r in self._open_replicas()):
+            return False
+        self._wait(part)
+        return True
+
+    def forget(self, parts: Iterable[Part]) -> None:
+        """Let parts wait no longer."""
+        for part in parts:
+            self._waiting.pop(part, None)
+            if part.timer is not None:
+                part.timer.cancel()
+                part.timer = None
+
+    def kick(self) -> None:
+        """Try again to send what waits, since the replicas have changed."""
+        if self._waiting and self._task is None and not self.closed and self._open_replicas():
+            self._task = asyncio.get_running_loop().create_task(self._send_waiting(), name="fleet-dispatch")
+
+    async def close(self) -> None:
+        """End the sending. What waits is not sent any more."""
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _send(self, part: Part) -> bool:
+        """Send a part. Return False if no replica may have it now."""
+        relay, lost = part.relay, set(part.refused_by)
+        while (route := self._router.pick(relay.request, self._open_replicas(), relay.least_epoch, lost)) is not None:
+            try:
+                await relay.send(part, route)
+            except EngineError:
+                lost.add(route.replica.name)
+            else:
+                return True
+        return False
+
+    def _wait(self, part: Part) -> None:
+        self._waiting[part] = None
+        part.has_waited = True
+        if part.timer is None:
+            loop = asyncio.get_running_loop()
+            part.timer = loop.call_at(self._give_up_at(part.relay), self._give_up, part)
+        self.kick()
+
+    def _give_up_at(self, relay: Relay) -> float:
+        request = relay.request
+        limits = [asyncio.get_running_loop().time() + self._failover_s]
+        if request.deadline_s is not None:
+            limits.append(relay.began + request.deadline_s)
+        if request.max_queue_s is not None and not any(relay.tokens):
+            limits.append(relay.began + request.max_queue_s)
+        return min(limits)
+
+    def _give_up(self, part: Part) -> None:
+        if part not in self._waiting:
+            return
+        self.forget([part])
+        relay, request = part.relay, part.relay.request
+        waited = asyncio.get_running_loop().time() - relay.began
+        if request.deadline_s is not None and waited >= request.deadline_s:
+            relay.end(part.open_choices, "its deadline has passed", "deadline")
+        elif request.max_queue_s is not None and not any(relay.tokens) and waited >= request.max_queue_s:
+            why = "it waited for its first step for longer than max_queue_s"
+            relay.end(part.open_choices, why, "queue_timeout")
+        else:
+            old = f" with weight_epoch {relay.least_epoch} or later" if relay.least_epoch else ""
+            relay.outer.fail(EngineDead(f"no replica{old} took the request within {self._failover_s:g} s"))
+
+    async def _send_waiting(self) -> None:
+        """Send all that can be sent, in order. Parts that arrive meanwhile come last."""
+        parts = dict.fromkeys(self._waiting)
+        try:
+            for part in parts:
+                if part not in self._waiting:
+                    continue
+                try:
+                    sent = await self._send(part)
+                except Exception as error:  # the request cannot be sent to any replica
+                    part.relay.outer.fail(error)
+                    continue
+                if sent:
+                    self.forget([part])
+        finally:
+            self._task = None
+        if not self._waiting.keys() <= parts.keys():
+            self.kick()
+
+
+def merged_aborts(report: dict[str, Any], ended: dict[str, int]) -> dict[str, Any]:
+    """Return the report of an abort, with requests that waited in the gateway: {id: number of its tokens}."""
+    known = {entry["request_id"]: entry for entry in report["aborted"]}
+    for request_id, count in ended.items():
+        entry = known.setdefault(request_id, {"request_id": request_id, "output_token_count": 0})
+        entry["output_token_count"] += count
+    not_found = [request_id for request_id in report["not_found"] if request_id not in known]
+    return report | {"aborted": list(known.values()), "not_found": not_found}

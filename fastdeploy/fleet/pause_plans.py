@@ -1,0 +1,186 @@
+"""Plans of holds: pause, resume, renew and status."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from fastdeploy.core.errors import PauseInterrupted, PauseTimeout
+from fastdeploy.fleet.plan import MAX_SECONDS, Context, Plan, bounded
+from fastdeploy.fleet.reports import merge
+from fastdeploy.fleet.state import FleetHold, FleetState
+from fastdeploy.fleet.transaction import Rule, Step
+from fastdeploy.inter_communicator import messages as m
+
+T = TypeVar("T", m.PauseArgs, m.RenewArgs)
+TTL_MARGIN_S = 30.0  # engines end a hold by themselves so long after the gateway, in case the gateway is gone
+MODES = ("wait", "keep", "abort")  # in order of strength
+RELEASED = (PauseTimeout, PauseInterrupted)  # after these errors of an engine, its hold does not stand
+
+
+def _for_engine(args: T) -> T:
+    """Give the engine more time than the gateway has. A ttl that the engine must refuse stays as it is."""
+    ttl_s = args.ttl_s
+    return args if ttl_s is None or not 0.0 < ttl_s <= MAX_SECONDS else replace(args, ttl_s=ttl_s + TTL_MARGIN_S)
+
+
+def _expiry(ttl_s: float | None, now: float) -> float | None:
+    return None if ttl_s is None else now + ttl_s
+
+
+def _show_ttl(hold: dict[str, Any], state: FleetState, now: float) -> None:
+    """Show the ttl that the gateway counts."""
+    standing = state.holds.get((hold["scope"], hold["id"]))
+    left = None if standing is None or standing.expires_at is None else standing.expires_at - now
+    hold["ttl_left_s"] = None if left is None else round(max(left, 0.0), 3)
+
+
+def _stronger(new: m.PauseArgs, standing: m.PauseArgs | None) -> m.PauseArgs:
+    """Return the terms of a hold that ``new`` places again, as the engines do."""
+    new = replace(new, ttl_s=None)
+    if standing is None or new.mode.lower() not in MODES:
+        return new
+    admissions = {args.admission or ("reject" if args.mode.lower() == "abort" else "hold") for args in (new, standing)}
+    return replace(
+        new,
+        mode=max(new.mode.lower(), standing.mode.lower(), key=MODES.index),
+        admission="reject" if "reject" in admissions else "hold",
+        placed_by=standing.placed_by,
+        anonymous=new.anonymous and standing.anonymous,
+    )
+
+
+class PausePlan(Plan[m.PauseArgs]):
+    """Place a hold on all, or on none. Anonymous holds get one name for the whole fleet.
+
+    Pause calls on one hold may overlap, with resumes between them. The members see all of these in one order, so what
+    stands at the end is what the last message in that order says. So a call that fails releases its hold only if no
+    later call has placed it again. Such a later call then releases the hold if it fails too."""
+
+    rule = Rule.UNDO
+
+    def __init__(self, args: m.PauseArgs, context: Context):
+        super().__init__(args, context)
+        if args.hold_id is None:
+            self.state.num_anonymous += 1
+            hold_id = f"anonymous-{self.state.num_anonymous}-{uuid.uuid4().hex[:8]}"
+            self.args = replace(args, hold_id=hold_id, anonymous=True)
+        assert self.args.hold_id is not None
+        self._key = (self.args.scope, self.args.hold_id)
+        self._releases = False
+        self._undone = False
+
+    def begin(self) -> None:
+        below = self.state.holds.get(self._key)
+        terms = _stronger(self.args, below.args if below is not None else None)
+        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below)
+        self.state.holds[self._key] = self._hold
+
+    def prepare(self, name: str) -> list[m.Args]:
+        return [_for_engine(self.args)]
+
+    def rollback(self, name: str) -> m.Args | None:
+        return m.ResumeArgs(self.args.hold_id, self.args.scope) if self._releases else None
+
+    def seconds(self, step: Step) -> float:
+        drains = step is Step.PREPARE and self.args.mode.lower() == "wait"
+        return self.config.fence_after_s + (bounded(self.args.timeout_s, 0.0) if drains else 0.0)
+
+    def rolling_back(self) -> None:
+        self._undone = True
+        hold, standing = self._hold, self.state.holds.get(self._key)
+        ended = any(isinstance(error, RELEASED) for error in self.errors.values())
+        below = hold.below
+        while below is not None and below.refused:
+            below = below.below
+        placed = bool(self.results)
+        uneven = ended or (placed and below is None)
+        hold.refused = not placed and not ended
+        if standing is not hold:
+            if standing is not None and uneven:
+                standing.owed = True
+            return
+        self._releases = uneven or hold.owed
+        if self._releases or below is None:
+            del self.state.holds[self._key]
+        elif not placed:
+            self.state.holds[self._key] = below
+
+    def failed(self) -> None:
+        if not self._undone and self.state.holds.get(self._key) is self._hold:  # every member was lost
+            del self.state.holds[self._key]
+
+    def done(self) -> dict[str, Any]:
+        self._hold.below = None
+        report = super().done()
+        _show_ttl(report["hold"], self.state, self.now)
+        return report
+
+
+class ResumePlan(Plan[m.ResumeArgs]):
+    """Release holds. The order of sending decides which pause calls this one follows."""
+
+    rule = Rule.AGREE
+
+    def begin(self) -> None:
+        scope, hold_id = self.args.scope, self.args.hold_id
+        self._released = {
+            key: hold
+            for key, hold in self.state.holds.items()
+            if key[0] == scope and (hold.args.anonymous if hold_id is None else key[1] == hold_id)
+        }
+        for key in self._released:
+            del self.state.holds[key]
+
+    def failed(self) -> None:
+        self.state.holds = self._released | self.state.holds
+
+
+class RenewPlan(Plan[m.RenewArgs]):
+    """Set the gateway's ttl of a hold, and the later one of the engines."""
+
+    rule = Rule.AGREE
+
+    def begin(self) -> None:
+        self._hold = self.state.holds.get((self.args.scope, self.args.hold_id))
+        if self._hold is not None:
+            self._before, self._hold.expires_at = self._hold.expires_at, _expiry(self.args.ttl_s, self.now)
+
+    def prepare(self, name: str) -> list[m.Args]:
+        return [_for_engine(self.args)]
+
+    def failed(self) -> None:
+        if self._hold is not None:
+            self._hold.expires_at = self._before
+
+    def done(self) -> dict[str, Any]:
+        report = super().done()
+        _show_ttl(report["hold"], self.state, self.now)
+        return report
+
+
+class PauseStatusPlan(Plan[m.PauseStatusArgs]):
+    def done(self) -> dict[str, Any]:
+        report = super().done()
+        for hold in report["holds"]:
+            _show_ttl(hold, self.state, self.now)
+        return report
+
+
+class ResetPlan(Plan[m.ResetArgs]):
+    """Reset all. Anonymous holds and the open sessions end."""
+
+    rule = Rule.AGREE
+
+    def begin(self) -> None:
+        self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+
+    def done(self) -> dict[str, Any]:
+        report = merge(list(self.results.values()))
+        report["sessions_aborted"] = [session.id for session in self.state.sessions.values() if session.open]
+        for session in list(self.state.sessions.values()):
+            self.state.close_session(session)
+        self.state.version = report["version"]
+        return report

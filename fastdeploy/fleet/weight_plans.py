@@ -1,0 +1,312 @@
+"""Plans of weights: updates in one call, and weight sessions over several calls."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from fastdeploy.core.errors import (
+    FastDeployError,
+    FleetCallFailed,
+    InvalidField,
+    SessionExpired,
+    SessionNotFound,
+    WeightUpdateRefused,
+)
+from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.plan import Context, Plan, bounded
+from fastdeploy.fleet.reports import merge
+from fastdeploy.fleet.state import REPUBLISH, FleetSession
+from fastdeploy.fleet.transaction import Rule, Step
+from fastdeploy.inter_communicator import messages as m
+
+LEASE_MARGIN_S = 10.0  # the gateway ends a silent session so long after the engines
+KEEPS_SESSION = frozenset({"wrong_order", "invalid_field"})  # a refused part or commit with these ends no session
+SessionArgs = m.UpdateChunkArgs | m.CheckUpdateArgs | m.CommitUpdateArgs
+A = TypeVar("A", bound=SessionArgs)
+
+
+def new_session_id() -> str:
+    return f"weights-{uuid.uuid4().hex[:12]}"
+
+
+class SessionPlan(Plan[A]):
+    """A call that names a weight session, by the id of the fleet or by ``placed_by``. Each replica has its own id."""
+
+    def __init__(self, args: A, context: Context):
+        super().__init__(args, context)
+        self.session = self.state.find_session(args.session_id, args.placed_by)
+        self._ids: dict[str, str] = {}
+
+    def participants(self, names: Sequence[str]) -> Sequence[str]:
+        """The replicas that joined after the begin of the session do not take part."""
+        if self.session is None:
+            if self.args.session_id is not None:
+                raise SessionNotFound(f"there is no weight session {self.args.session_id!r}")
+            return names
+        having = [name for name in names if name in self.session.ids]
+        if not having:
+            raise SessionNotFound(f"weight session {self.session.id} was lost with its replicas")
+        return having
+
+    def id_on(self, name: str) -> str | None:
+        """Return the id of the session on a replica, as far as it is known."""
+        return self.session.ids.get(name) if self.session is not None else self._ids.get(name)
+
+    def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
+        if result.get("session_id") is not None:
+            self._ids[name] = result["session_id"]
+
+    def must_end(self) -> bool:
+        """Return whether a refused call ends the session: not if it changed the session on no replica."""
+        codes = {error.code for error in self.errors.values()}
+        return bool(self.results) or len(codes) > 1 or not codes <= KEEPS_SESSION
+
+    def rolling_back(self) -> None:
+        self._aborts = self.must_end()
+        if self._aborts and self.session is not None:
+            self.state.close_session(self.session)
+
+    def rollback(self, name: str) -> m.Args | None:
+        session_id = self.id_on(name)
+        return m.AbortUpdateArgs(session_id) if self._aborts and session_id is not None else None
+
+    def done(self) -> dict[str, Any]:
+        report = merge(list(self.results.values()))
+        if self.session is not None and report.get("session_id") is not None:
+            report["session_id"] = self.session.id
+        return report
+
+    def stage_s(self, timeout_s: float | None = None) -> float:
+        """Return the time in which the engines finish one job on new weights, or give it up."""
+        if timeout_s is None and self.session is not None:
+            timeout_s = self.session.begin.timeout_s
+        return bounded(timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
+
+
+class BeginPlan(Plan[m.BeginUpdateArgs]):
+    """Open a session on all, or on none. A begin with the same key finds the same session on each replica."""
+
+    rule = Rule.UNDO
+
+    def __init__(self, args: m.BeginUpdateArgs, context: Context):
+        super().__init__(args, context)
+        self._ids: dict[str, str] = {}
+
+    def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
+        self._ids[name] = result["session_id"]
+
+    def rollback(self, name: str) -> m.Args | None:
+        return m.AbortUpdateArgs(self._ids[name]) if name in self._ids else None
+
+    def rolling_back(self) -> None:
+        for name, session_id in self._ids.items():
+            if (session := self.state.session_of(name, session_id)) is not None:
+                self.state.close_session(session)
+
+    def done(self) -> dict[str, Any]:
+        report = merge(list(self.results.values()))
+        known = [self.state.session_of(name, self._ids[name]) for name in self.results]
+        session = next((session for session in known if session is not None), None)
+        expires_at = self.now + self.args.lease_s + LEASE_MARGIN_S
+        if session is None:
+            ids = {name: self._ids[name] for name in self.results}
+            session = FleetSession(new_session_id(), self.args, ids, expires_at)
+            self.state.open_session(session)
+        session.expires_at = max(session.expires_at, expires_at)
+        return report | {"session_id": session.id}
+
+
+class ChunkPlan(SessionPlan[m.UpdateChunkArgs]):
+    """Add a part on all. A part that a replica refuses ends the session on all."""
+
+    rule = Rule.UNDO
+
+    def begin(self) -> None:
+        if self.session is not None:
+            session = self.session
+            session.parts += 1
+            session.source = self.args.source if isinstance(self.args.source, FolderSource) else None
+            session.expires_at = max(session.expires_at, self.now + self.seconds(Step.PREPARE) + session.begin.lease_s)
+
+    def prepare(self, name: str) -> list[m.Args]:
+        session_id = self.id_on(name)
+        return [replace(self.args, session_id=session_id, source=self.sources.get(name, self.args.source))]
+
+    def seconds(self, step: Step) -> float:
+        return self.stage_s() if step is Step.PREPARE else self.config.fence_after_s
+
+
+class CheckPlan(SessionPlan[m.CheckUpdateArgs]):
+    def prepare(self, name: str) -> list[m.Args]:
+        return [replace(self.args, session_id=self.id_on(name))]
+
+
+class CommitPlan(SessionPlan[m.CommitUpdateArgs]):
+    """Check the new weights on all, and swap them in on all afterwards, with one number."""
+
+    rule = Rule.COMMIT
+
+    def __init__(self, args: m.CommitUpdateArgs, context: Context):
+        super().__init__(args, context)
+        if args.prepare:
+            raise InvalidField("prepare", "expected a whole commit: the fleet makes both phases itself")
+        self._epoch = args.weight_epoch
+        self._agreed: dict[Step, Any] = {}
+
+    def prepare(self, name: str) -> Sequence[m.Args]:
+        return [replace(self.args, session_id=self.id_on(name), prepare=True, weight_epoch=None)]
+
+    def commit(self, name: str) -> m.Args | None:
+        if self._epoch is None:
+            self._epoch = self.state.next_epoch()
+        return replace(self.args, session_id=self.id_on(name), weight_epoch=self._epoch)
+
+    def seconds(self, step: Step) -> float:
+        return self.stage_s() if step is Step.PREPARE else self.config.fence_after_s
+
+    def judge(self, name: str, step: Step, result: dict[str, Any]) -> FastDeployError | None:
+        """All replicas must have the same new weights."""
+        if step is Step.ROLLBACK:
+            return None
+        label = tuple(result.get(field) for field in ("fingerprint", "version", "weight_epoch"))
+        if step is Step.PREPARE:
+            label = label[:1]
+        if self._agreed.setdefault(step, label) == label:
+            return None
+        why = f"the new weights on {name} are not those of other replicas: {label}, not {self._agreed[step]}"
+        return WeightUpdateRefused(why)
+
+    def done(self) -> dict[str, Any]:
+        report = super().done()
+        state, session = self.state, self.session
+        state.weight_epoch, state.version = report["weight_epoch"], report["version"]
+        state.last_epoch = max(state.last_epoch, state.weight_epoch)
+        state.fingerprint = report.get("fingerprint")
+        state.source = self.whole_source()
+        state.holds.pop((WHOLE_ENGINE, REPUBLISH), None)  # each engine has released it at the commit
+        if session is not None:
+            state.close_session(session)
+        return report
+
+    def whole_source(self) -> FolderSource | None:
+        """Return the source of all new weights, if there is one that may be read again."""
+        session = self.session
+        if session is None or session.begin.partial or session.begin.base is not None or session.parts != 1:
+            return None
+        return session.source if isinstance(session.source, FolderSource) else None
+
+
+class UpdatePlan(CommitPlan):
+    """An update in one call. Begin, part and check are sent at once: the part finds its session by ``placed_by``."""
+
+    def __init__(self, args: m.UpdateWeightsArgs, context: Context):
+        self._update = args
+        self._placed_by = f"fleet-{uuid.uuid4().hex[:12]}"
+        super().__init__(m.CommitUpdateArgs(None, placed_by=self._placed_by), context)
+
+    def prepare(self, name: str) -> Sequence[m.Args]:
+        args = self._update
+        begin = m.BeginUpdateArgs(
+            version=args.version,
+            expected_version=args.expected_version,
+            kv=args.kv,
+            partial=args.partial,
+            in_place=args.in_place,
+            timeout_s=args.timeout_s,
+            base=args.base,
+            fingerprint=args.fingerprint,
+            placed_by=self._placed_by,
+        )
+        part = m.UpdateChunkArgs(
+            None,
+            self.sources.get(name, args.source),
+            checksums=args.checksums,
+            verify_checksum=args.verify_checksum,
+            placed_by=self._placed_by,
+            form=args.form,
+        )
+        return [begin, part, replace(self.args, prepare=True)]
+
+    def seconds(self, step: Step) -> float:
+        if step is not Step.PREPARE:
+            return self.config.fence_after_s
+        return 2 * bounded(self._update.timeout_s, self.config.stage_timeout_s) + self.config.fence_after_s
+
+    def must_end(self) -> bool:
+        return True
+
+    def done(self) -> dict[str, Any]:
+        return super().done() | {"session_id": new_session_id()}
+
+    def whole_source(self) -> FolderSource | None:
+        args = self._update
+        is_whole = isinstance(args.source, FolderSource) and not args.partial and args.base is None
+        return args.source if is_whole and isinstance(args.source, FolderSource) else None
+
+
+class AbortUpdatePlan(Plan[m.AbortUpdateArgs]):
+    """End a session on all. A replica that does not know the session has nothing to end."""
+
+    rule = Rule.AGREE
+
+    def __init__(self, args: m.AbortUpdateArgs, context: Context):
+        super().__init__(args, context)
+        self._session = self.state.sessions.get(args.session_id) if args.session_id is not None else None
+
+    def participants(self, names: Sequence[str]) -> Sequence[str]:
+        if self.args.session_id is None:
+            return names
+        if self._session is None:
+            raise SessionNotFound(f"there is no weight session {self.args.session_id!r}")
+        having = [name for name in names if name in self._session.ids]
+        if not having:
+            raise SessionNotFound(f"weight session {self._session.id} was lost with its replicas")
+        return having
+
+    def prepare(self, name: str) -> list[m.Args]:
+        return [m.AbortUpdateArgs(self._session.ids[name] if self._session is not None else None)]
+
+    def forgives(self, error: FastDeployError) -> bool:
+        return isinstance(error, SessionNotFound | SessionExpired)
+
+    def done(self) -> dict[str, Any]:
+        ended = any(result["aborted"] for result in self.results.values())
+        open_ones = [session for session in self.state.sessions.values() if session.open]
+        aborted = [session for session in open_ones if self._session in (None, session)]
+        for session in aborted:
+            self.state.close_session(session)
+        return {"aborted": [session.id for session in aborted] if ended else []}
+
+
+class WeightInfoPlan(Plan[m.WeightInfoArgs]):
+    """Label and fingerprint of all, and the checksums of one member. Equal fingerprints over all tensors show that the
+    checksums are equal too, so the others need not compute them. Members that differ outside of a commit are an
+    error."""
+
+    def participants(self, names: Sequence[str]) -> Sequence[str]:
+        self._first = names[0]
+        return names
+
+    def prepare(self, name: str) -> list[m.Args]:
+        return [m.WeightInfoArgs(checksums=self.args.checksums and name == self._first)]
+
+    def seconds(self, step: Step) -> float:
+        return self.config.fence_after_s + (self.config.stage_timeout_s if self.args.checksums else 0.0)
+
+    def done(self) -> dict[str, Any]:
+        labels = {
+            name: (result["version"], result["weight_epoch"], result["fingerprint"])
+            for name, result in self.results.items()
+        }
+        if len(set(labels.values())) > 1 and not self.state.changing:
+            raise FleetCallFailed(f"the replicas do not serve the same weights: {labels}")
+        report = super().done()
+        if report["session"] is not None:
+            found = [s for s in self.state.sessions.values() if report["session"]["session_id"] in s.ids.values()]
+            report["session"] = report["session"] | {"session_id": found[0].id if found else None}
+        return report

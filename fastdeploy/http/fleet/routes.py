@@ -1,0 +1,131 @@
+"""GET /v1/replicas and /v1/replicas/targets; POST /v1/replicas/add, /drain, /undrain and /remove.
+
+The POST routes are answered by the gateway of a fleet only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from fastdeploy.core import envs
+from fastdeploy.core.errors import ControlError, EngineError
+from fastdeploy.core.host import host_id
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.membership import Membership
+from fastdeploy.fleet.replica import LOAD, ReplicaState
+from fastdeploy.http.body import Body
+from fastdeploy.http.context import ServingContext
+from fastdeploy.http.control.pause import envelope, read
+from fastdeploy.http.control.protocol import Seconds
+from fastdeploy.http.errors import json_response
+from fastdeploy.http.openapi import takes
+from fastdeploy.inter_communicator import messages as m
+
+ALONE = "self"  # name of a server that belongs to no fleet
+
+
+class ReplicaBody(Body):
+    name: str = Field(min_length=1, max_length=200)
+
+
+class DrainBody(ReplicaBody):
+    """timeout_s: how long to wait for the replica's requests."""
+
+    timeout_s: Seconds = 60.0
+
+
+class RemoveBody(ReplicaBody):
+    """drain_s: the replica may finish its requests for so long; none = as the gateway is configured. Then they go on
+    elsewhere."""
+
+    drain_s: float | None = Field(None, ge=0, le=86400)
+
+
+def fleet_router(context: ServingContext) -> APIRouter:
+    router = APIRouter()
+
+    def membership() -> Membership:
+        if not isinstance(context.client, FleetClient):
+            raise ControlError("this server is not the gateway of a fleet: it has one replica, itself")
+        return context.client.membership
+
+    @router.get("/v1/replicas")
+    async def replicas(request: Request) -> Response:
+        """List the replicas: name, url, host, state, the reason of the state, version and weight epoch, load, and
+        holds. Load and holds are as of a replica's last report, which a gateway has a few times in lease_s."""
+        return json_response({"replicas": await describe(context, request)})
+
+    @router.get("/v1/replicas/targets")
+    async def targets(request: Request) -> Response:
+        """List the replicas' own servers for Prometheus (http_sd_configs)."""
+        entries = [(urlsplit(entry["url"]), entry["name"]) for entry in await describe(context, request)]
+        return json_response(
+            [{"targets": [url.netloc], "labels": {"replica": name, "__scheme__": url.scheme}} for url, name in entries]
+        )
+
+    @router.post("/v1/replicas/add")
+    async def add() -> Response:
+        """Start one more replica. The answer has its name; the replica joins when it is ready."""
+        return envelope({"name": await membership().add()})
+
+    @router.post("/v1/replicas/drain", openapi_extra=takes(DrainBody, query=True))
+    async def drain(request: Request) -> Response:
+        """Send no new request to the replica. The answer comes when nothing runs there, or after timeout_s; then
+        ``in_flight`` is above 0, and the replica goes on draining."""
+        body, fleet = await read(request, DrainBody), membership()
+        try:
+            async with asyncio.timeout(body.timeout_s):
+                await fleet.drain(body.name)
+        except TimeoutError:
+            pass
+        return envelope(fleet.find(body.name).describe())
+
+    @router.post("/v1/replicas/undrain", openapi_extra=takes(ReplicaBody, query=True))
+    async def undrain(request: Request) -> Response:
+        """Send new requests to the replica again."""
+        body, fleet = await read(request, ReplicaBody), membership()
+        fleet.undrain(body.name)
+        return envelope(fleet.find(body.name).describe())
+
+    @router.post("/v1/replicas/remove", openapi_extra=takes(RemoveBody, query=True))
+    async def remove(request: Request) -> Response:
+        """Drain the replica, and end it for good. Its name is not used again."""
+        body, fleet = await read(request, RemoveBody), membership()
+        await fleet.remove(body.name, body.drain_s)
+        return envelope({"name": body.name, "state": ReplicaState.REMOVED.value})
+
+    return router
+
+
+async def describe(context: ServingContext, request: Request) -> list[dict[str, Any]]:
+    """Return an entry for each replica, as Replica.describe makes them."""
+    if isinstance(context.client, FleetClient):
+        return context.client.membership.describe()
+    report: dict[str, Any] = {"version": "", "weight_epoch": 0, "holds": []}
+    state, why = ReplicaState.MEMBER, ""
+    try:
+        report = await context.client.call(m.FleetStateArgs())
+    except EngineError as error:
+        state, why = ReplicaState.STARTING, error.message
+    load = {field: report.get(field) for field in LOAD}
+    return [
+        {
+            "name": envs.log_name() or ALONE,
+            "url": str(request.base_url).rstrip("/"),
+            "host": host_id(),
+            "state": state.value,
+            "why": why,
+            "version": report["version"],
+            "weight_epoch": report["weight_epoch"],
+            "in_flight": (load["running"] or 0) + (load["waiting"] or 0),
+            "drains": False,
+            "load": load,
+            "holds": report["holds"],
+        }
+    ]

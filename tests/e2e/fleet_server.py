@@ -1,0 +1,56 @@
+"""A real fleet on this host, in real processes, which a test may kill."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.request import urlopen
+
+from e2e.server import Server, descendants, until
+
+
+class FleetServer(Server):
+    """``fastdeploy fleet`` with ``num`` replicas."""
+
+    command = "fleet"
+
+    def __init__(self, num: int, *flags: str):
+        super().__init__("--replicas", str(num), *flags)
+        self.num = num
+
+    def wait_ready(self, seconds: float = 60.0) -> FleetServer:
+        super().wait_ready(seconds)
+        self.wait_members(self.num)
+        return self
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        return {entry["name"]: entry for entry in self.get("/v1/replicas").ok()["replicas"]}
+
+    def wait_members(self, num: int, seconds: float = 60.0) -> dict[str, dict[str, Any]]:
+        """Wait until ``num`` replicas are members, and return the entries of all."""
+
+        def members() -> dict[str, dict[str, Any]] | None:
+            replicas = self.replicas()
+            return replicas if sum(r["state"] == "member" for r in replicas.values()) == num else None
+
+        return until(members, seconds, f"{num} members")
+
+    @property
+    def gateway_pid(self) -> int:
+        [pid] = self.pids("fastdeploy.entrypoints.gateway")
+        return pid
+
+    def replica_pid(self, name: str) -> int:
+        [pid] = self.pids(f"fastdeploy.entrypoints.replica_main --name {name} ")
+        return pid
+
+    def engine_of(self, name: str) -> int:
+        """Return the engine's process of a replica."""
+        below = descendants(self.replica_pid(name))
+        [pid] = set(self.pids("fastdeploy.entrypoints.engine_main")) & set(below)
+        return pid
+
+    def ask(self, name: str, path: str) -> Any:
+        """Ask the replica's own API server, and return the result of a native control call."""
+        with urlopen(self.replicas()[name]["url"] + path, timeout=30) as reply:
+            return json.load(reply)["result"]

@@ -1,0 +1,228 @@
+"""A fleet of two engines on one host: clients see one server, whichever process dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from e2e.fleet_server import FleetServer
+from e2e.server import PROMPT, SMALL, LiveStream, Server, alive, free_port, until
+
+NAMES = ["replica-0", "replica-1"]
+LONG = 800  # tokens of a stream that runs while a process is killed
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[FleetServer]:
+    with FleetServer(2, *SMALL) as fleet:
+        yield fleet
+        assert fleet.stop() == 0, fleet.log()
+        assert fleet.leftovers() == []
+
+
+@pytest.fixture
+def fleet(shared: FleetServer) -> Iterator[FleetServer]:
+    """Return the shared fleet. It runs again with two members after the test."""
+    yield shared
+    shared.wait_ready()
+    shared.post("/v1/resume")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: FleetServer) -> Callable[[int], list[int]]:
+    """Return ``undisturbed(i)``: the tokens of stream ``i`` when nothing happens to the fleet."""
+    known: dict[int, list[int]] = {}
+
+    def tokens(i: int) -> list[int]:
+        if i not in known:
+            known[i] = shared.complete(prompt(i), max_tokens=LONG, ignore_eos=True)["token_ids"]
+        return known[i]
+
+    return tokens
+
+
+def prompt(i: int) -> list[int]:
+    """Return a prompt whose beginning no other prompt has, so that no replica is the better one for it."""
+    return [60 + i, *PROMPT]
+
+
+def start_streams(fleet: FleetServer, num: int, tokens: int = LONG) -> list[LiveStream]:
+    """Start streams, and return when all of them run, on both replicas."""
+    fleet.post("/v1/pause", {"mode": "keep", "hold_id": "start"}).ok()
+    streams = [LiveStream(fleet, prompt(i), max_tokens=tokens) for i in range(num)]
+    until(lambda: sum(r["in_flight"] for r in fleet.replicas().values()) == num, 20, "all requests are placed")
+    assert all(r["in_flight"] for r in fleet.replicas().values()), "the requests are not spread"
+    fleet.post("/v1/resume", {"hold_id": "start"}).ok()
+    return [one.wait_for_tokens(1) for one in streams]
+
+
+def assert_whole(streams: list[LiveStream], undisturbed: Callable[[int], list[int]]) -> None:
+    """Every stream ends once, without an error, with the tokens of an undisturbed run."""
+    for i, one in enumerate(streams):
+        one.wait_end(90)
+        assert (one.error, one.finals, one.done_seen) == (None, ["length"], True)
+        assert one.tokens == undisturbed(i)
+
+
+def test_an_openai_client_uses_the_fleet_as_one_server(fleet):
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
+    [model] = client.models.list().data
+    chunks = client.completions.create(model=model.id, prompt="1 2 3", max_tokens=8, stream=True, temperature=0)
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert (
+        text == client.completions.create(model=model.id, prompt="1 2 3", max_tokens=8, temperature=0).choices[0].text
+    )
+    replicas = fleet.replicas()
+    assert list(replicas) == NAMES and {r["state"] for r in replicas.values()} == {"member"}
+    assert len({r["url"] for r in replicas.values()}) == 2 and len({r["host"] for r in replicas.values()}) == 1
+
+
+def test_a_pause_stops_every_replica_and_a_resume_starts_every_one(fleet):
+    streams = start_streams(fleet, 2)
+    assert fleet.post("/v1/pause", {"mode": "keep"}).result["is_paused"]
+    assert all(fleet.ask(name, "/v1/is_paused")["is_paused"] for name in NAMES)
+    assert fleet.post("/v1/resume").result["still_held_by"] == []
+    assert not any(fleet.ask(name, "/v1/is_paused")["is_paused"] for name in NAMES)
+    assert [one.wait_end().finals for one in streams] == [["length"]] * 2
+
+
+def test_streams_of_an_engine_that_is_killed_go_on_elsewhere(fleet, undisturbed):
+    streams = start_streams(fleet, 2)
+    os.kill(fleet.engine_of("replica-0"), signal.SIGKILL)
+    assert_whole(streams, undisturbed)
+
+
+def test_a_hold_outlives_the_gateway(fleet):
+    old = fleet.gateway_pid
+    assert fleet.post("/v1/pause", {"mode": "keep", "hold_id": "trainer"}).result["is_paused"]
+    os.kill(old, signal.SIGKILL)
+    # The parent keeps the listening socket, so this connection waits for the new gateway.
+    until(lambda: fleet.get("/health").status == 200, 30, "a new gateway")
+    fleet.wait_members(2)
+    assert fleet.gateway_pid != old
+    status = fleet.get("/v1/is_paused").result
+    assert status["is_paused"] and [hold["id"] for hold in status["holds"]] == ["trainer"]
+    assert fleet.post("/v1/resume", {"hold_id": "trainer"}).result["released"] == ["trainer"]
+    assert not any(fleet.ask(name, "/v1/is_paused")["is_paused"] for name in NAMES)
+    assert len(fleet.complete(PROMPT, max_tokens=5, ignore_eos=True)["token_ids"]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_streams_of_a_replica_that_is_killed_or_stopped_go_on_elsewhere(how, undisturbed):
+    """A stopped replica is fenced, and killed as a whole. So a new one can take its place."""
+    with FleetServer(2, *SMALL, "--stall-s", "2", "--fence-after-s", "2") as fleet:
+        streams = start_streams(fleet, 2)
+        replica, engine = fleet.replica_pid("replica-1"), fleet.engine_of("replica-1")
+        os.killpg(replica, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        assert_whole(streams, undisturbed)
+        until(lambda: not alive(replica) and not alive(engine), 20, "the old processes are gone")
+        fleet.wait_members(2)
+        assert fleet.engine_of("replica-1") != engine
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_comes_back_with_the_weights_of_the_fleet(new_weights, on_new_weights):
+    with FleetServer(2, *SMALL) as fleet:
+        result = fleet.post("/v1/update_weights", {"model_path": str(new_weights), "version": "policy-1"}).result
+        assert result["version"] == "policy-1"
+        os.kill(fleet.replica_pid("replica-0"), signal.SIGKILL)
+        until(lambda: fleet.replicas()["replica-0"]["state"] != "member", 20, "the loss is noticed")
+        replicas = fleet.wait_members(2)
+        assert {r["version"] for r in replicas.values()} == {"policy-1"}
+        assert {r["weight_epoch"] for r in replicas.values()} == {result["weight_epoch"]}
+        assert len({fleet.ask(name, "/v1/weights")["fingerprint"] for name in NAMES}) == 1
+        fleet.post("/v1/replicas/drain", {"name": "replica-1"}).ok()  # so the one that came back answers
+        assert fleet.complete(PROMPT, max_tokens=40, ignore_eos=True)["token_ids"] == on_new_weights["token_ids"]
+
+
+@pytest.mark.slow
+def test_replicas_are_added_and_removed_under_load(fleet, undisturbed):
+    streams = start_streams(fleet, 2)
+    name = fleet.post("/v1/replicas/add").result["name"]
+    assert name not in NAMES
+    until(lambda: fleet.replicas().get(name, {}).get("state") == "member", 60, "the new replica is a member")
+    pid = fleet.replica_pid(name)
+    assert fleet.post("/v1/replicas/remove", {"name": name}).result["state"] == "removed"
+    until(lambda: not alive(pid), 30, "its process has ended")
+    assert list(fleet.replicas()) == NAMES
+    assert_whole(streams, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_everything_and_leaves_nothing(how):
+    shared_before = set(os.listdir("/dev/shm"))
+    with FleetServer(2, *SMALL) as fleet:
+        streams = start_streams(fleet, 2, tokens=3900)
+        pids = fleet.pids("fastdeploy.entrypoints")
+        assert len(pids) == 1 + 2 * 3, "a gateway, and an engine and an API server for each replica"
+        assert fleet.stop(how, seconds=20) == 0, fleet.log()
+        for one in streams:
+            one.wait_end(5)
+            assert one.finals == ["abort"] and one.done_seen, (one.finals, one.error)
+        assert not [pid for pid in pids if alive(pid)]
+        assert fleet.leftovers() == []
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+@pytest.mark.slow
+def test_a_killed_parent_ends_everything():
+    with FleetServer(2, *SMALL) as fleet:
+        pids = fleet.pids("fastdeploy.entrypoints")
+        fleet.process.kill()
+        until(lambda: not [pid for pid in pids if alive(pid)], 20, "all processes are gone")
+        until(lambda: fleet.leftovers() == [], 5, "the socket folder is gone")
+
+
+@pytest.mark.slow
+def test_a_gateway_of_its_own_serves_replicas_that_run_elsewhere(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef" * 4)
+    where = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        Server(*SMALL, "--fleet-endpoint", where, "--fleet-key-file", str(key)) as replica,
+        Gateway("--replica", f"{where}={replica.url}", "--fleet-key-file", str(key)) as fleet,
+    ):
+        [entry] = fleet.replicas().values()
+        assert (entry["url"], entry["state"]) == (replica.url, "member")
+        tokens = fleet.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
+        assert tokens == replica.complete(PROMPT, max_tokens=10, ignore_eos=True)["token_ids"]
+        assert fleet.stop() == 0
+        assert replica.get("/ready").status == 200, "a gateway that ends leaves the replicas alone"
+
+
+class Gateway(FleetServer):
+    """``fastdeploy fleet`` that starts no replica."""
+
+    def __init__(self, *flags: str):
+        Server.__init__(self, *flags)
+        self.num = 1
+
+
+@pytest.mark.slow
+def test_keys_guard_the_gateway_and_the_replicas(tmp_path: Path):
+    key = tmp_path / "key"
+    key.write_text("secret-of-operators")
+    with FleetServerWithKey(key) as fleet:
+        for url in (fleet.url, *(r["url"] for r in fleet.replicas().values())):
+            reply: Any = fleet.http.post(f"{url}/v1/pause", headers={"Authorization": "Bearer wrong"})
+            assert reply.status_code == 401
+        assert fleet.post("/v1/pause", {"mode": "keep"}).result["is_paused"]
+        for pid in [fleet.process.pid, *fleet.pids("fastdeploy")]:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key.read_bytes() not in command
+
+
+class FleetServerWithKey(FleetServer):
+    """A fleet with a control key, which all calls show."""
+
+    def __init__(self, key: Path):
+        super().__init__(2, *SMALL, "--control-key", str(key))
+        self.http.headers["Authorization"] = f"Bearer {key.read_text()}"

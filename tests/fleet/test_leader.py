@@ -1,0 +1,124 @@
+"""One gateway leads the engines. Another one takes its place, with the holds and the weights that stand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from e2e.server import until
+from fastdeploy.core.errors import NotLeader
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import StaticLauncher
+from fastdeploy.inter_communicator.messages import LeadArgs, PauseArgs
+from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
+from support.fake_runner import expected_tokens
+
+CONFIG = FleetConfig(fleet_id="fleet-1", lease_s=0.6, rebuild_s=0.3, host="here")
+BODY = {"ignore_eos": True, "return_token_ids": True, "max_tokens": 5, "prompt": [3, 4]}
+
+
+@pytest.fixture
+def fleet() -> Iterator[FakeFleet]:
+    with fake_fleet(2, config=CONFIG) as fleet:
+        yield fleet
+
+
+@contextlib.contextmanager
+def second(fleet: FakeFleet) -> Iterator[FakeGateway]:
+    gateway = FakeGateway(CONFIG, lambda: StaticLauncher([engine.placement for engine in fleet.engines]))
+    try:
+        yield gateway
+    finally:
+        gateway.end_gateway()
+
+
+def holds(fleet: FakeFleet) -> list[list[str]]:
+    return [list(engine.engine.pause.holds) for engine in fleet.engines]
+
+
+def pause(target: Any, **fields: Any) -> Any:
+    return target.http.post("/v1/pause", json={"mode": "keep", **fields})
+
+
+def test_the_holds_of_a_gateway_that_died_stand(fleet):
+    assert pause(fleet, hold_id="trainer").status_code == 200
+    boot_id = fleet.client.membership.boot_id
+    fleet.replace_gateway()
+    fleet.wait_members(2)
+    assert holds(fleet) == [["trainer"], ["trainer"]]
+    assert all(engine.engine.pause.is_paused for engine in fleet.engines)
+    assert fleet.client.membership.boot_id == boot_id
+    assert set(fleet.client.membership.state.holds) == {("engine", "trainer")}
+    assert fleet.http.post("/v1/resume", json={"hold_id": "trainer"}).json()["result"]["released"] == ["trainer"]
+    assert fleet.http.post("/v1/completions", json=BODY).json()["choices"][0]["token_ids"] == expected_tokens([3, 4], 5)
+
+
+def test_a_hold_that_reached_one_engine_only_stands_on_all_after_a_takeover(fleet):
+    boot_id = fleet.client.membership.boot_id
+    fleet.end_gateway()
+    until(lambda: leads(fleet.engines[0], LeadArgs(boot_id, "dead", 9, 0.1)), 20, "the gateway's lease has ended")
+    renewed = LeadArgs(boot_id, "dead", 9, 0.1)  # for a connection of its own
+    fleet.engines[0].call(renewed, PauseArgs(mode="keep", hold_id="half"))
+    fleet.start_gateway()
+    fleet.wait_members(2)
+    assert holds(fleet) == [["half"], ["half"]]
+
+
+def test_the_ttl_of_a_hold_runs_on_under_the_next_gateway(fleet):
+    assert pause(fleet, hold_id="trainer", ttl_s=1.5).status_code == 200
+    fleet.replace_gateway()
+    fleet.wait_members(2)
+    until(lambda: holds(fleet) == [[], []], 20, "the hold ended")
+    assert fleet.client.membership.state.holds == {}
+
+
+def test_a_second_gateway_waits_and_changes_nothing(fleet):
+    term = fleet.client.membership.leadership.term
+    with second(fleet) as other:
+        leadership = other.client.membership.leadership
+        until(lambda: "lease" in leadership.why, 20, "refused by the engines")
+        for path in ("/v1/pause", "/v1/resume"):
+            refusal = other.http.post(path, json={"mode": "keep"} if path == "/v1/pause" else {})
+            assert refusal.status_code in (409, 503), refusal.text
+        assert holds(fleet) == [[], []]
+        assert pause(fleet).status_code == 200
+        assert (leadership.leads, fleet.client.membership.leadership.term) == (False, term)
+
+
+def test_a_second_gateway_leads_when_the_first_one_has_gone(fleet):
+    assert pause(fleet, hold_id="trainer").status_code == 200
+    with second(fleet) as other:
+        until(lambda: "lease" in other.client.membership.leadership.why, 20, "refused by the engines")
+        term = fleet.client.membership.leadership.term
+        fleet.end_gateway()
+        other.wait_members(2)
+        assert other.client.membership.leadership.term > term
+        assert set(other.client.membership.state.holds) == {("engine", "trainer")}
+        fleet.start_gateway()
+
+
+def test_a_gateway_that_stood_still_steps_down_when_another_one_has_led(fleet):
+    leadership, engine = fleet.client.membership.leadership, fleet.engines[0]
+    boot_id, term = leadership.fleet, leadership.term
+    usurp = LeadArgs(boot_id, "usurper", term + 5, 3.0)
+    with fleet.stopped_gateway():
+        until(lambda: leads(engine, usurp), 20, "the lease of the gateway has ended")
+    until(lambda: not leadership.leads, 20, "stepped down")
+    refusal = pause(fleet)
+    assert (refusal.status_code, refusal.json()["error"]["code"]) == (409, "not_leader")
+    assert holds(fleet) == [[], []]
+    until(lambda: leadership.leads, 20, "leads again, since the other one is gone")
+    fleet.wait_members(2)
+    assert leadership.term > term + 5
+    assert pause(fleet).status_code == 200
+
+
+def leads(engine: FakeEngine, args: LeadArgs) -> bool:
+    try:
+        engine.call(args)
+    except NotLeader:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""The state of a fleet, built from the answers of its engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
+from fastdeploy.fleet.rebuild import fleet_of, new_fleet, rebuild, reference
+
+FLEET = "fleet-1/abc"
+NOW = 1000.0
+
+
+def report(fleet: str = FLEET, epoch: int = 0, fingerprint: str | None = "f0", **fields: Any) -> dict[str, Any]:
+    label = {"version": str(epoch), "weight_epoch": epoch, "fingerprint": fingerprint}
+    lists: dict[str, Any] = {"holds": [], "adapters": [], "asleep": []}
+    return {"fleet": fleet, "controller": "c", "term": 1, **label, **lists, **fields}
+
+
+def hold(hold_id: str = "trainer", mode: str = "keep", **fields: Any) -> dict[str, Any]:
+    terms = {"mode": mode, "admission": "hold", "clear_cache": False, "named": True, "ttl_left_s": None}
+    return {"id": hold_id, "scope": "engine", "placed_by": "native", "age_s": 1.0, **terms, **fields}
+
+
+def adapter(name: str, epoch: int, path: str = "/adapters/a") -> dict[str, Any]:
+    return {"lora_name": name, "adapter_epoch": epoch, "path": path, "version": f"v{epoch}"}
+
+
+def test_new_engines_make_a_new_fleet_with_a_boot_id_of_its_own():
+    assert fleet_of("fleet-1", [report(fleet=""), report(fleet="")]) is None
+    assert new_fleet("fleet-1") != new_fleet("fleet-1")
+    assert fleet_of("fleet-1", [report(fleet=""), report(fleet=new_fleet("fleet-1"))]).startswith("fleet-1/")
+
+
+def test_an_engine_of_another_fleet_does_not_count():
+    reports = [report(epoch=1), report(fleet="other/xyz", epoch=7, holds=[hold("foreign")])]
+    state = rebuild(FLEET, reports, NOW)
+    assert fleet_of("fleet-1", reports) == FLEET
+    assert (state.weight_epoch, state.holds) == (1, {})
+
+
+def test_the_newest_weights_win_over_those_of_most_engines():
+    reports = [report(epoch=1, fingerprint="f1"), report(epoch=2, fingerprint="f2"), report(epoch=1, fingerprint="f1")]
+    state = rebuild(FLEET, reports, NOW)
+    assert (state.weight_epoch, state.version, state.fingerprint) == (2, "2", "f2")
+
+
+def test_among_new_engines_most_say_which_model_the_fleet_has():
+    reports = [report(fleet="", fingerprint="odd"), report(fleet=""), report(fleet="")]
+    assert reference("", reports)["fingerprint"] == "f0"
+    assert rebuild(FLEET, reports, NOW).fingerprint == "f0"
+
+
+def test_a_hold_of_one_engine_is_a_hold_of_the_fleet():
+    state = rebuild(FLEET, [report(), report(holds=[hold("trainer"), hold("tenant", scope="adapter:a")])], NOW)
+    assert set(state.holds) == {("engine", "trainer"), ("adapter:a", "tenant")}
+    assert state.holds["engine", "trainer"].args.mode == "keep"
+    assert state.holds["engine", "trainer"].expires_at is None
+
+
+def test_of_two_holds_of_one_name_the_stronger_terms_and_the_later_end_stand():
+    weak = hold(mode="wait", ttl_left_s=TTL_MARGIN_S + 5.0)
+    strong = hold(mode="abort", admission="reject", ttl_left_s=TTL_MARGIN_S + 2.0)
+    for holds in ([weak], [strong]), ([strong], [weak]):
+        kept = rebuild(FLEET, [report(holds=found) for found in holds], NOW).holds["engine", "trainer"]
+        assert (kept.args.mode, kept.args.admission, kept.args.ttl_s) == ("abort", "reject", None)
+        assert kept.expires_at == NOW + 5.0
+    endless = rebuild(FLEET, [report(holds=[weak]), report(holds=[hold()])], NOW).holds["engine", "trainer"]
+    assert endless.expires_at is None
+
+
+def test_a_ttl_that_ended_without_a_gateway_ends_now_and_that_of_a_lone_engine_is_its_own():
+    late = hold(ttl_left_s=TTL_MARGIN_S - 3.0)
+    assert rebuild(FLEET, [report(holds=[late])], NOW).holds["engine", "trainer"].expires_at == NOW
+    lone = rebuild(FLEET, [report(fleet="", holds=[hold(ttl_left_s=7.0)])], NOW)
+    assert lone.holds["engine", "trainer"].expires_at == NOW + 7.0
+
+
+def test_an_anonymous_hold_stays_anonymous():
+    state = rebuild(FLEET, [report(holds=[hold("anonymous-1", named=False)])], NOW)
+    assert state.holds["engine", "anonymous-1"].args.anonymous
+    owned = rebuild(FLEET, [report(holds=[hold("x", named=named)]) for named in (False, True)], NOW)
+    assert not owned.holds["engine", "x"].args.anonymous
+
+
+def test_holds_of_the_engines_themselves_are_not_the_fleets_except_for_republish():
+    own = [hold("sleep", placed_by="system"), hold("in_place", placed_by="system")]
+    republish = hold("republish", placed_by="system")
+    assert rebuild(FLEET, [report(holds=own)], NOW).holds == {}
+    assert set(rebuild(FLEET, [report(holds=[*own, republish])], NOW).holds) == {("engine", "republish")}
+    restarted = report(epoch=0, holds=[republish])  # an engine that lost what the others have
+    assert rebuild(FLEET, [restarted, report(epoch=1)], NOW).holds == {}
+
+
+def test_a_sleep_that_reached_some_engines_is_undone():
+    reports = [report(asleep=["kv_cache", "weight"]), report(asleep=["kv_cache"])]
+    assert rebuild(FLEET, reports, NOW).asleep == ("kv_cache",)
+
+
+def test_the_newest_adapter_of_each_name_is_the_fleets():
+    reports = [report(adapters=[adapter("a", 1)]), report(adapters=[adapter("a", 2, "/new"), adapter("b", 1)])]
+    adapters = rebuild(FLEET, reports, NOW).adapters
+    assert {name: epoch for name, (_, epoch) in adapters.items()} == {"a": 2, "b": 1}
+    assert (adapters["a"][0].source, adapters["a"][0].version) == (FolderSource("/new"), "v2")
