@@ -3,6 +3,7 @@
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
 #                                   make test-ui     those of the page /ui, in Chromium
+#                                   make test-ray    those of a fleet on Ray
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
@@ -20,7 +21,7 @@ FRAMEWORKS := .venv-frameworks
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui screenshot oracles fuzz soak sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray screenshot oracles fuzz soak sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -49,13 +50,17 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --timeout 1800 $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
+
+# With KUBERAY_CRD=ray.io_rayclusters.yaml, from KubeRay's repository, deploy/kuberay.yaml is checked as well.
+test-ray: $(VENV)/.ray ops
+	$(BIN)/python -m pytest -m ray --timeout 600 $(ARGS)
 
 screenshot: $(VENV)/.ui ops
 	$(BIN)/python -m benchmarks.screenshot --out docs/ui.png $(ARGS)
@@ -107,6 +112,10 @@ $(VENV)/.lint: $(VENV)/.test
 # The long tests also need TRL, for training.
 $(VENV)/.slow: $(VENV)/.test
 	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,trl]"
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.test
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,ray]"
 	@touch $@
 
 # Debian's Chromium, driven by Playwright.

@@ -95,6 +95,7 @@ TEST = [
     "torch==2.13.0",
 ]
 
+RAY = ["ray[default]>=2.60,<3"]  # default: the dashboard
 UI_TEST = ["playwright>=1.50"]  # drives Debian's Chromium; downloads no browser
 
 setup(
@@ -113,6 +114,6 @@ setup(
         "fastdeploy.model_executor.ops": ["*.so"],
     },
     install_requires=RUNTIME + ([] if GPU else ["paddlepaddle>=3.3,<3.4"]),
-    extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ui-test": UI_TEST},
+    extras_require={"test": TEST, "trl": TRL, "lint": LINT, "plots": PLOTS, "ray": RAY, "ui-test": UI_TEST},
     entry_points={"console_scripts": ["fastdeploy=fastdeploy.entrypoints.cli:main"]},
 )

@@ -227,7 +227,7 @@ def make_parent(
         return Supervisor(engine, serve, engine_module, keys, fleet_key=fleet_key)
     from fastdeploy.entrypoints.fleet import Fleet
 
-    spec = launcher_spec(args, fleet_key)
+    spec = launcher_spec(args, fleet_key, engine, serve)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     return Fleet(engine, serve, fleet_config(args), number, spec, keys, fleet_key, engine_module)
 

@@ -25,7 +25,7 @@ import msgspec
 from fastdeploy.core.config import EngineConfig, ServeConfig, to_json
 from fastdeploy.core.host import host_id
 from fastdeploy.entrypoints.child import Child
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
 from fastdeploy.entrypoints.process_tree import FAILED, FIRST_DELAY_S, MAX_DELAY_S, PIPES, ProcessTree
 from fastdeploy.entrypoints.replica_main import ENGINE_MODULE, ReplicaConfig
 from fastdeploy.entrypoints.supervisor import bind, bind_all, raise_open_files_limit, url_of, with_ports
@@ -157,8 +157,8 @@ class Fleet(ProcessTree):
         config = GatewayConfig(self._config, self._fleet_config, spec)
         args = ["--config", to_json(config), "--http-fds", *map(str, fds)]
         keep_fds = [*fds, *(end.fileno() for end in ends[1:])]
-        # Without a link nothing tells the gateway that the parent has died.
-        death_signal = None if ends else signal.SIGTERM
+        # Without a link nothing tells the gateway that the parent has died. A killed one leaves Ray's replicas alone.
+        death_signal = None if ends else signal.SIGKILL if isinstance(spec, RaySpec) else signal.SIGTERM
         environment = with_fleet_key(self._keys.environment(os.environ), self._fleet_key)
         main = "fastdeploy.entrypoints.gateway"
         child = Child(GATEWAY, main, args, keep_fds, death_signal, environment=environment)
@@ -252,7 +252,13 @@ class Fleet(ProcessTree):
         self._announced = True
         data, *control = [url_of(listener) for listener in self._listeners]
         also = f", control at {control[0]}" if control else ""
-        number = len(self._spec.placements) if isinstance(self._spec, StaticSpec) else self._num_replicas
+        match self._spec:
+            case StaticSpec(placements):
+                number = len(placements)
+            case RaySpec(ray):
+                number = ray.replicas
+            case _:
+                number = self._num_replicas
         print(f"FastDeploy fleet of {number} serves {self._config.served_model_name} at {data}{also}", flush=True)
 
     def _on_refused(self, child: Child, why: str) -> None:

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.host import host_id
-from fastdeploy.entrypoints.gateway_config import LauncherSpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import LauncherSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.ray_launcher import RayConfig, import_ray
+from fastdeploy.entrypoints.ray_replica import ReplicaSpec
+from fastdeploy.entrypoints.replica_main import ReplicaConfig
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key
@@ -27,6 +33,14 @@ def add_fleet_flags(add: Callable[..., Any]) -> None:
     add("--replicas", type=int, metavar="N", help=text)
     text = "an engine that runs elsewhere: address and URL of 'fastdeploy serve --fleet-endpoint'; repeatable"
     add("--replica", action="append", metavar="tcp://HOST:PORT=URL", help=text)
+    ray = RayConfig(name="default", replicas=DEFAULT_REPLICAS)
+    text = "run the replicas on a Ray cluster: HOST:PORT of its head (the cluster of this host); needs a fleet key"
+    add("--ray", nargs="?", const=ray.address, metavar="ADDRESS", help=text)
+    text = "name of the fleet on Ray; the next gateway of this name finds its replicas (%(default)s)"
+    add("--name", default=ray.name, help=text)
+    add("--replica-cpus", type=float, default=ray.replica_cpus, help="cores of each replica on Ray (%(default)g)")
+    add("--replica-gpus", type=float, default=ray.replica_gpus, help="GPUs of each replica on Ray (%(default)g)")
+    add("--keep-replicas", action="store_true", help="let the replicas on Ray run on when this command is stopped")
     text = "a replica that has not answered for so long is cut off and started again (%(default)g)"
     add("--fence-after-s", type=float, default=defaults.fence_after_s, help=text)
     text = "a request whose replica was lost waits so long for another one (%(default)g)"
@@ -34,16 +48,24 @@ def add_fleet_flags(add: Callable[..., Any]) -> None:
 
 
 def fleet_config(args: argparse.Namespace) -> FleetConfig:
-    """Return the checked settings of the gateways of one fleet, which gets a new id. Raises InvalidField."""
+    """Return the checked settings of the gateways of one fleet. Raises InvalidField."""
     given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
-    config = FleetConfig(fleet_id=uuid.uuid4().hex, **given).check()
+    # On Ray, replicas may outlive the gateway and its parent; the next ones must be of the same fleet.
+    fleet_id = uuid.uuid4().hex if args.ray is None else _ray_config(args).namespace
+    config = FleetConfig(fleet_id=fleet_id, **given).check()
     if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
         raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
     return config
 
 
-def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSpec | None:
+def launcher_spec(
+    args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig
+) -> LauncherSpec | None:
     """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
+    if args.ray is not None:
+        if args.replica:
+            raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
+        return _ray_spec(args, fleet_key, engine, serve)
     if not args.replica:
         return None
     if args.replicas is not None:
@@ -52,6 +74,29 @@ def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSp
     for placement in placements:
         require_fleet_key(placement.endpoint, fleet_key)
     return StaticSpec(placements)
+
+
+def _ray_config(args: argparse.Namespace) -> RayConfig:
+    return RayConfig(
+        name=args.name,
+        replicas=DEFAULT_REPLICAS if args.replicas is None else args.replicas,
+        address=args.ray,
+        replica_cpus=args.replica_cpus,
+        replica_gpus=args.replica_gpus,
+        keep_replicas=args.keep_replicas,
+        stop_s=args.shutdown_s / 4,
+    ).check()
+
+
+def _ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+    ray = _ray_config(args)
+    import_ray()
+    if fleet_key is None:
+        text = f"expected the secret of the fleet for --ray, here or in {FLEET_KEY}, since engines are on the network"
+        raise InvalidField("fleet_key_file", text)
+    # The replicas end within stop_s, and have no control port of their own.
+    own = msgspec.structs.replace(serve, control_port=None, shutdown_s=ray.stop_s)
+    return RaySpec(ray, ReplicaSpec(ReplicaConfig(engine, own), threads=max(int(ray.replica_cpus), 1)))
 
 
 def _placement(name: str, text: str) -> Placement:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import hmac
 import os
 import signal
 import socket
@@ -23,24 +25,38 @@ from fastdeploy.core.config import from_json
 from fastdeploy.core.errors import InvalidField
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.api_server import announce, keep_freed_memory, make_server
-from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, StaticSpec
+from fastdeploy.entrypoints.gateway_config import GatewayConfig, LauncherSpec, LocalSpec, RaySpec, StaticSpec
+from fastdeploy.entrypoints.ray_launcher import RayLauncher
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.launcher import Launcher, StaticLauncher
 from fastdeploy.fleet.local_launcher import LocalLauncher
 from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
-from fastdeploy.inter_communicator.fleet_key import take_fleet_key
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key, with_fleet_key
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
 
-def make_launcher(spec: LauncherSpec) -> Launcher:
-    """Return the launcher that ``spec`` describes."""
+def make_launcher(spec: LauncherSpec, keys: Keys, fleet_key: str | None, events: EventPipe) -> Launcher:
+    """Return the launcher that ``spec`` describes. keys: of the replicas' API servers."""
     match spec:
         case LocalSpec():
             return LocalLauncher(socket.socket(fileno=spec.link_fd), lambda: _parent_died(spec.folder))
         case StaticSpec():
             return StaticLauncher(spec.placements)
+        case RaySpec():
+            secrets = with_fleet_key(keys.environment({}), fleet_key)
+            return RayLauncher(spec.ray, spec.replica, secrets, events.refuse)
+
+
+def replica_keys(spec: LauncherSpec, keys: Keys, fleet_key: str | None) -> Keys:
+    """Return the keys of the replicas' own API servers. Those that Ray starts are on the network, where control routes
+    need a key; if there is none, it is made from the secret of the fleet, which all gateways have."""
+    if keys.control or fleet_key is None or not isinstance(spec, RaySpec):
+        return keys
+    return Keys(
+        keys.data, (hmac.digest(fleet_key.encode(), b"control routes of replicas", hashlib.sha256).hex().encode(),)
+    )
 
 
 def _parent_died(folder: str) -> None:
@@ -58,9 +74,11 @@ async def serve(
     events: EventPipe,
 ) -> None:
     """Serve until a stop signal."""
-    key = next(iter(keys.control or keys.data), b"").decode()  # not in the config, which is on the command line
+    own_keys = replica_keys(config.launcher, keys, fleet_key)
+    key = next(iter(own_keys.control or own_keys.data), b"").decode()  # not in the config, which is on the command line
     fleet = msgspec.structs.replace(config.fleet, replica_key=key)
-    client = FleetClient(fleet, make_launcher(config.launcher), lambda place: ZmqConnector(place.endpoint, fleet_key))
+    launcher = make_launcher(config.launcher, own_keys, fleet_key, events)
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()

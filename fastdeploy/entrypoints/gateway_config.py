@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fastdeploy.core.config import ServeConfig
+from fastdeploy.entrypoints.ray_launcher import RayConfig
+from fastdeploy.entrypoints.ray_replica import ReplicaSpec
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import Placement
 
@@ -23,7 +25,14 @@ class StaticSpec(msgspec.Struct, frozen=True, tag="static"):
     placements: list[Placement]
 
 
-LauncherSpec = LocalSpec | StaticSpec
+class RaySpec(msgspec.Struct, frozen=True, tag="ray"):
+    """Replicas that Ray starts."""
+
+    ray: RayConfig
+    replica: ReplicaSpec
+
+
+LauncherSpec = LocalSpec | StaticSpec | RaySpec
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
+from fastdeploy.fleet.plans import UNCHANGED, plan_for
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
