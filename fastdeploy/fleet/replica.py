@@ -61,8 +61,9 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 class Replica:
     """One engine of the fleet. placement: where it is. client: of its engine. in_flight: choices that run there for
-    this gateway. load: their cost, in prompt tokens (see Router). adapters: names that are loaded; None = not known.
-    weight_epoch: of the weights that it serves, as of the last answered call. why: reason of the last
+    this gateway. load: their cost, in prompt tokens (see Router). slots: choices in one batch. trust: the
+    part of a session's prefix that is found there, from 0 to 1, as measured. adapters: names that are loaded; None =
+    not known. weight_epoch: of the weights that it serves, as of the last answered call. why: reason of the last
     LOST or FENCE. changed(replica): called after each change of the state."""
 
     def __init__(self, placement: Placement, connector: Connector, stall_s: float, changed: Callable[[Replica], None]):
@@ -71,6 +72,8 @@ class Replica:
         self.why = ""
         self.in_flight = 0
         self.load = 0
+        self.slots = 0
+        self.trust = 1.0
         self.adapters: frozenset[str] | None = None
         self.weight_epoch = 0
         self.version = ""
@@ -99,6 +102,7 @@ class Replica:
             self._changed(self)
 
     def _connected(self) -> None:
+        self.slots, self.trust = self.client.model_info["max_num_seqs"], 1.0
         if self.state in (ReplicaState.STARTING, ReplicaState.FENCED):
             self.advance(ReplicaEvent.CONNECTED)
 
