@@ -262,7 +262,7 @@ class Attempt(RequestStream):
             return
         if not self.started:
             self.started = True
-            self.route.started()
+            self.route.started(output.cached_tokens)
         if output.finish_reason is not None:
             self._end(choice)
         self._relay.receive(output if self._is_whole else self._relay.moved(self.part, output))

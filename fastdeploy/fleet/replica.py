@@ -68,7 +68,8 @@ TRANSITIONS: dict[tuple[ReplicaState, ReplicaEvent], ReplicaState] = {
 
 class Replica:
     """One engine of the fleet. placement: where it is. connector: to its engine. client: of its engine; another one
-    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router).
+    after each ``cut``. load: cost of the choices that run there for this gateway, in prompt tokens (see Router). slots:
+    choices in one batch. trust: the part of a session's prefix that is found there, from 0 to 1, as measured.
     adapters: names that are loaded; None = not known. weight_epoch, version: of the weights that it serves, as of the
     last answered call. report: its last answer to LeadArgs or FleetStateArgs. why: reason of the last loss, fence or
     failed join. drains: it shall get no new requests, also when it joins again. changed(replica): called after each
@@ -87,6 +88,8 @@ class Replica:
         self.state = ReplicaState.STARTING
         self.why = ""
         self.load = 0
+        self.slots = 0
+        self.trust = 1.0
         self.adapters: frozenset[str] | None = None
         self.weight_epoch = 0
         self.version = ""
@@ -152,6 +155,7 @@ class Replica:
 
         def connected() -> None:
             if life == self._life:  # else a late event of an old connection
+                self.slots, self.trust = self.client.model_info["max_num_seqs"], 1.0
                 self.advance(ReplicaEvent.CONNECTED)
 
         def lost(error: EngineError) -> None:

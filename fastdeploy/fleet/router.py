@@ -15,16 +15,18 @@ from typing import TypeVar
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.replica import Replica, ReplicaState
 
-# The cost of a choice that runs, for a request that comes after it. The constants follow from the cost model of a model
-# of 32 billion parameters on one H200 (benchmarks/lib/fleet/load.py): a step takes 0.2 ms longer for each sequence, and
-# 0.055 us for each token of its context, while a prompt token takes 0.13 ms. A choice runs for some 300 steps beside
-# another one. So 300 * 0.2 / 0.13 = 460 prompt tokens, and 300 * 0.000055 / 0.13 = 1/8 for each token of context.
-CHOICE_TOKENS = 512
-CONTEXT_SHARE = 8
-# A session moves when it then waits clearly less: the difference is above its prefix times this factor.
-MOVE_FACTOR = 1.5
+# The constants follow from the cost model of 32 billion parameters on one H200 (benchmarks/lib/fleet/load.py): a prompt
+# token takes 0.13 ms, a step 13.4 ms, and 0.2 ms more for each sequence and 0.055 us for each token of context.
+# A choice makes some 100 tokens beside another one. So it costs the other one 100 * 0.2 / 0.13 = 150 prompt tokens, and
+# 100 * 0.000055 / 0.13 = 1/24 for each token of its context.
+CHOICE_TOKENS = 128
+CONTEXT_SHARE = 24
+# If more choices are there than the batch has places, those above wait. Each makes a new one wait for another 1/32 of a
+# choice's time, with 32 places: 100 * 20 / 32 / 0.13.
+QUEUED_TOKENS = 480
+MOVE_FACTOR = 1.5  # a session moves if this saves more than the prefix times this factor
+TRUST_STEP = 0.1  # weight of the newest measurement of Replica.trust
 GROUP_CHOICES = 16  # a group stays together until its replica has so many choices more than another one
-FRESH_GROUP = 1  # tokens that a member of a group computes itself
 MAX_SESSIONS = 65536
 MAX_GROUPS = 4096
 KEY_TOKENS = 16
@@ -53,12 +55,14 @@ class Home(Seen):
 
 class Route:
     """The work of one request at its replica, as it is counted in the replica's load. prefill: prompt tokens that the
-    replica computes. per_choice: cost of each choice that has not ended."""
+    replica computes. per_choice: cost of each choice that has not ended. expected: tokens of the prompt that should be
+    cached there."""
 
-    __slots__ = ("_num", "_per_choice", "_prefill", "replica")
+    __slots__ = ("_expected", "_num", "_per_choice", "_prefill", "replica")
 
-    def __init__(self, replica: Replica, prefill: int, per_choice: int):
+    def __init__(self, replica: Replica, prefill: int, per_choice: int, expected: int = 0):
         self.replica = replica
+        self._expected = expected
         self._prefill = prefill
         self._per_choice = per_choice
         self._num = 0
@@ -69,8 +73,14 @@ class Route:
         self.replica.in_flight += num
         self.replica.load += self._prefill + num * self._per_choice
 
-    def started(self) -> None:
-        """Take note of the first output: the prompt is computed."""
+    def started(self, cached_tokens: int) -> None:
+        """Take note of the first output: the prompt is computed, but for those tokens that were cached."""
+        if self._expected:
+            found = min(cached_tokens / self._expected, 1.0)
+            self.replica.trust += TRUST_STEP * (found - self.replica.trust)
+        self._computed()
+
+    def _computed(self) -> None:
         self.replica.load -= self._prefill
         self._prefill = 0
 
@@ -82,7 +92,7 @@ class Route:
 
     def closed(self) -> None:
         """Count nothing any more."""
-        self.started()
+        self._computed()
         while self._num:
             self.ended()
 
@@ -107,36 +117,39 @@ class Router:
         """Return the route of ``request`` to one of ``replicas`` that serves weights not older than ``epoch``, or None
         if none may have it now. Takes time in proportion to the replicas, unless the session's own is clearly cheap."""
         length = len(request.prompt_token_ids)
-        home, factor, slack = self._home(request)
-        at_home = None
+        home, slack = self._home(request)
+        place, cached = None, 0
         if home.replica is not None and _may_have(home.replica, request, epoch, refused_by):
-            at_home = home.replica
-        missing = max(length - home.tokens, FRESH_GROUP)
-        bound = length + slack + int((factor - 1) * (length - missing))  # least cost elsewhere, with an idle replica
-        if at_home is None or at_home.load + missing > bound:
-            best = _least_loaded(request, replicas, epoch, refused_by)
-            if best is None:
-                return None
-            if at_home is None or at_home.load + missing > best.load + bound:
-                at_home, missing = best, length
-        home.replica, home.tokens = at_home, max(length, home.tokens if missing < length else 0)
-        return Route(at_home, missing, CHOICE_TOKENS + length // CONTEXT_SHARE)
+            place, cached = home.replica, min(home.tokens, length - 1)
+            saved = int(cached * place.trust)
+            work = cost_at(place)
+            bound = int(saved * MOVE_FACTOR) + slack  # a replica with so much less work in front is better
+            if work > bound:
+                other = _least_loaded(request, replicas, epoch, refused_by)
+                if other is not None and work > cost_at(other) + bound:
+                    place, cached = other, 0
+        else:
+            place = _least_loaded(request, replicas, epoch, refused_by)
+        if place is None:
+            return None
+        home.replica, home.tokens = place, length
+        prefill = length - int(cached * place.trust)
+        return Route(place, prefill, CHOICE_TOKENS + length // CONTEXT_SHARE, cached if request.session else 0)
 
     def route_to(self, replica: Replica, request: AddRequest) -> Route:
         """Return a route to ``replica``, which runs the request already or has its result."""
         return Route(replica, 0, CHOICE_TOKENS)
 
-    def _home(self, request: AddRequest) -> tuple[Home, float, int]:
-        """Return the home of a request, the factor of its prefix, and the cost of a move beside the prefix."""
+    def _home(self, request: AddRequest) -> tuple[Home, int]:
+        """Return the home of a request, and the cost of a move beside that of the prefix."""
         if request.session:
-            return _recall(self._sessions, request.session, self._max_sessions), MOVE_FACTOR, 0
+            return _recall(self._sessions, request.session, self._max_sessions), 0
         prompt = request.prompt_token_ids
         # The ends of a prompt stand for all of it: a wrong guess costs a prefill.
         key: Hashable = request.group or (
             request.adapter, request.cache_salt, len(prompt), *prompt[:KEY_TOKENS], *prompt[-KEY_TOKENS:]
         )  # fmt: skip
-        home = _recall(self._groups, key, MAX_GROUPS)
-        return home, MOVE_FACTOR, GROUP_CHOICES * CHOICE_TOKENS
+        return _recall(self._groups, key, MAX_GROUPS), GROUP_CHOICES * CHOICE_TOKENS
 
     def grown(self, session: str, tokens: int) -> None:
         """Take note that the last turn of ``session`` has ended with ``tokens`` tokens in all."""
@@ -155,13 +168,20 @@ def _recall(homes: OrderedDict[Key, Home], key: Key, limit: int) -> Home:
     return home
 
 
+def cost_at(replica: Replica) -> int:
+    """Return the work in front of a new request at ``replica``, in prompt tokens."""
+    queued = replica.in_flight - replica.slots
+    return replica.load + queued * QUEUED_TOKENS if queued > 0 else replica.load
+
+
 def _least_loaded(
     request: AddRequest, replicas: Sequence[Replica], epoch: int, refused_by: Collection[str]
 ) -> Replica | None:
     best, least = None, 0
     for replica in replicas:
-        if (best is None or replica.load < least) and _may_have(replica, request, epoch, refused_by):
-            best, least = replica, replica.load
+        work = cost_at(replica)
+        if (best is None or work < least) and _may_have(replica, request, epoch, refused_by):
+            best, least = replica, work
     return best
 
 

@@ -1,0 +1,69 @@
+"""Other ways to choose a replica, to compare with. Each counts the load as ours does, and is a Router."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import random
+from collections.abc import Collection, Sequence
+from itertools import count
+
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.fleet.replica import Replica
+from fastdeploy.fleet.router import Route, Router
+
+POINTS = 128  # of each replica on the ring
+
+
+class _Policy(Router):
+    def pick(
+        self, request: AddRequest, replicas: Sequence[Replica], epoch: int = 0, refused_by: Collection[str] = ()
+    ) -> Route | None:
+        there = [replica for replica in replicas if replica.name not in refused_by]
+        return self.route_to(self._choose(request, there), request) if there else None
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        raise NotImplementedError
+
+
+class RoundRobin(_Policy):
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = count()
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        return replicas[next(self._next) % len(replicas)]
+
+
+class ConsistentHashing(_Policy):
+    """The replica whose point follows that of the session on a ring."""
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        ring = sorted((_point(f"{replica.name}/{i}"), k) for k, replica in enumerate(replicas) for i in range(POINTS))
+        at = bisect.bisect(ring, (_point(request.session or request.request_id), 0)) % len(ring)
+        return replicas[ring[at][1]]
+
+
+class TwoChoices(_Policy):
+    """The less loaded of two random replicas, for each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draw = random.Random(0)
+
+    def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
+        return min(self._draw.sample(replicas, min(2, len(replicas))), key=lambda replica: replica.in_flight)
+
+
+POLICIES: dict[str, type[Router]] = {
+    "ours": Router,
+    "round robin": RoundRobin,
+    "consistent hashing": ConsistentHashing,
+    "two choices": TwoChoices,
+}
+
+
+def _point(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
