@@ -3,6 +3,7 @@
 #                                   make test-slow   the long tests
 #                                   make test-slime  those with slime, from its repository
 #                                   make test-ui     those of the page /ui, in Chromium
+#                                   make test-gateways  those with smg, vllm-router and sglang-router
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
@@ -16,11 +17,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+GATEWAYS := .venv-gateways
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui screenshot oracles fuzz soak sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-gateways screenshot oracles fuzz soak sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -49,10 +51,18 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser" --ignore tests/gateways --timeout 1800 $(ARGS)
 
-test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
+test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(GATEWAYS)/.ready: tests/gateways/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(GATEWAYS)
+	$(GATEWAYS)/bin/python -m pip install -q -r tests/gateways/requirements.txt
+	@touch $@
+
+$(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
+
+test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
+	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
@@ -134,4 +144,4 @@ $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) build *.egg-info fastdeploy/model_executor/ops/*.so
