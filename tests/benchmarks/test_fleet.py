@@ -1,0 +1,75 @@
+"""The engines of benchmarks/fleet.py, its load and its report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.lib.fleet.engines import FakeEngines
+from benchmarks.lib.fleet.runner import Costs, expected_tokens
+from fastdeploy.client.engine_client import EngineClient
+from fastdeploy.core.errors import EngineDead
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.fleet.launcher import Placement
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
+
+
+@pytest.fixture
+def engines() -> Iterator[FakeEngines]:
+    with FakeEngines(Costs(step_s=0.001)) as engines:
+        yield engines
+
+
+async def connected(placement: Placement) -> EngineClient:
+    client = EngineClient(ZmqConnector(placement.endpoint), kills_stalled=False)
+    client.start()
+    await asyncio.wait_for(client.connected.wait(), 30)
+    return client
+
+
+async def generate(client: EngineClient, request_id: str, prompt: list[int], count: int) -> list[int]:
+    sampling = SamplingParams(max_tokens=count, temperature=0.0)
+    stream = await client.submit(AddRequest(request_id, prompt, sampling))
+    tokens: list[int] = []
+    with stream:
+        while not stream.ended or len(tokens) < count:
+            await stream.reader.wait()
+            tokens += [token for output in stream.take() for token in output.token_ids]
+    return tokens
+
+
+def test_engines_answer_die_and_start_again(engines):
+    async def run() -> None:
+        clients = [await connected(placement) for placement in engines.start(2)]
+        for i, client in enumerate(clients):
+            assert await generate(client, "a", [i, 5, 6], 4) == expected_tokens([i, 5, 6], 4)
+        boot = clients[0].welcome.boot_id
+        slow = asyncio.ensure_future(generate(clients[0], "b", [9], 2000))
+        engines.kill(0)
+        assert not engines.alive(0) and engines.alive(1)
+        with pytest.raises(EngineDead):
+            await slow
+        engines.restart(0)
+        await asyncio.wait_for(clients[0].connected.wait(), 30)
+        assert clients[0].welcome.boot_id != boot
+        assert await generate(clients[0], "c", [7], 3) == expected_tokens([7], 3)
+        await asyncio.gather(*(client.close() for client in clients))
+
+    asyncio.run(run())
+
+
+def test_a_stopped_engine_goes_on_where_it_was(engines):
+    async def run() -> None:
+        client = await connected(engines.start(1)[0])
+        engines.stop(0)
+        answer = asyncio.ensure_future(generate(client, "a", [1, 2], 5))
+        done, _ = await asyncio.wait([answer], timeout=0.05)
+        assert not done and engines.alive(0)
+        engines.cont(0)
+        assert await answer == expected_tokens([1, 2], 5)
+        await client.close()
+
+    asyncio.run(run())
