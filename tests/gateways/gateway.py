@@ -28,7 +28,7 @@ class Gateway:
         self.url = f"http://127.0.0.1:{port}"
         command = [PYTHON, "-m", module, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
         urls = [server.url for server in servers]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [*command, *HEALTH, "--worker-urls", *urls, *more], stdout=self._log, stderr=subprocess.STDOUT
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.server import Server, until
+from e2e.server import Server
 from gateways import behaviour
 from gateways.gateway import ROUND_ROBIN, Gateway
 
