@@ -188,14 +188,8 @@ def table(phases: Sequence[Phase]) -> str:
             cells.append(f"({median(shown):.2f})" if name == "direct" else f"{median(added):.2f}")
         first = 1e3 * median(median(p.first_tokens) for p in mine)
         rate, cpu = median(p.requests_per_s for p in mine), median(p.cpu_s for p in mine)
-        cells = (
-            name,
-            *shown,
-            f"{first:.1f}",
-            f"{rate:.1f}",
-            f"{cpu:.3f}",
-            f"{median(p.serving_cpu_s for p in mine):.3f}",
-        )
+        serving = median(p.serving_cpu_s for p in mine)
+        cells += [f"{first:.1f}", f"{rate:.1f}", f"{cpu:.3f}", f"{serving:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -221,15 +215,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     phases = asyncio.run(run(args))
-    print(table(phases))
     if args.json:
         rounds = [
-            {"contender": p.contender, "first_token_ms": 1e3 * median(p.first_tokens), "requests_per_s": p.requests_per_s,
-             "gateway_cpu_s": p.cpu_s, "serving_cpu_s": p.serving_cpu_s,
+            {"contender": p.contender, "first_token_ms": 1e3 * median(p.first_tokens),
+             "requests_per_s": p.requests_per_s, "gateway_cpu_s": p.cpu_s, "serving_cpu_s": p.serving_cpu_s,
              "delay_ms": {percent: 1e3 * _percentile(p.delays, percent) for percent in (10, 25, 50, 75, 90, 99)}}
             for p in phases
         ]  # fmt: skip
         write_json(args.json, {"machine": machine(), "rounds": rounds})
+    print(table(phases))
     return 0
 
 
