@@ -4,6 +4,7 @@
 #                                   make test-slime  those with slime, from its repository
 #                                   make test-ui     those of the page /ui, in Chromium
 #                                   make test-ray    those of a fleet on Ray
+#                                   make test-gateways  those with smg, vllm-router and sglang-router
 # make screenshot  docs/ui.png, a picture of /ui
 # make oracles  compute the stored references of torch again (tests/support/oracles)
 # make fuzz   random requests and checkpoints for some five minutes
@@ -17,11 +18,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 FRAMEWORKS := .venv-frameworks
+GATEWAYS := .venv-gateways
 # slime is on no package index. A local copy of the repository will do: make test-slime SLIME_REPOSITORY=/path
 SLIME_REPOSITORY ?= https://github.com/THUDM/slime
 SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 
-.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray screenshot oracles fuzz soak sync-ways ops lint clean
+.PHONY: demo learn serve test test-quick test-slow test-slime test-ui test-ray test-gateways screenshot oracles fuzz soak sync-ways ops lint clean
 
 demo: $(VENV)/.runtime ops
 	$(BIN)/python benchmarks/demo.py
@@ -50,10 +52,13 @@ oracles: $(VENV)/.test ops
 		tests/engine/test_update_exactness.py tests/engine/test_adapter_exactness.py
 
 test-slow: $(VENV)/.slow $(FRAMEWORKS)/.ready ops
-	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not slime and not browser and not ray" --ignore tests/gateways --timeout 1800 $(ARGS)
 
 test-slime: $(VENV)/.slow $(FRAMEWORKS)/.ready $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT) ops
 	$(BIN)/python -m pytest -m slime --timeout 1800 $(ARGS)
+
+test-gateways: $(VENV)/.test $(GATEWAYS)/.ready ops
+	$(BIN)/python -m pytest -m slow tests/gateways --timeout 600 $(ARGS)
 
 test-ui: $(VENV)/.ui ops
 	$(BIN)/python -m pytest -m browser tests/browser $(ARGS)
@@ -135,6 +140,11 @@ $(FRAMEWORKS)/.ready: tests/frameworks/requirements.txt | $(BIN)/python
 	$(FRAMEWORKS)/bin/python -m pip install -q -r tests/frameworks/requirements.txt
 	@touch $@
 
+$(GATEWAYS)/.ready: tests/gateways/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv $(GATEWAYS)
+	$(GATEWAYS)/bin/python -m pip install -q -r tests/gateways/requirements.txt
+	@touch $@
+
 $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	rm -rf $(FRAMEWORKS)/slime
 	git init -q $(FRAMEWORKS)/slime
@@ -143,4 +153,4 @@ $(FRAMEWORKS)/slime/.commit-$(SLIME_COMMIT): | $(FRAMEWORKS)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build *.egg-info fastdeploy/model_executor/ops/*.so
+	rm -rf $(VENV) $(FRAMEWORKS) $(GATEWAYS) build *.egg-info fastdeploy/model_executor/ops/*.so

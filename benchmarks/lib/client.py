@@ -84,11 +84,11 @@ class _HttpExchange(asyncio.Protocol):
 class Stream:
     """A streamed completion. Reading ``log`` parses what has arrived so far."""
 
-    def __init__(self, request_id: str, exchange: _HttpExchange, sent_at: float) -> None:
+    def __init__(self, exchange: _HttpExchange, log: StreamLog) -> None:
         self._exchange = exchange
         self._events = EventReader()
         self._taken = 0
-        self._log = StreamLog(request_id, sent_at)
+        self._log = log
 
     @property
     def log(self) -> StreamLog:
@@ -163,11 +163,11 @@ class Client:
         finally:
             connection.close()
 
-    async def stream(self, path: str, body: dict[str, Any], request_id: str) -> Stream:
+    async def stream(self, path: str, body: dict[str, Any], request_id: str, log: StreamLog | None = None) -> Stream:
         """Send a streamed request; return when it is written, without waiting for an answer. Its
-        ``sent_at`` is the time of this call."""
-        sent_at = time.perf_counter()
-        return Stream(request_id, await self._send("POST", path, body), sent_at)
+        ``sent_at`` is the time of this call. log: gets the events; None = a new StreamLog."""
+        log = log or StreamLog(request_id, time.perf_counter())
+        return Stream(await self._send("POST", path, body), log)
 
     async def _send(self, method: str, path: str, body: Any) -> _HttpExchange:
         raw = isinstance(body, bytes)

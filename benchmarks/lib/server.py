@@ -53,6 +53,11 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """The process id, which is also the id of the session."""
+        return self._process.pid
+
     async def wait_ready(self, timeout_s: float, path: str = "/ready") -> float:
         """Wait until ``path`` answers 200; return the seconds since the call. Raises ServerError with the end of the
         log."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 WHOLE_ENGINE = "engine"  # the scope above all others; requests that name no adapter belong to it
 ADAPTER_PREFIX = "adapter:"
 MAX_LORA_NAME_CHARS = 256
+# Names of the base model that clients and gateways send for their users who named no model: SkyRL "default",
+# smg and sglang-router "unknown".
+BASE_NAMES = ("default", "unknown")
 
 
 def adapter_scope(lora_name: str | None) -> str:

@@ -7,7 +7,7 @@ import os
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
 from fastdeploy.core.safe_files import path_problem
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.weight_checks import MAX_EPOCH, check_kv, check_label, check_seconds
 from fastdeploy.engine.weight_sources import SourcePolicy
@@ -49,7 +49,7 @@ class AdapterChecks:
             raise InvalidField("lora_name", f"expected 1 to {MAX_LORA_NAME_CHARS} characters, got {len(name)}")
         if name != name.encode("utf-8", "replace").decode():
             raise InvalidField("lora_name", "expected text that UTF-8 can encode, got half of a surrogate pair")
-        if name in ("default", self._config.served_model_name, self._config.model):
+        if name in (*BASE_NAMES, self._config.served_model_name, self._config.model):
             raise InvalidField("lora_name", f"expected another name than those of the base model, got {name!r}")
 
 

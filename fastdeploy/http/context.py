@@ -20,7 +20,7 @@ from fastdeploy.core.config import ServeConfig
 from fastdeploy.core.errors import EngineDead, InvalidField, ModelNotFound
 from fastdeploy.core.request_fields import TIMING, AddRequest, RequestFields
 from fastdeploy.core.sampling_params import MAX_INT32, SamplingParams, check_prompt_logprobs
-from fastdeploy.core.scope import MAX_LORA_NAME_CHARS
+from fastdeploy.core.scope import BASE_NAMES, MAX_LORA_NAME_CHARS
 from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.openai.protocol import MAX_CHOICES, GenerationBody, stop_strings
 from fastdeploy.http.upload_files import UploadFiles
@@ -33,8 +33,6 @@ PASSED_ON = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
     "min_tokens",
 )  # fmt: skip
-# SkyRL's RemoteInferenceClient sends this name when the caller named no model.
-ANY_MODEL = "default"
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,12 @@ class ServingContext:
     def adapter(self, model: str | None) -> str:
         """Return the name of the adapter that ``model`` names, or "" if it names the base model.
 
-        The base model's names are the served name, the path of its folder, "default", and no name at all. Any other
+        The base model's names are the served name, the path of its folder, BASE_NAMES, and no name at all. Any other
         name is an adapter's, with or without a name of the base model and a colon before it ("base:adapter", as in
         SGLang). The engine knows which adapters there are. Raises ModelNotFound for a name that is too long."""
         if not model:
             return ""
-        for base in (self.config.served_model_name, self.config.model, ANY_MODEL):
+        for base in (self.config.served_model_name, self.config.model, *BASE_NAMES):
             if model == base or model.startswith(f"{base}:"):
                 model = model[len(base) + 1 :]
                 break

@@ -64,6 +64,7 @@ def test_an_uploaded_adapter_is_one_safetensors_file_with_its_config_in_the_quer
         ({"lora_name": "x" * 257, "lora_path": "/p"}, "lora_name"),
         ({"lora_name": "tiny", "lora_path": "/p"}, "lora_name"),
         ({"lora_name": "default", "lora_path": "/p"}, "lora_name"),
+        ({"lora_name": "unknown", "lora_path": "/p"}, "lora_name"),
         ({"lora_name": "tiny:a", "lora_path": "/p"}, "lora_name"),
         ({"lora_name": "a"}, "lora_path"),
         ({"lora_name": "a", "lora_path": ""}, "lora_path"),

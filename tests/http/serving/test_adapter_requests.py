@@ -67,8 +67,8 @@ def test_the_spans_of_a_whole_reply_name_the_adapter_and_its_epoch(server):
 
 @pytest.mark.parametrize(
     ("model", "adapter"),
-    [(None, ""), ("", ""), ("tiny", ""), ("default", ""), ("tiny:", ""), ("a", "a"), ("policy@7", "policy@7"),
-     ("tiny:a", "a"), ("default:a", "a"), ("x:y", "x:y"), ("tiny:x:y", "x:y")],
+    [(None, ""), ("", ""), ("tiny", ""), ("default", ""), ("unknown", ""), ("tiny:", ""), ("a", "a"),
+     ("policy@7", "policy@7"), ("tiny:a", "a"), ("default:a", "a"), ("x:y", "x:y"), ("tiny:x:y", "x:y")],
 )  # fmt: skip
 def test_a_model_is_the_base_or_an_adapter(server, model, adapter):
     server.script(reply_with([97]))
