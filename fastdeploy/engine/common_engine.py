@@ -81,7 +81,7 @@ class CommonEngine:
         self.boot_id = boot_id or uuid.uuid4().hex
         self._runner = runner
         self._transport = transport
-        self._inbox = Inbox(transport)
+        self._inbox = Inbox(transport, lambda client: self.leadership.leads(client))
         self._clock = clock
         self.events = EventLog(clock)
         self.kv = KVCacheManager(info.num_blocks, info.block_size, config.enable_prefix_caching)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastdeploy.engine.pause_call import makes_step_useless
 from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.transport import Transport
 
 
 class Inbox:
-    """Messages in the order they came. Used by the loop's thread only.
+    """Messages in the order they came. Used by the loop's thread only. may_pause(client): whether the engine takes
+    pauses of this client.
 
     After an abandoned step, the next step is always completed. So frequent pauses cannot stop all progress.
     """
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: Transport, may_pause: Callable[[str], bool] = lambda client: True):
         self._transport = transport
+        self._may_pause = may_pause
         self._read: list[tuple[str, m.ToEngine | m.Malformed]] = []
         self._abandoned = False
 
@@ -28,7 +32,10 @@ class Inbox:
         between two layers. :meth:`take` returns the pause with the other messages later."""
         arrived = self._transport.recv(0.0)
         self._read += arrived
-        useless = any(isinstance(message, m.Call) and makes_step_useless(message.args) for _, message in arrived)
+        useless = any(
+            isinstance(message, m.Call) and makes_step_useless(message.args) and self._may_pause(client)
+            for client, message in arrived
+        )
         if self._abandoned or not useless:
             return False
         self._abandoned = True

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import typing
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.fleet_calls import GATEWAY, lead, led
+from engine.test_state_machine import explore
 from engine.weight_calls import assert_serves
+from fastdeploy.core.errors import NotLeader
 from fastdeploy.core.scope import adapter_scope
 from fastdeploy.core.weight_source import FolderSource
-from fastdeploy.engine.leadership import ACCESS, Access
+from fastdeploy.engine.leadership import ACCESS, Access, Leadership
 from fastdeploy.inter_communicator import messages as m
 from support.harness import PROMPT, Harness
 
@@ -81,6 +86,17 @@ def test_a_call_that_changes_the_state_is_refused_unless_its_connection_leads(ar
 @pytest.mark.parametrize("args", READS, ids=repr)
 def test_a_call_that_reads_is_free(args):
     assert led().ask(args).failure is None
+
+
+@pytest.mark.parametrize(("client", "computed"), [("a", 1), (GATEWAY, 0)])
+def test_a_pause_that_is_refused_does_not_stop_the_step_in_flight(client, computed):
+    h = led()
+    h.add("r", PROMPT, max_tokens=50)
+    h.run_rounds(3)
+    before = len(h.runner.plans)
+    h.runner.in_step = lambda: h.call(m.PauseArgs("keep"), client)
+    h.run_rounds()
+    assert len(h.runner.plans) == before + computed
 
 
 def test_requests_and_their_cancels_are_free():
@@ -223,3 +239,58 @@ def test_the_state_shows_holds_of_all_scopes_adapters_sessions_and_load():
     assert (state["running"], state["waiting"], state["max_num_seqs"]) == (2, 3, 2) and state["is_paused"]
     assert state["available_gpu_block_num"] == h.engine.kv.num_free < h.runner.info.num_blocks
     assert state == h.ask(m.FleetStateArgs()).result
+
+
+# ---------------------------------------------------------------------- every order
+
+
+class LeadershipMachine(RuleBasedStateMachine):
+    """Gateways that lead, die and come back. Every answer is compared with the rules of messages.LeadArgs."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.clients = 100.0, {"x", "y", "z"}
+        self.leadership = Leadership(lambda: self.now, self.clients)
+        self.leader: tuple[str, str, int, float] | None = None  # client, controller, term, end of the lease
+
+    @rule(
+        client=st.sampled_from("xyz"),
+        controller=st.sampled_from("ABC"),
+        term=st.integers(1, 4),
+        lease_s=st.integers(1, 9),
+    )
+    def lead(self, client, controller, term, lease_s):
+        self.clients.add(client)
+        allowed = self.leader is None
+        if self.leader is not None:
+            leads, holder, in_force, ends = self.leader
+            free = leads not in self.clients or self.now >= ends
+            allowed = term >= in_force if controller == holder else term > in_force and free
+        try:
+            self.leadership.lead(m.LeadArgs("f", controller, term, float(lease_s)), client)
+        except NotLeader:
+            assert not allowed
+        else:
+            assert allowed
+            self.leader = client, controller, term, self.now + lease_s
+
+    @rule(client=st.sampled_from("xyz"))
+    def a_client_dies(self, client):
+        self.clients.discard(client)
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 10.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @invariant()
+    def one_connection_changes_the_state(self):
+        allowed = set()
+        for client in "xyz":
+            with contextlib.suppress(NotLeader):
+                self.leadership.check(m.PauseArgs(), client)
+                allowed.add(client)
+        assert allowed == (set("xyz") if self.leader is None else {self.leader[0]})
+
+
+def test_in_every_order_of_gateways_one_connection_leads(caplog):
+    explore(LeadershipMachine, caplog, examples=50, steps=20, shrink=False)
