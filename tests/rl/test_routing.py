@@ -31,7 +31,7 @@ async def test_servers_are_told_the_session():
     async with fleet(1) as ([server], client):
         for session in (0, "a", ("task", 1), None):
             await client.generate(PROMPT, PARAMS, session_id=session)
-        told = [body.get("session") for body in server.bodies("/v1/completions")]
+        told = [body.get("session") for body in server.requests]
         assert told[:2] == ["0", "a"] and len(told[2]) == 64 and told[3] is None
 
 
