@@ -80,17 +80,12 @@ async def read_generation(request: Request) -> dict[str, Any]:
     """Read the body of a request for tokens. Its session, however the client names it, is its field "session"; a field
     of the body wins over a header. Raises InvalidField."""
     data = await read_json(request)
-    names = [name for name in SESSION_FIELDS if name in data]
-    values = [value for name in names if (value := data.pop(name)) is not None]
-    given = (
-        values[0]
-        if values
-        else next((request.headers[name] for name in SESSION_HEADERS if name in request.headers), "")
-    )
-    if isinstance(given, bool) or not isinstance(given, int | str) or len(str(given)) > MAX_SESSION_CHARS:
-        field = next(name for name in (*names, "session"))
-        raise InvalidField(field, f"expected a number, or a string of at most {MAX_SESSION_CHARS} characters")
-    return data | ({"session": str(given)} if given != "" else {})
+    given = [(name, data.pop(name)) for name in SESSION_FIELDS if name in data]
+    given += [(name, request.headers[name]) for name in SESSION_HEADERS if name in request.headers]
+    name, session = next(((name, value) for name, value in given if value is not None), ("session", ""))
+    if isinstance(session, bool) or not isinstance(session, int | str) or len(str(session)) > MAX_SESSION_CHARS:
+        raise InvalidField(name, f"expected a number, or a string of at most {MAX_SESSION_CHARS} characters")
+    return data | ({} if session == "" else {"session": str(session)})
 
 
 def parse_body(data: dict[str, Any], kind: type[BodyType], unsupported: Mapping[str, tuple[Any, ...]]) -> BodyType:

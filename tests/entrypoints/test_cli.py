@@ -16,6 +16,7 @@ from fastdeploy.core.host import host_id
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, main, make_parser
 from fastdeploy.entrypoints.fleet_flags import launcher_spec
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 
 @pytest.fixture
@@ -75,6 +76,11 @@ def test_any_weight_path_is_allowed_on_loopback_and_none_elsewhere_unless_named(
         (["--header-s", "0"], "--header-s"),
         (["--body-idle-s", "0"], "--body-idle-s"),
         (["--max-reply-logprobs", "0"], "--max-reply-logprobs"),
+        (["--fleet-endpoint", "http://here:1"], "--fleet-endpoint"),
+        (["--fleet-endpoint", "tcp://:1"], "--fleet-endpoint"),
+        (["--fleet-endpoint", "tcp://here"], "--fleet-endpoint"),
+        (["--fleet-endpoint", "tcp://here:65536"], "--fleet-endpoint"),
+        (["--fleet-endpoint", "ipc:///" + "x" * 107], "--fleet-endpoint"),
     ],
 )
 def test_a_bad_flag_is_refused_by_name(folder, capsys, flags, named):
@@ -177,3 +183,13 @@ def test_a_truncated_file_is_reported_in_one_line_with_its_name(tmp_path, file):
     model = shutil.copytree(MODEL_DIR, tmp_path / "model")
     os.truncate(model / file, 200)
     assert only_line(serve(str(model), "--workers", "2")).startswith(f"fastdeploy: cannot serve {model}: {file}: ")
+
+
+@pytest.mark.parametrize("key", ["", "short"])
+def test_a_fleet_endpoint_on_the_network_needs_a_long_key_in_the_environment(folder, capsys, monkeypatch, key):
+    monkeypatch.setenv(FLEET_KEY, key)
+    with pytest.raises(SystemExit) as info:
+        main(["serve", "--model", folder, "--fleet-endpoint", "tcp://0.0.0.0:0"])
+    error = capsys.readouterr().err
+    assert info.value.code == 2 and "--fleet-endpoint" in error and FLEET_KEY in error
+    assert FLEET_KEY not in os.environ

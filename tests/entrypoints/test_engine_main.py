@@ -6,7 +6,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.errors import InvalidField
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.entrypoints import engine_main as main
 from support.fake_runner import FakeRunner
@@ -17,8 +20,26 @@ def test_the_engine_reports_ready_after_warm_up_and_collector_settings(monkeypat
     monkeypatch.setattr(main, "collect_rarely", lambda: order.append(f"collector, after {len(runner.plans)} steps"))
     monkeypatch.setattr(CommonEngine, "run", lambda engine: order.append("run"))
     events = SimpleNamespace(send=lambda kind, **_: order.append(kind))
-    main.serve(EngineConfig(model="fake"), runner, str(tmp_path), events, SimpleNamespace())
+    config = EngineConfig(model="fake")
+    main.serve(config, runner, main.listen(config, str(tmp_path), None), str(tmp_path), events, SimpleNamespace())
     assert order == ["collector, after 3 steps", "ready", "run"]
+
+
+def test_the_engine_tells_the_supervisor_where_it_listens_for_the_fleet(monkeypatch, tmp_path):
+    sent: dict[str, str] = {}
+    monkeypatch.setattr(CommonEngine, "run", lambda engine: None)
+    events = SimpleNamespace(send=lambda kind, **fields: sent.update(fields))
+    config = EngineConfig(model="fake", fleet_endpoint="tcp://127.0.0.1:0")
+    transport = main.listen(config, str(tmp_path), "k" * 40)
+    main.serve(config, FakeRunner(), transport, str(tmp_path), events, SimpleNamespace())
+    assert sent["fleet_endpoint"] == transport.fleet_endpoint != config.fleet_endpoint
+
+
+def test_a_fleet_endpoint_that_cannot_be_used_is_named(tmp_path):
+    config = EngineConfig(model="fake", fleet_endpoint="tcp://192.0.2.1:9")  # an address of no machine
+    with pytest.raises(InvalidField, match="192.0.2.1") as info:
+        main.listen(config, str(tmp_path), "k" * 40)
+    assert info.value.field == "fleet_endpoint"
 
 
 SIGNALLED = """

@@ -14,12 +14,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.entrypoints.process_tree import MAX_FAILED_STARTS, BackOff
+from fastdeploy.entrypoints.supervisor import Supervisor
 from fastdeploy.inter_communicator.event_pipe import REFUSED
+from fastdeploy.inter_communicator.fleet_key import FLEET_KEY
 
 TESTS = Path(__file__).parents[1]
 
@@ -28,9 +32,15 @@ class Tree:
     """A supervisor with its children. name: selects the behaviour of the engine, see support/fake_engine_main.py. root:
     parent of the socket folder."""
 
-    def __init__(self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False):
+    def __init__(
+        self, name: str = "tiny", workers: int = 1, shutdown_s: float = 10.0, nohup: bool = False, fleet_key: str = ""
+    ):
         self.root = tempfile.mkdtemp(prefix="fdt-")
-        env = os.environ | {"FASTDEPLOY_IPC_ROOT": self.root, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+        env = os.environ | {
+            "FASTDEPLOY_IPC_ROOT": self.root,
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+            FLEET_KEY: fleet_key,
+        }
         command = [
             sys.executable,
             str(TESTS / "support" / "supervisor_main.py"),
@@ -133,6 +143,23 @@ def test_a_stop_signal_ends_all_processes_with_status_0(tree, number):
     assert len(t.children()) == 3 and len(t.sockets()) == 1
     assert t.stop(number) == 0
     assert not t.left()
+
+
+def test_only_the_engine_inherits_the_fleet_key(tree):
+    key = "k" * 40
+    t = tree(workers=2, fleet_key=key).wait_serving()
+    has_key = {pid: key.encode() in Path(f"/proc/{pid}/environ").read_bytes() for pid in t.children()}
+    assert has_key == {pid: pid == t.engine_pid() for pid in t.children()} and len(has_key) == 3
+    assert not any(key in command for command in t.children().values())
+
+
+def test_the_supervisor_reports_where_each_engine_listens_for_the_fleet():
+    endpoints: list[str] = []
+    config = EngineConfig(model="m", fleet_endpoint="tcp://127.0.0.1:0")
+    supervisor = Supervisor(config, ServeConfig(model="m"), fleet_key="k" * 40, on_engine_ready=endpoints.append)
+    for port in (1, 2):
+        supervisor._on_engine_event(Mock(), {"event": "ready", "fleet_endpoint": f"tcp://127.0.0.1:{port}"})
+    assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
 def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tree):

@@ -27,6 +27,14 @@ async def test_every_session_stays_on_its_replica_whatever_its_name(session):
         assert sum(bool(s.requests) for s in servers) == 2
 
 
+async def test_servers_are_told_the_session():
+    async with fleet(1) as ([server], client):
+        for session in (0, "a", ("task", 1), None):
+            await client.generate(PROMPT, PARAMS, session_id=session)
+        told = [body.get("session") for body in server.requests]
+        assert told[:2] == ["0", "a"] and len(told[2]) == 64 and told[3] is None
+
+
 async def test_without_a_session_the_least_loaded_replica_is_chosen():
     async with fleet(3) as (servers, client):
         for server in servers:

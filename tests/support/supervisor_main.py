@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from fastdeploy.core.config import EngineConfig, ServeConfig
 from fastdeploy.core.logger import setup_logging
 from fastdeploy.entrypoints.supervisor import Supervisor
+from fastdeploy.inter_communicator.fleet_key import take_fleet_key
 
 if __name__ == "__main__":
     model, name, workers, shutdown_s = sys.argv[1:]
@@ -15,4 +17,6 @@ if __name__ == "__main__":
     serve = ServeConfig(
         model=model, served_model_name=name, port=0, workers=int(workers), shutdown_s=float(shutdown_s), stall_s=2.0
     )
-    sys.exit(Supervisor(engine, serve, engine_module="support.fake_engine_main", first_delay_s=0.05).run())
+    key = take_fleet_key(os.environ)
+    module = "support.fake_engine_main"
+    sys.exit(Supervisor(engine, serve, engine_module=module, first_delay_s=0.05, fleet_key=key).run())

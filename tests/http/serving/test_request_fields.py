@@ -13,7 +13,9 @@ from fastdeploy.http.dialects.vllm.generate import parse_generate
 from fastdeploy.http.openai.protocol import UNSUPPORTED, CompletionBody
 from fastdeploy.http.openapi import schema_of
 
-FIELDS = {field.name: field.type for field in msgspec.inspect.type_info(RequestFields).fields}
+ALL_FIELDS = {field.name: field.type for field in msgspec.inspect.type_info(RequestFields).fields}
+SWITCHES = [name for name, kind in ALL_FIELDS.items() if isinstance(kind, msgspec.inspect.BoolType)]
+FIELDS = {name: kind for name, kind in ALL_FIELDS.items() if name not in SWITCHES}  # those with limits
 
 
 def beyond(kind) -> object:
@@ -42,4 +44,14 @@ def test_the_engine_refuses_a_value_beyond_a_limit(name):
     add = AddRequest("r", [1], SamplingParams(), **{name: beyond(FIELDS[name])})
     with pytest.raises(InvalidField) as info:
         add.check_fields()
+    assert info.value.field == name
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_http_bodies_take_every_switch(name):
+    body = parse_body({"prompt": "a", name: True}, CompletionBody, UNSUPPORTED)
+    asked = parse_generate({"token_ids": [1], "sampling_params": {}, name: True})
+    assert getattr(body.request_fields(), name) is getattr(asked.request_fields(), name) is True
+    with pytest.raises(InvalidField) as info:
+        parse_body({"prompt": "a", name: "perhaps"}, CompletionBody, UNSUPPORTED)
     assert info.value.field == name
