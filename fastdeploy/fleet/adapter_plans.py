@@ -35,8 +35,8 @@ class LoadPlan(Plan[m.LoadAdapterArgs]):
         return m.EndLoadArgs(self.args.lora_name, True, self._entry[1])
 
     def rollback(self, name: str) -> m.Args | None:
-        """A replica that refused has no prepared load, or that of another call."""
-        return None if name in self.errors else m.EndLoadArgs(self.args.lora_name, False)
+        """A replica that refused to prepare has no prepared load, or that of another call."""
+        return m.EndLoadArgs(self.args.lora_name, False) if name in self.results else None
 
     def seconds(self, step: Step) -> float:
         if step is not Step.PREPARE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -20,7 +21,7 @@ class ControlStack:
 
     def __init__(self, num: int, config: FleetConfig, engine: dict[str, Any], runner: dict[str, Any]):
         store = engine.pop("adapter_store", None)
-        folders = [{"adapter_store": f"{store}-r{i}"} if store else {} for i in range(num)]
+        folders = [{"adapter_store": tempfile.mkdtemp(dir=store)} if store else {} for _ in range(num)]
         self.engines = [FakeEngine(f"r{i}", engine | folder, runner) for i, folder in enumerate(folders)]
         self.replicas = [
             Replica(e.placement, ZmqConnector(e.endpoint), config.stall_s, lambda replica: None) for e in self.engines

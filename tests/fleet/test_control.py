@@ -230,7 +230,7 @@ async def test_the_same_key_finds_the_same_session_and_an_abort_ends_it_on_all()
 
 
 async def test_an_adapter_that_one_replica_refuses_is_loaded_nowhere(tmp_path):
-    async with control_stack(adapter_store=str(tmp_path / "store")) as stack:
+    async with control_stack(adapter_store=str(tmp_path)) as stack:
         load = m.LoadAdapterArgs("lora", FolderSource(write_adapter(tmp_path / "a1", "a1")))
         spoil(stack, 0, m.LoadAdapterArgs, WeightUpdateRefused("too large"))
         with pytest.raises(WeightUpdateRefused):

@@ -34,7 +34,16 @@ CALLS = [
     lambda n: m.SleepArgs(),
     lambda n: m.WakeArgs(),
 ]
-REFUSABLE = [m.PauseArgs, m.BeginUpdateArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.LoadAdapterArgs, m.SleepArgs]
+# An engine never refuses to release a caller's hold.
+REFUSABLE = [
+    m.PauseArgs,
+    m.BeginUpdateArgs,
+    m.UpdateChunkArgs,
+    m.CommitUpdateArgs,
+    m.LoadAdapterArgs,
+    m.EndLoadArgs,
+    m.SleepArgs,
+]
 # The steps of a script, the frequent ones several times.
 STEPS = (
     *["call"] * 8,
