@@ -75,7 +75,7 @@ class PausePlan(Plan[m.PauseArgs]):
     def begin(self) -> None:
         below = self.state.holds.get(self._key)
         terms = _stronger(self.args, below.args if below is not None else None)
-        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below)
+        self._hold = FleetHold(terms, _expiry(self.args.ttl_s, self.now), self.order, below, settled=False)
         self.state.holds[self._key] = self._hold
 
     def prepare(self, name: str) -> list[m.Args]:
@@ -96,7 +96,8 @@ class PausePlan(Plan[m.PauseArgs]):
         while below is not None and below.refused:
             below = below.below
         placed = bool(self.results)
-        uneven = ended or (placed and below is None)
+        # A hold from before this call stays, if it was there for sure: then only its terms may differ.
+        uneven = ended or (placed and (below is None or not below.settled))
         hold.refused = not placed and not ended
         if standing is not hold:
             if standing is not None and uneven:
@@ -113,7 +114,7 @@ class PausePlan(Plan[m.PauseArgs]):
             del self.state.holds[self._key]
 
     def done(self) -> dict[str, Any]:
-        self._hold.below = None
+        self._hold.below, self._hold.settled = None, True
         report = super().done()
         _show_ttl(report["hold"], self.state, self.now)
         return report
@@ -176,11 +177,12 @@ class ResetPlan(Plan[m.ResetArgs]):
 
     def begin(self) -> None:
         self.state.holds = {key: hold for key, hold in self.state.holds.items() if not hold.args.anonymous}
+        self._sessions = [session for session in self.state.sessions.values() if session.open]
 
     def done(self) -> dict[str, Any]:
         report = merge(list(self.results.values()))
-        report["sessions_aborted"] = [session.id for session in self.state.sessions.values() if session.open]
-        for session in list(self.state.sessions.values()):
+        report["sessions_aborted"] = [session.id for session in self._sessions if session.open]
+        for session in self._sessions:
             self.state.close_session(session)
         self.state.version = report["version"]
         return report

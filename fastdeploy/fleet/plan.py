@@ -76,7 +76,7 @@ class Plan(Generic[A]):
     # ------------------------------------------------------------------ answers
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
-        """Note the result of one accepted message."""
+        """Note the result of one accepted message, other than that of a rollback."""
 
     def judge(self, name: str, step: Step, result: dict[str, Any]) -> FastDeployError | None:
         """Return the error of a result that does not agree with those of other replicas; it counts as a refusal."""

@@ -142,6 +142,16 @@ PLANS: dict[type[m.Args], Callable[[Any, Context], Plan[Any]]] = {
     m.RetainedArgs: ReadPlan,
 }
 CALLS = get_args(m.Args)
+READS = (  # calls that a gateway makes too while another one leads
+    m.PauseStatusArgs,
+    m.AdaptersArgs,
+    m.WeightInfoArgs,
+    m.ModelInfoArgs,
+    m.MetricsArgs,
+    m.EventsArgs,
+    m.FleetStateArgs,
+    m.RetainedArgs,
+)
 UNCHANGED = (m.MetricsArgs, m.ModelInfoArgs, m.EventsArgs)  # replies without "replicas"
 assert set(PLANS) == set(CALLS), "every call needs a plan"
 

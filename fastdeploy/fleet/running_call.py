@@ -23,8 +23,8 @@ STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROL
 
 class RunningCall:
     """A call on ``replicas``. shows_replicas: whether the report has a list "replicas". fence(replica, why): cuts a
-    replica off. deposed(why): called when a replica follows another gateway. ended(call): called once, before the
-    call is answered.
+    replica off. ended(call): called once, before the call is answered. deposed(error): called if a replica is led by
+    another gateway; it ends this call.
 
     future: of the report. A caller may cancel it; the call goes on."""
 
@@ -35,8 +35,8 @@ class RunningCall:
         config: FleetConfig,
         shows_replicas: bool,
         fence: Callable[[Replica, str], None],
-        deposed: Callable[[str], None],
         ended: Callable[[RunningCall], None],
+        deposed: Callable[[NotLeader], None],
     ):
         self._loop = asyncio.get_running_loop()
         self._plan = plan
@@ -44,8 +44,8 @@ class RunningCall:
         self._config = config
         self._shows_replicas = shows_replicas
         self._fence = fence
-        self._deposed = deposed
         self._ended = ended
+        self._deposed = deposed
         self._transaction = Transaction(self._replicas, plan.rule)
         self._actions: deque[Action] = deque()
         self._acting = False
@@ -155,12 +155,14 @@ class RunningCall:
             except (EngineDead, EngineStalled) as lost:  # the engine is ending
                 self._act(self._transaction.lose(name, lost.message))
                 return
+            except NotLeader as refused:
+                self._deposed(refused)
+                return
             except FastDeployError as refused:
                 errors.append(refused)
-                if isinstance(refused, NotLeader):  # the other gateway decides about the replicas from now on
-                    self._deposed(refused.message)
             else:
-                self._plan.heard(name, args, result)
+                if step is not Step.ROLLBACK:
+                    self._plan.heard(name, args, result)
         error = errors[0] if errors else self._plan.judge(name, step, result)
         if error is None:
             self._accepted(name, step, result)

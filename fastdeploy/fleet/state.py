@@ -20,13 +20,15 @@ class FleetHold:
     expires_at: on the event loop's clock, when the gateway releases it; None = never.
 
     The other fields serve pause calls that overlap. order: of the call that placed this hold last. below: the hold
-    before that call, until the call has succeeded. refused: the call did not place anything. owed: an earlier call on
-    this hold failed, and left its release to this one."""
+    before that call, until the call has succeeded. settled: the call has succeeded, so the hold stands on all members.
+    refused: the call did not place anything. owed: an earlier call on this hold failed, and left its release to this
+    one."""
 
     args: PauseArgs
     expires_at: float | None = None
     order: int = 0
     below: FleetHold | None = None
+    settled: bool = True
     refused: bool = False
     owed: bool = False
 
@@ -35,13 +37,14 @@ class FleetHold:
 class FleetSession:
     """A weight session. ids: the session id of each replica that takes part, by its name. source: of the only part so
     far, if that part was a whole source. parts: number of parts. expires_at: on the event loop's clock, when the
-    gateway ends the session if no part comes."""
+    gateway ends the session if no part comes. begun: its begin was answered."""
 
     id: str
     begin: BeginUpdateArgs
     ids: dict[str, str]
     expires_at: float
     open: bool = True
+    begun: bool = False
     parts: int = 0
     source: WholeSource | None = None
 
@@ -139,5 +142,5 @@ class FleetState:
     def forget_replica(self, name: str) -> None:
         """Note that ``name`` was fenced: it takes part in no session any more."""
         for session in self.sessions.values():
-            if session.open and session.ids.pop(name, None) is not None and not session.ids:
+            if session.open and session.ids.pop(name, None) is not None and not session.ids and session.begun:
                 self.close_session(session)

@@ -34,6 +34,16 @@ def new_session_id() -> str:
     return f"weights-{uuid.uuid4().hex[:12]}"
 
 
+def having(session: FleetSession, names: Sequence[str]) -> Sequence[str]:
+    """Return the replicas that take part in a session. All do as long as its begin is on the way."""
+    if not session.begun:
+        return names
+    taking_part = [name for name in names if name in session.ids]
+    if not taking_part:
+        raise SessionNotFound(f"weight session {session.id} was lost with its replicas")
+    return taking_part
+
+
 class SessionPlan(Plan[A]):
     """A call that names a weight session, by the id of the fleet or by ``placed_by``. Each replica has its own id."""
 
@@ -48,14 +58,18 @@ class SessionPlan(Plan[A]):
             if self.args.session_id is not None:
                 raise SessionNotFound(f"there is no weight session {self.args.session_id!r}")
             return names
-        having = [name for name in names if name in self.session.ids]
-        if not having:
-            raise SessionNotFound(f"weight session {self.session.id} was lost with its replicas")
-        return having
+        return having(self.session, names)
 
     def id_on(self, name: str) -> str | None:
         """Return the id of the session on a replica, as far as it is known."""
-        return self.session.ids.get(name) if self.session is not None else self._ids.get(name)
+        known = self.session.ids if self.session is not None else {}
+        return self._ids.get(name, known.get(name))
+
+    def found(self) -> FleetSession | None:
+        """Return the session that the replicas have found. The ids in their answers decide, because a call of
+        ``placed_by`` may have been sent before the begin of its session was answered."""
+        found = [self.state.session_of(name, session_id) for name, session_id in self._ids.items()]
+        return next((session for session in found if session is not None), self.session)
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
         if result.get("session_id") is not None:
@@ -67,7 +81,7 @@ class SessionPlan(Plan[A]):
         return bool(self.results) or len(codes) > 1 or not codes <= KEEPS_SESSION
 
     def rolling_back(self) -> None:
-        self._aborts = self.must_end()
+        self._aborts, self.session = self.must_end(), self.found()
         if self._aborts and self.session is not None:
             self.state.close_session(self.session)
 
@@ -76,6 +90,7 @@ class SessionPlan(Plan[A]):
         return m.AbortUpdateArgs(session_id) if self._aborts and session_id is not None else None
 
     def done(self) -> dict[str, Any]:
+        self.session = self.found()
         report = merge(list(self.results.values()))
         if self.session is not None and report.get("session_id") is not None:
             report["session_id"] = self.session.id
@@ -93,32 +108,37 @@ class BeginPlan(Plan[m.BeginUpdateArgs]):
 
     rule = Rule.UNDO
 
-    def __init__(self, args: m.BeginUpdateArgs, context: Context):
-        super().__init__(args, context)
-        self._ids: dict[str, str] = {}
+    def begin(self) -> None:
+        key = self.args.idempotency_key
+        same = [
+            s for s in self.state.sessions.values() if s.open and key is not None and s.begin.idempotency_key == key
+        ]
+        self._is_new = not same
+        self._expires_at = self.now + bounded(self.args.lease_s, 0.0) + LEASE_MARGIN_S
+        self._session = same[0] if same else FleetSession(new_session_id(), self.args, {}, self._expires_at)
+        if self._is_new:
+            self.state.open_session(self._session)
 
     def heard(self, name: str, args: m.Args, result: dict[str, Any]) -> None:
-        self._ids[name] = result["session_id"]
+        self._session.ids[name] = result["session_id"]
 
     def rollback(self, name: str) -> m.Args | None:
-        return m.AbortUpdateArgs(self._ids[name]) if name in self._ids else None
+        return m.AbortUpdateArgs(self.results[name]["session_id"]) if name in self.results else None
 
     def rolling_back(self) -> None:
-        for name, session_id in self._ids.items():
-            if (session := self.state.session_of(name, session_id)) is not None:
-                self.state.close_session(session)
+        if self._is_new or self.results:
+            self.state.close_session(self._session)
+
+    def failed(self) -> None:
+        if self._is_new:
+            self.state.close_session(self._session)
 
     def done(self) -> dict[str, Any]:
-        report = merge(list(self.results.values()))
-        known = [self.state.session_of(name, self._ids[name]) for name in self.results]
-        session = next((session for session in known if session is not None), None)
-        expires_at = self.now + self.args.lease_s + LEASE_MARGIN_S
-        if session is None:
-            ids = {name: self._ids[name] for name in self.results}
-            session = FleetSession(new_session_id(), self.args, ids, expires_at)
-            self.state.open_session(session)
-        session.expires_at = max(session.expires_at, expires_at)
-        return report | {"session_id": session.id}
+        session = self._session
+        session.begun = True
+        session.ids = {name: session_id for name, session_id in session.ids.items() if name in self.results}
+        session.expires_at = max(session.expires_at, self._expires_at)
+        return merge(list(self.results.values())) | {"session_id": session.id}
 
 
 class ChunkPlan(SessionPlan[m.UpdateChunkArgs]):
@@ -263,10 +283,7 @@ class AbortUpdatePlan(Plan[m.AbortUpdateArgs]):
             return names
         if self._session is None:
             raise SessionNotFound(f"there is no weight session {self.args.session_id!r}")
-        having = [name for name in names if name in self._session.ids]
-        if not having:
-            raise SessionNotFound(f"weight session {self._session.id} was lost with its replicas")
-        return having
+        return having(self._session, names)
 
     def prepare(self, name: str) -> list[m.Args]:
         return [m.AbortUpdateArgs(self._session.ids[name] if self._session is not None else None)]
@@ -274,13 +291,15 @@ class AbortUpdatePlan(Plan[m.AbortUpdateArgs]):
     def forgives(self, error: FastDeployError) -> bool:
         return isinstance(error, SessionNotFound | SessionExpired)
 
-    def done(self) -> dict[str, Any]:
-        ended = any(result["aborted"] for result in self.results.values())
+    def begin(self) -> None:
         open_ones = [session for session in self.state.sessions.values() if session.open]
-        aborted = [session for session in open_ones if self._session in (None, session)]
-        for session in aborted:
+        self._aborted = [session for session in open_ones if self._session in (None, session)]
+
+    def done(self) -> dict[str, Any]:
+        for session in self._aborted:
             self.state.close_session(session)
-        return {"aborted": [session.id for session in aborted] if ended else []}
+        ended = any(result["aborted"] for result in self.results.values())
+        return {"aborted": [session.id for session in self._aborted] if ended else []}
 
 
 class WeightInfoPlan(Plan[m.WeightInfoArgs]):

@@ -1,0 +1,409 @@
+"""A fleet without processes: model replicas, and a gateway that runs the real plans and the real transaction table over
+a network in which each message may be late, doubled or lost.
+
+A connection keeps its order, as ZMQ does. So a message is lost only together with the connection, or in a replica that
+hangs; a doubled one comes twice in a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastdeploy.core import errors
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.pause_plans import PausePlan
+from fastdeploy.fleet.plan import Context, Plan
+from fastdeploy.fleet.plans import plan_for
+from fastdeploy.fleet.state import FleetHold, FleetState
+from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Step, Transaction, Vote
+from fastdeploy.inter_communicator import messages as m
+
+
+class Sent(NamedTuple):
+    """A message to a replica, or its answer. run, step, index: place of the message in its call."""
+
+    run: int
+    step: Step
+    index: int
+    args: m.Args
+    result: Any = None
+
+
+@dataclass
+class ModelReplica:
+    """An engine as plain data. refuses: types of the next calls that it refuses for reasons of its own."""
+
+    name: str
+    epoch: int = 0
+    version: str = ""
+    holds: set[str] = field(default_factory=set)
+    adapters: dict[str, int] = field(default_factory=dict)
+    asleep: set[str] = field(default_factory=set)
+    session: m.BeginUpdateArgs | None = None
+    session_id: str = ""
+    prepared: bool = False
+    loads: set[str] = field(default_factory=set)
+    term: int = 0
+    hangs: bool = False
+    refuses: set[type] = field(default_factory=set)
+    inbox: deque[tuple[int, Sent]] = field(default_factory=deque)  # with the term of the gateway that has sent it
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def state(self) -> tuple[Any, ...]:
+        return self.epoch, self.version, sorted(self.holds), sorted(self.adapters.items()), sorted(self.asleep)
+
+    def label(self) -> dict[str, Any]:
+        return {"version": self.version, "weight_epoch": self.epoch, "boot_id": self.name}
+
+    def do(self, args: m.Args) -> dict[str, Any]:
+        """Do one call as an engine does. Raises the error of a refusal."""
+        if type(args) in self.refuses:
+            self.refuses.discard(type(args))
+            raise errors.WrongOrder("not now")
+        return getattr(self, f"_{type(args).__name__}")(args) | self.label()
+
+    def _PauseArgs(self, args: m.PauseArgs) -> dict[str, Any]:
+        self.holds.add(args.hold_id)
+        return {"hold": {"id": args.hold_id, "scope": args.scope}}
+
+    def _ResumeArgs(self, args: m.ResumeArgs) -> dict[str, Any]:
+        gone = {h for h in self.holds if h == args.hold_id or (args.hold_id is None and h.startswith("anonymous"))}
+        self.holds -= gone
+        return {"status": "held" if self.holds else "running", "released": sorted(gone)}
+
+    def _BeginUpdateArgs(self, args: m.BeginUpdateArgs) -> dict[str, Any]:
+        if self.session is not None:
+            raise errors.UpdateInProgress("a session is open")
+        self.session, self.prepared = args, False
+        self.session_id = f"{self.name}-{next(self.numbers)}"
+        return {"session_id": self.session_id}
+
+    def _meant(self, args: m.UpdateChunkArgs | m.CommitUpdateArgs) -> m.BeginUpdateArgs:
+        by_name = args.session_id is None and self.session is not None and self.session.placed_by == args.placed_by
+        if self.session is None or not (by_name or args.session_id == self.session_id):
+            raise errors.SessionNotFound("no such session")
+        return self.session
+
+    def _UpdateChunkArgs(self, args: m.UpdateChunkArgs) -> dict[str, Any]:
+        self._meant(args)
+        return {"session_id": self.session_id}
+
+    def _CommitUpdateArgs(self, args: m.CommitUpdateArgs) -> dict[str, Any]:
+        session = self._meant(args)
+        if args.prepare:
+            self.prepared = True
+            return {"session_id": self.session_id, "fingerprint": session.version}
+        if args.weight_epoch is None or args.weight_epoch <= self.epoch:
+            raise errors.VersionConflict("an old number")
+        self.session, self.epoch, self.version = None, args.weight_epoch, session.version or ""
+        return {"session_id": self.session_id, "fingerprint": session.version}
+
+    def _AbortUpdateArgs(self, args: m.AbortUpdateArgs) -> dict[str, Any]:
+        if self.session is None or args.session_id not in (None, self.session_id):
+            return {"aborted": []}
+        self.session = None
+        return {"aborted": [self.session_id]}
+
+    def _LoadAdapterArgs(self, args: m.LoadAdapterArgs) -> dict[str, Any]:
+        if args.lora_name in self.loads:
+            raise errors.UpdateInProgress("is being loaded")
+        self.loads.add(args.lora_name)
+        return {"lora_name": args.lora_name}
+
+    def _EndLoadArgs(self, args: m.EndLoadArgs) -> dict[str, Any]:
+        if args.lora_name not in self.loads:
+            raise errors.WrongOrder("nothing is prepared")
+        self.loads.discard(args.lora_name)
+        if args.commit:
+            assert args.adapter_epoch is not None
+            self.adapters[args.lora_name] = args.adapter_epoch
+        return {"lora_name": args.lora_name}
+
+    def _UnloadAdapterArgs(self, args: m.UnloadAdapterArgs) -> dict[str, Any]:
+        if args.lora_name not in self.adapters:
+            raise errors.ModelNotFound("unknown")
+        del self.adapters[args.lora_name]
+        self.loads.discard(args.lora_name)
+        return {"lora_name": args.lora_name}
+
+    def _SleepArgs(self, args: m.SleepArgs) -> dict[str, Any]:
+        if self.asleep:
+            raise errors.WrongOrder("sleeps already")
+        self.asleep = {"weight"}
+        return {"asleep": ["weight"]}
+
+    def _WakeArgs(self, args: m.WakeArgs) -> dict[str, Any]:
+        if not self.asleep:
+            raise errors.WrongOrder("nothing sleeps")
+        self.asleep = set()
+        return {"asleep": []}
+
+
+class SimulatedCall:
+    """A call that a gateway makes. outcome: "done" or the error; None as long as it runs."""
+
+    def __init__(self, gateway: SimulatedGateway, number: int, plan: Plan[Any], names: list[str]):
+        self.gateway, self.number, self.plan, self.names = gateway, number, plan, names
+        self.transaction = gateway.fleet.make_transaction(names, plan.rule)
+        self.outcome: str | Exception | None = None
+        self.answers = 0
+        self._got: dict[tuple[str, Step], dict[int, Any]] = {}
+        self._rolled_back = False
+
+    def start(self) -> None:
+        state = self.plan.state
+        state.order += 1
+        self.plan.order = state.order
+        self.plan.begin()
+        self.act(self.transaction.start())
+
+    def act(self, actions: list[Action]) -> None:
+        queue = deque(actions)
+        while queue:
+            action = queue.popleft()
+            if isinstance(action, Send):
+                queue += self._send(action.name, action.step)
+            else:
+                self.gateway.fence(action.name)
+        if self.transaction.ended and self.outcome is None:
+            self._end()
+
+    def _send(self, name: str, step: Step) -> list[Action]:
+        if step is Step.ROLLBACK and not self._rolled_back:
+            self._rolled_back = True
+            self.plan.rolling_back()
+        if step is Step.PREPARE:
+            messages = list(self.plan.prepare(name))
+        else:
+            one = self.plan.commit(name) if step is Step.COMMIT else self.plan.rollback(name)
+            messages = [] if one is None else [one]
+        if not messages:
+            return self.transaction.answer(name, step, True)
+        if name not in self.gateway.members:
+            return self.transaction.lose(name, "not connected")
+        self._got[name, step] = {}
+        for index, args in enumerate(messages):
+            replica = self.gateway.fleet.replicas[name]
+            replica.inbox.append((self.gateway.term, Sent(self.number, step, index, args, len(messages))))
+        return []
+
+    def answered(self, name: str, sent: Sent, result: Any) -> None:
+        got = self._got.setdefault((name, sent.step), {})
+        got.setdefault(sent.index, (sent.args, result))
+        if isinstance(result, errors.NotLeader):
+            self.outcome = result
+        if (
+            self.outcome is not None
+            or len(got) < sent.result
+            or WAITING.get(self.transaction.votes[name]) is not sent.step
+        ):
+            return
+        error = next((value for _, value in got.values() if isinstance(value, Exception)), None)
+        for args, value in got.values():
+            if not isinstance(value, Exception) and sent.step is not Step.ROLLBACK:
+                self.plan.heard(name, args, value)
+        last = got[sent.result - 1][1]
+        if error is not None and self.plan.forgives(error):
+            error, last = None, None
+        elif error is None:
+            error = self.plan.judge(name, sent.step, last)
+        if error is not None and sent.step is not Step.ROLLBACK:
+            self.plan.errors[name] = error
+        elif error is None and last is not None and sent.step is not Step.ROLLBACK:
+            self.plan.results[name] = last
+        self.act(self.transaction.answer(name, sent.step, error is None))
+
+    def _end(self) -> None:
+        self.answers += 1
+        lost = [name for name, vote in self.transaction.votes.items() if vote is Vote.LOST]
+        self.plan.results = {name: r for name, r in self.plan.results.items() if name not in lost}
+        if self.transaction.phase is Phase.DONE and self.plan.results:
+            self.outcome = "done"
+            self.gateway.fleet.note_done(self.plan.done())
+        else:
+            self.plan.failed()
+            self.outcome = next(iter(self.plan.errors.values()), errors.EngineDead("no member is left"))
+
+
+class SimulatedGateway:
+    """A gateway in one term. It knows its members, and nothing else but what they answer."""
+
+    def __init__(self, fleet: SimulatedFleet, term: int, state: FleetState, members: list[str]):
+        self.fleet, self.term, self.state = fleet, term, state
+        self.members = dict.fromkeys(members)
+        self.calls: list[SimulatedCall] = []
+
+    def call(self, args: m.Args) -> SimulatedCall | None:
+        if not self.members:
+            return None
+        plan = plan_for(args, Context(self.state, self.fleet.config, 0.0))
+        try:
+            names = list(plan.participants(list(self.members)))
+        except errors.FastDeployError:
+            return None
+        call = SimulatedCall(self, len(self.calls), plan, names)
+        self.calls.append(call)
+        call.start()
+        return call
+
+    def fence(self, name: str) -> None:
+        """Cut a replica off: its messages are gone, and it is restarted. A gateway that leads no more does nothing."""
+        if name in self.members and self.fleet.gateway is self:
+            del self.members[name]
+            self.state.forget_replica(name)
+            self.fleet.restart(name)
+
+    def lost(self, name: str) -> None:
+        """The connection to ``name`` has ended."""
+        self.fence(name)
+        for call in self.calls:
+            if call.outcome is None and name in call.transaction.votes:
+                call.act(call.transaction.lose(name, "the connection is lost"))
+
+    def deadline(self, call: SimulatedCall) -> None:
+        for step in Step:
+            if call.outcome is None:
+                call.act(call.transaction.deadline(step))
+        for name in [name for name in call.names if name not in self.members]:
+            for other in self.calls:
+                if other.outcome is None and name in other.transaction.votes:
+                    other.act(other.transaction.lose(name, "fenced by another call"))
+
+
+class SimulatedFleet:
+    """Replicas, and the gateway that leads them. make_transaction: of each call, which a test may spoil."""
+
+    def __init__(self, num: int, make_transaction: Callable[[list[str], Rule], Transaction] = Transaction):
+        self.config = FleetConfig(fleet_id="simulated")
+        self.make_transaction = make_transaction
+        self.replicas = {f"r{i}": ModelReplica(f"r{i}", term=1) for i in range(num)}
+        self.gateway = SimulatedGateway(self, 1, FleetState(), list(self.replicas))
+        self.old_gateways: list[SimulatedGateway] = []
+        self.replies: dict[str, deque[tuple[int, Sent, Any]]] = {name: deque() for name in self.replicas}
+        self.answered_epoch = 0
+
+    def note_done(self, report: dict[str, Any]) -> None:
+        self.answered_epoch = max(self.answered_epoch, report.get("weight_epoch", 0))
+
+    # ------------------------------------------------------------------ the network
+
+    def handle_one(self, name: str, doubled: bool = False) -> None:
+        """Let a replica handle its next message."""
+        replica = self.replicas[name]
+        if replica.hangs or not replica.inbox:
+            return
+        term, sent = replica.inbox.popleft()
+        if term != replica.term:
+            result: Any = errors.NotLeader("another gateway leads")
+        else:
+            try:
+                result = replica.do(sent.args)
+            except errors.FastDeployError as error:
+                result = error
+        self.replies[name] += [(term, sent, result)] * (2 if doubled else 1)
+
+    def deliver_one(self, name: str) -> None:
+        """Hand the next answer of a replica to the gateway that asked."""
+        if self.replies[name]:
+            term, sent, result = self.replies[name].popleft()
+            gateway = next((g for g in (self.gateway, *self.old_gateways) if g.term == term), None)
+            if gateway is not None and name in gateway.members:
+                gateway.calls[sent.run].answered(name, sent, result)
+
+    def settle(self) -> None:
+        """Deliver everything, and let every deadline pass."""
+        while True:
+            while any(r.inbox and not r.hangs for r in self.replicas.values()) or any(self.replies.values()):
+                for name in self.replicas:
+                    self.handle_one(name)
+                    self.deliver_one(name)
+            running = [call for call in self.gateway.calls if call.outcome is None]
+            if not running:
+                return
+            self.gateway.deadline(running[0])
+
+    # ------------------------------------------------------------------ faults
+
+    def restart(self, name: str) -> None:
+        """Start a replica again, with the weights of its start."""
+        self.replicas[name] = ModelReplica(name, term=self.gateway.term if hasattr(self, "gateway") else 1)
+        self.replies[name].clear()
+
+    def die(self, name: str) -> None:
+        self.restart(name)
+        self.gateway.lost(name)
+
+    def join(self, name: str) -> None:
+        """Let a replica that is out join with the fleet's state, while no call changes that state."""
+        gateway, state = self.gateway, self.gateway.state
+        busy = any(call.outcome is None for call in gateway.calls) or any(s.open for s in state.sessions.values())
+        if name in gateway.members or busy or not gateway.members:
+            return
+        replica = self.replicas[name] = ModelReplica(name, state.weight_epoch, state.version, term=gateway.term)
+        replica.holds = {hold_id for _, hold_id in state.holds}
+        replica.adapters = {name: epoch for name, (_, epoch) in state.adapters.items()}
+        replica.asleep = set(state.asleep)
+        gateway.members[name] = None
+
+    def new_gateway(self) -> None:
+        """The gateway dies between two messages, and the next one leads. Its state is made of those of the replicas:
+        the highest epoch, and the union of the holds. What the old gateway has sent is refused from now on."""
+        old, term = self.gateway, self.gateway.term + 1
+        self.old_gateways.append(old)
+        for name, replica in self.replicas.items():
+            replica.term = term
+            if replica.hangs:
+                self.restart(name)
+                replica = self.replicas[name]
+                replica.term = term
+                old.members.pop(name, None)
+        known = [self.replicas[name] for name in old.members]
+        epoch = max((replica.epoch for replica in known), default=0)
+        best = [replica for replica in known if replica.epoch == epoch]
+        state = FleetState(weight_epoch=epoch, last_epoch=epoch)
+        members = []
+        if best:
+            holds = set().union(*(replica.holds for replica in known))
+            first = best[0]
+            state.version, state.asleep = first.version, tuple(first.asleep)
+            state.holds = {("engine", hold): FleetHold(self._hold(hold)) for hold in holds}
+            load = m.LoadAdapterArgs("", FolderSource("/a"))
+            state.adapters = {name: (load, epoch) for name, epoch in first.adapters.items()}
+            for replica in best:
+                replica.holds = set(holds)
+                replica.session, replica.loads = None, set()
+                if (replica.version, replica.adapters, replica.asleep) == (first.version, first.adapters, first.asleep):
+                    members.append(replica.name)
+        self.gateway = SimulatedGateway(self, term, state, members)
+        for name in self.replicas:
+            if name not in members:
+                self.restart(name)
+
+    def _hold(self, hold_id: str) -> m.PauseArgs:
+        return m.PauseArgs("keep", hold_id=hold_id, anonymous=hold_id.startswith("anonymous"))
+
+    # ------------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Check a fleet in which every message is delivered."""
+        members = [self.replicas[name] for name in self.gateway.members]
+        states = {replica.name: replica.state() for replica in members}
+        assert len({repr(state) for state in states.values()}) <= 1, states
+        state = self.gateway.state
+        for replica in members:
+            assert replica.holds == {hold_id for _, hold_id in state.holds}, (replica, state.holds)
+            assert (replica.epoch, replica.version) == (state.weight_epoch, state.version)
+            assert replica.adapters == {name: epoch for name, (_, epoch) in state.adapters.items()}
+            assert replica.asleep == set(state.asleep)
+            assert (replica.session is not None) == any(s.open for s in state.sessions.values())
+            assert not replica.loads
+            assert replica.epoch >= self.answered_epoch, "a member serves older weights than an earlier answer"
+        for call in self.gateway.calls:
+            assert call.outcome is not None and call.answers == 1
+        assert not any(
+            isinstance(call.plan, PausePlan) and call.plan.rule is not Rule.UNDO for call in self.gateway.calls
+        )

@@ -1,0 +1,102 @@
+"""Hypothesis explores the fleet: calls that overlap, messages that are late, doubled or lost, replicas that die, hang
+or refuse, and gateways that die at any point."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastdeploy.core.weight_source import FolderSource
+from fastdeploy.inter_communicator import messages as m
+from fleet.simulated_fleet import SimulatedFleet
+
+SOURCE = FolderSource("/w")
+
+
+def hold(name: str | None) -> m.PauseArgs:
+    return m.PauseArgs("keep", hold_id=name)
+
+
+CALLS = [
+    lambda n: hold("a"),
+    lambda n: hold("b"),
+    lambda n: hold(None),
+    lambda n: m.ResumeArgs("a"),
+    lambda n: m.ResumeArgs(),
+    lambda n: m.UpdateWeightsArgs(SOURCE, version=f"v{n}"),
+    lambda n: m.BeginUpdateArgs(version=f"v{n}", placed_by="s"),
+    lambda n: m.UpdateChunkArgs(None, SOURCE, placed_by="s"),
+    lambda n: m.CommitUpdateArgs(None, placed_by="s"),
+    lambda n: m.AbortUpdateArgs(),
+    lambda n: m.LoadAdapterArgs("lora", SOURCE),
+    lambda n: m.UnloadAdapterArgs("lora"),
+    lambda n: m.SleepArgs(),
+    lambda n: m.WakeArgs(),
+]
+REFUSABLE = [m.PauseArgs, m.BeginUpdateArgs, m.UpdateChunkArgs, m.CommitUpdateArgs, m.LoadAdapterArgs, m.SleepArgs]
+# The steps of a script, the frequent ones several times.
+STEPS = (
+    *["call"] * 8,
+    *["handle"] * 6,
+    *["handle twice"] * 2,
+    *["deliver"] * 6,
+    *["deadline", "die", "hang", "refuse", "refuse", "join", "join", "settle", "new gateway"],
+)
+
+
+def scripts(min_size: int, max_size: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    """Return a strategy of scripts: each step with a number that chooses the call or the replica."""
+    codes = st.lists(st.integers(0, len(STEPS) * 1000 - 1), min_size=min_size, max_size=max_size)
+    return codes.map(lambda codes: [(STEPS[code % len(STEPS)], code // len(STEPS)) for code in codes])
+
+
+def play(num: int, script: list[tuple[str, int]]) -> None:
+    """Run a script, and check the fleet at every point where nothing is in flight."""
+    fleet = SimulatedFleet(num)
+    for number, (what, at) in enumerate(script):
+        name = f"r{at % num}"
+        match what:
+            case "call":
+                fleet.gateway.call(CALLS[at % len(CALLS)](number))
+            case "handle" | "handle twice":
+                fleet.handle_one(name, doubled=what == "handle twice")
+            case "deliver":
+                fleet.deliver_one(name)
+            case "deadline":
+                running = [call for call in fleet.gateway.calls if call.outcome is None]
+                if running:
+                    fleet.gateway.deadline(running[at % len(running)])
+            case "die":
+                fleet.die(name)
+            case "hang":
+                fleet.replicas[name].hangs = True
+            case "refuse":
+                fleet.replicas[name].refuses.add(REFUSABLE[at // num % len(REFUSABLE)])
+            case "join":
+                fleet.join(name)
+            case "settle":
+                fleet.settle()
+                fleet.check()
+            case "new gateway":
+                fleet.new_gateway()
+    fleet.settle()
+    fleet.check()
+
+
+QUICK = settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@QUICK
+@given(num=st.integers(2, 5), script=scripts(3, 30))
+def test_all_members_have_one_state_whatever_is_lost_late_or_doubled(num, script):
+    play(num, script)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@LONG
+@given(num=st.integers(2, 5), script=scripts(20, 100))
+def test_all_members_have_one_state_in_long_histories(num, script):
+    play(num, script)
