@@ -71,6 +71,8 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
+        if self.membership.leadership.leads:
+            self._control.deposed = None
         self._control.rearm()
         members = self.membership.quorum
         boot_id = self.membership.boot_id

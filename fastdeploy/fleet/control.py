@@ -12,7 +12,7 @@ from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
 from fastdeploy.core.weight_source import Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
-from fastdeploy.fleet.plans import UNCHANGED, plan_for
+from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
@@ -26,8 +26,9 @@ class FleetControl:
 
     quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
     stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
-    all replicas can read every source. deposed(why): called when a member follows another gateway. It empties the
-    quorum, so that nobody is fenced."""
+    all replicas can read every source.
+    deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
+    fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set."""
 
     def __init__(
         self,
@@ -35,14 +36,15 @@ class FleetControl:
         quorum: Callable[[], Sequence[Replica]],
         fence: Callable[[Replica, str], None],
         state: FleetState | None = None,
-        deposed: Callable[[str], None] = lambda why: None,
+        on_deposed: Callable[[str], None] = lambda why: None,
     ):
         self._config = config
         self._quorum = quorum
         self._fence = fence
-        self._deposed = deposed
         self.state = state or FleetState()
         self.stage_part: StagePart | None = None
+        self._on_deposed = on_deposed
+        self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -82,6 +84,8 @@ class FleetControl:
         """Send the call to all members, without waiting. Return the future of its report."""
         if self._closed:
             raise EngineDead("the gateway is shutting down")
+        if self.deposed is not None and not isinstance(args, READS):
+            raise NotLeader(self.deposed.message)
         members = {replica.name: replica for replica in self._quorum()}
         if not members:
             raise EngineDead("no replica of the fleet is ready")
@@ -98,7 +102,7 @@ class FleetControl:
     def fence(self, replica: Replica, why: str) -> None:
         """Fence a replica that a call has lost, unless it is out already."""
         self.state.forget_replica(replica.name)
-        if replica.in_quorum and not self._closed:
+        if replica.in_quorum and not self._closed and self.deposed is None:
             self._fence(replica, why)
 
     def _ended(self, run: RunningCall) -> None:
@@ -107,9 +111,10 @@ class FleetControl:
 
     def _depose(self, error: NotLeader) -> None:
         """End all calls: the other gateway decides what the replicas do now."""
-        self._deposed(error.message)
+        self.deposed = error
         for run in list(self._runs):
             run.abandon(NotLeader(error.message))
+        self._on_deposed(error.message)
 
     def _expire(self) -> None:
         """Release the holds whose ttl has ended on all members at once, and end silent sessions."""

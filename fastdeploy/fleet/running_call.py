@@ -198,7 +198,7 @@ class RunningCall:
             if not plan.results:
                 plan.failed()
                 raise refusal(self._forgiven, replicas)
-            report = with_boot_id(plan.done(), plan.state.boot_id)
+            report = with_boot_id(plan.done(), plan.state.boot_id or self._config.fleet_id)
         except FastDeployError as error:
             self._finish(error)
         else:
