@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import StaticLauncher
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
+logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)  # a gateway that closes says that it loses its replicas
 TARGET = 0.65  # longest session, ours over consistent hashing
 
 
