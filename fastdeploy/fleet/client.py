@@ -37,7 +37,8 @@ class FleetClient:
         self.membership = Membership(config, launcher, connector, self._members_changed)
         self._control = FleetControl(lambda: self.membership.quorum)
         self.router = router or Router()
-        self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
+        self._open: list[Replica] = []  # as of the last change of the members
+        self._dispatcher = Dispatcher(config, self.router, lambda: self._open)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
@@ -64,7 +65,7 @@ class FleetClient:
             relay.outer.fail(errors.EngineDead("the gateway is shutting down"))
 
     def _members_changed(self) -> None:
-        members = self.membership.quorum
+        members, self._open = self.membership.quorum, self.membership.open
         if members and self.welcome is None:
             welcome = members[0].client.welcome
             assert welcome is not None
