@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,19 +23,21 @@ if __name__ == "__main__":
 from benchmarks.lib.fleet.engines import FakeEngines
 from benchmarks.lib.fleet.load import COSTS, ENGINE, Figures, figures_of, make_sessions, median_of, run_session
 from benchmarks.lib.fleet.policies import POLICIES
+from benchmarks.lib.fleet.runner import Costs
 from benchmarks.lib.report import plain_table
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import StaticLauncher
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
 
+logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)  # a gateway that closes says that it loses its replicas
 TARGET = 0.65  # longest session, ours over consistent hashing
 
 
-async def run(policy: str, replicas: int, sessions: int, seed: int, max_turns: int) -> Figures:
+async def run(policy: str, replicas: int, sessions: int, seed: int, max_turns: int, costs: Costs = COSTS) -> Figures:
     """Run the sessions of ``seed`` under a policy, on new engines."""
     load = make_sessions(sessions, seed, max_turns)
-    with FakeEngines(COSTS) as engines:
+    with FakeEngines(costs) as engines:
         launcher = StaticLauncher(engines.start(replicas, **ENGINE))
         config = FleetConfig(fleet_id="benchmark", stall_s=60.0)
         client = FleetClient(config, launcher, lambda at: ZmqConnector(at.endpoint), POLICIES[policy]())

@@ -43,7 +43,8 @@ class FleetClient:
             self.membership.deposed,
         )
         self.router = router or Router()
-        self._dispatcher = Dispatcher(config, self.router, lambda: self.membership.open)
+        self._open: list[Replica] = []  # as of the last change of the members
+        self._dispatcher = Dispatcher(config, self.router, lambda: self._open)
         self._relays: dict[str, Relay] = {}
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
@@ -74,7 +75,7 @@ class FleetClient:
         if self.membership.leadership.leads:
             self._control.deposed = None
         self._control.rearm()
-        members = self.membership.quorum
+        members, self._open = self.membership.quorum, self.membership.open
         boot_id = self.membership.boot_id
         if members and (self.welcome is None or self.welcome.boot_id != boot_id):
             welcome = members[0].client.welcome

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fastdeploy.core.errors import EngineDead, EngineError
 from fastdeploy.fleet.config import FleetConfig
@@ -14,6 +14,15 @@ from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
 
 MAX_REFUSALS = 3  # of one request, by so many replicas. Then the client gets the refusal
+
+
+class Limit(NamedTuple):
+    """A time on the event loop's clock until which a part may wait. stop_reason: of its choices then; "" = the request
+    fails."""
+
+    at: float
+    stop_reason: str = ""
+    why: str = ""
 
 
 class Dispatcher:
@@ -26,6 +35,7 @@ class Dispatcher:
         self._open_replicas = open_replicas
         self._waiting: dict[Part, None] = {}  # in their order
         self._task: asyncio.Task[None] | None = None
+        self._changed = False  # since the task has begun its round
         self.closed = False
 
     @property
@@ -68,6 +78,7 @@ class Dispatcher:
 
     def kick(self) -> None:
         """Try again to send what waits, since the replicas have changed."""
+        self._changed = True
         if self._waiting and self._task is None and not self.closed and self._open_replicas():
             self._task = asyncio.get_running_loop().create_task(self._send_waiting(), name="fleet-dispatch")
 
@@ -94,52 +105,47 @@ class Dispatcher:
         self._waiting[part] = None
         part.has_waited = True
         if part.timer is None:
-            loop = asyncio.get_running_loop()
-            part.timer = loop.call_at(self._give_up_at(part.relay), self._give_up, part)
+            limit = min(self._limits(part.relay))
+            part.timer = asyncio.get_running_loop().call_at(limit.at, self._give_up, part, limit)
         self.kick()
 
-    def _give_up_at(self, relay: Relay) -> float:
+    def _limits(self, relay: Relay) -> Iterator[Limit]:
+        """Yield the times until which a request may wait."""
         request = relay.request
-        limits = [asyncio.get_running_loop().time() + self._failover_s]
+        yield Limit(asyncio.get_running_loop().time() + self._failover_s)
         if request.deadline_s is not None:
-            limits.append(relay.began + request.deadline_s)
+            yield Limit(relay.began + request.deadline_s, "deadline", "its deadline has passed")
         if request.max_queue_s is not None and not any(relay.tokens):
-            limits.append(relay.began + request.max_queue_s)
-        return min(limits)
-
-    def _give_up(self, part: Part) -> None:
-        if part not in self._waiting:
-            return
-        self.forget([part])
-        relay, request = part.relay, part.relay.request
-        waited = asyncio.get_running_loop().time() - relay.began
-        if request.deadline_s is not None and waited >= request.deadline_s:
-            relay.end(part.open_choices, "its deadline has passed", "deadline")
-        elif request.max_queue_s is not None and not any(relay.tokens) and waited >= request.max_queue_s:
             why = "it waited for its first step for longer than max_queue_s"
-            relay.end(part.open_choices, why, "queue_timeout")
+            yield Limit(relay.began + request.max_queue_s, "queue_timeout", why)
+
+    def _give_up(self, part: Part, limit: Limit) -> None:
+        relay = part.relay
+        self.forget([part])
+        relay.parts.discard(part)
+        if limit.stop_reason:
+            relay.end(part.open_choices, limit.why, limit.stop_reason)
         else:
             old = f" with weight_epoch {relay.least_epoch} or later" if relay.least_epoch else ""
             relay.outer.fail(EngineDead(f"no replica{old} took the request within {self._failover_s:g} s"))
 
     async def _send_waiting(self) -> None:
-        """Send all that can be sent, in order. Parts that arrive meanwhile come last."""
-        parts = dict.fromkeys(self._waiting)
+        """Send all that can be sent, in order. Begin again if parts or replicas came meanwhile."""
         try:
-            for part in parts:
-                if part not in self._waiting:
-                    continue
-                try:
-                    sent = await self._send(part)
-                except Exception as error:  # the request cannot be sent to any replica
-                    part.relay.outer.fail(error)
-                    continue
-                if sent:
-                    self.forget([part])
+            while self._changed:
+                self._changed = False
+                for part in list(self._waiting):
+                    if part in self._waiting:
+                        await self._send_one(part)
         finally:
             self._task = None
-        if not self._waiting.keys() <= parts.keys():
-            self.kick()
+
+    async def _send_one(self, part: Part) -> None:
+        try:
+            if await self._send(part):
+                self.forget([part])
+        except Exception as error:  # the request cannot be sent to any replica
+            part.relay.outer.fail(error)
 
 
 def merged_aborts(report: dict[str, Any], ended: dict[str, int]) -> dict[str, Any]:

@@ -294,6 +294,7 @@ class Attempt(RequestStream):
         super()._end(choice)
         if not self._open:
             self._relay.attempts.discard(self)
+            self.route.closed()
 
 
 def _shifted(span: Span, base: int, first: Span | None) -> Span:

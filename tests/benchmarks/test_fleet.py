@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from benchmarks.fleet import run
 from benchmarks.lib.fleet.engines import FakeEngines
+from benchmarks.lib.fleet.load import COSTS, Figures, Outcome, figures_of, make_sessions, median_of
 from benchmarks.lib.fleet.runner import Costs, expected_tokens
 from fastdeploy.client.engine_client import EngineClient
 from fastdeploy.core.errors import EngineDead
@@ -15,6 +18,8 @@ from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.launcher import Placement
 from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
+
+FAST = msgspec.structs.replace(COSTS, step_s=1e-4, prompt_s=1e-7, decode_s=0.0)
 
 
 @pytest.fixture
@@ -73,3 +78,25 @@ def test_a_stopped_engine_goes_on_where_it_was(engines):
         await client.close()
 
     asyncio.run(run())
+
+
+def test_each_seed_has_its_own_sessions_with_a_heavy_tail():
+    sessions = make_sessions(100, seed=1)
+    assert sessions == make_sessions(100, seed=1) != make_sessions(100, seed=2)
+    turns = sorted(len(session.turns) for session in sessions)
+    assert turns[0] == 2 and turns[50] <= 4 and turns[-1] == 24
+    assert 3 * sum(turns[-10:]) > sum(turns), "a tenth of the sessions has more than a third of the turns"
+
+
+def test_figures_count_what_was_cached_of_the_history_only():
+    runs = [figures_of([Outcome(3.0, 900, 400, 300), Outcome(1.0, 100, 0, 0)]), Figures(5.0, 4.0, 0.5, 7)]
+    assert runs[0] == Figures(3.0, 2.0, 0.75, 100)
+    assert median_of([*runs, Figures(4.0, 9.0, 0.1, 50)]) == Figures(4.0, 4.0, 0.5, 50)
+
+
+@pytest.mark.parametrize("policy", ["ours", "two choices"])
+def test_a_policy_answers_all_turns(policy):
+    figures = asyncio.run(run(policy, replicas=2, sessions=3, seed=0, max_turns=2, costs=FAST))
+    assert figures.longest_s > 0
+    if policy == "ours":
+        assert figures.hit_rate > 0.9

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from e2e.server import until
+from fastdeploy.fleet.config import FleetConfig
 from fleet.fake_fleet import FakeEngine, FakeFleet, fake_fleet
 from support.fake_runner import expected_tokens
 
@@ -73,3 +74,89 @@ def test_a_request_that_loses_its_replica_three_times_ends_once(fleet):
         fleet.wait_members(2)
     [choice] = asked.reply()["choices"]
     assert choice["token_ids"] == expected_tokens([4, 5], 100) and choice["num_preempted"] == 3
+
+
+def test_a_request_that_was_moved_is_found_by_an_abort(fleet):
+    asked = Asked(fleet, prompt=[1, 2], max_tokens=120, request_id="mine", n=2)
+    busy(fleet).kill()
+    engine = next(engine for engine in fleet.engines if not engine._transport.killed)
+    until(lambda: len(engine.engine.scheduler.running) == 2, 20, "both choices went on")
+    busy(fleet, 1)
+    report = fleet.http.post("/v1/abort_requests", json={"req_ids": ["mine"]}).json()["result"]
+    choices = asked.reply()["choices"]
+    assert [entry["request_id"] for entry in report["aborted"]] == ["mine"] and not report["not_found"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+    for choice in choices:
+        assert choice["token_ids"] == expected_tokens([1, 2], len(choice["token_ids"]))
+
+
+def test_the_rest_of_a_choice_draws_the_same_random_numbers(fleet):
+    asked = Asked(fleet, prompt=[1, 2, 3], max_tokens=60, min_tokens=50, n=2, first_choice=5, prompt_logprobs=0)
+    first = busy(fleet)
+    before = first.engine.scheduler.running[0].group.add
+    first.kill()
+    engine = next(engine for engine in fleet.engines if engine is not first)
+    until(lambda: len(engine.engine.scheduler.running) == 2, 20, "both choices went on")
+    requests = sorted(engine.engine.scheduler.running, key=lambda r: r.key[1])
+    rest = [request.group.add for request in requests]
+    assert before.sampling.seed is not None and before.first_choice == 5
+    for k, add in enumerate(rest):
+        done = add.resumed_tokens
+        assert done >= 1 and add.first_choice == 5 + k and add.n == 1
+        assert add.prompt_token_ids == [1, 2, 3] + expected_tokens([1, 2, 3], done)
+        assert (add.sampling.seed, add.sampling.prompt_logprobs) == (before.sampling.seed, None)
+        assert (add.sampling.max_tokens, add.sampling.min_tokens) == (60 - done, max(50 - done, 0))
+    choices = asked.reply()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [expected_tokens([1, 2, 3], 60)] * 2
+    assert len(choices[0]["prompt_logprobs"]) == 3
+
+
+def test_a_request_without_a_token_is_sent_again_as_it_was(fleet):
+    assert fleet.http.post("/v1/pause", json={"mode": "keep"}).status_code == 200
+    asked = Asked(fleet, prompt=[1, 2], max_tokens=5, request_id="mine", n=3)
+    until(lambda: any(len(e.engine.scheduler.waiting) for e in fleet.engines), 20, "the request waits")
+    first = next(e for e in fleet.engines if len(e.engine.scheduler.waiting))
+    first.kill()
+    engine = next(engine for engine in fleet.engines if engine is not first)
+    until(lambda: len(engine.engine.scheduler.waiting) == 3, 20, "it was sent again")
+    assert {r.group.add.request_id for r in engine.engine.lifecycle.requests} == {"mine"}
+    fleet.http.post("/v1/resume")
+    assert [c["token_ids"] for c in asked.reply()["choices"]] == [expected_tokens([1, 2], 5)] * 3
+
+
+def test_requests_wait_for_a_replica_and_go_on_in_their_order(fleet):
+    asked = Asked(fleet, prompt=[1, 2], max_tokens=100)
+    other = Asked(fleet, prompt=[3, 4], max_tokens=100)
+    until(lambda: all(e.engine.scheduler.running for e in fleet.engines), 20, "both run")
+    fleet.http.post("/v1/pause", json={"mode": "keep"})
+    for engine in fleet.engines:
+        engine.kill()
+    until(lambda: fleet.client._dispatcher.num_waiting == 2, 20, "both wait")
+    fleet.engines[0].start()
+    assert asked.reply()["choices"][0]["token_ids"] == expected_tokens([1, 2], 100)
+    assert other.reply()["choices"][0]["token_ids"] == expected_tokens([3, 4], 100)
+
+
+def test_no_replica_for_too_long_is_an_error_of_the_engine():
+    config = FleetConfig(fleet_id="fleet-1", failover_s=0.3)
+    with fake_fleet(1, runner={"step_s": 0.004}, config=config) as fleet:
+        asked = Asked(fleet, prompt=[1, 2], max_tokens=100)
+        busy(fleet).kill()
+        asked._thread.join(30)
+        assert asked._reply.status_code == 503
+        assert asked._reply.json()["error"]["code"] == "engine_dead"
+        assert fleet.client._relays == {}
+
+
+def test_a_full_replica_sends_a_request_to_another_one():
+    with fake_fleet(2, max_waiting=1) as fleet:
+        fleet.http.post("/v1/pause", json={"mode": "keep"})
+        # The router counts nothing of what other clients have sent.
+        first, second = fleet.client.membership.replicas.values()
+        second.load += 10**6
+        waiting = [Asked(fleet, prompt=[i, 7], max_tokens=3) for i in range(2)]
+        until(lambda: all(len(e.engine.scheduler.waiting) == 1 for e in fleet.engines), 20, "one waits at each")
+        refused = fleet.http.post("/v1/completions", json=BODY | {"prompt": [9], "max_tokens": 2})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        fleet.http.post("/v1/resume")
+        assert [a.reply()["choices"][0]["token_ids"] for a in waiting] == [expected_tokens([i, 7], 3) for i in range(2)]

@@ -83,7 +83,7 @@ def make_sessions(num: int, seed: int, max_turns: int = 24) -> list[Session]:
         turns = []
         for k in range(min(int(2 * draw.paretovariate(1.1)), max_turns)):
             new = tokens(2000, 0.4, 500, 6000) if k == 0 else tokens(250, 0.8, 20, 2000)
-            prompt = [draw.randrange(1, COSTS.vocab_size) for _ in range(new)]
+            prompt = draw.choices(range(1, COSTS.vocab_size), k=new)
             turns.append(Turn(prompt, tokens(40, 0.6, 8, 200), min(draw.expovariate(1 / 0.3), 2.0)))
         sessions.append(Session(f"session-{seed}-{i}", draw.uniform(0, 2), turns))
     return sessions

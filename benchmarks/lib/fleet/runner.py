@@ -25,6 +25,7 @@ ADAPTER_BYTES = 1 << 20
 class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cost model of a step, in seconds, and the sizes of a replica. A step that computes p prompt tokens, and one token
     for each of d sequences with c known tokens in all, takes ``step_s + p * prompt_s + d * decode_s + c * context_s``.
+    The engine divides by the time of a prompt token, so prompts must take some time.
     """
 
     step_s: float = 0.0

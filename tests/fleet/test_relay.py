@@ -1,0 +1,256 @@
+"""The parts of a request, and its outputs from several replicas, on engines that the test plays itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from fastdeploy.client.request_stream import RequestStream
+from fastdeploy.core.errors import AttachedElsewhere, DuplicateRequest, EngineDead, QueueFull, RequestsRejected
+from fastdeploy.core.outputs import Span
+from fastdeploy.core.request_fields import AddRequest
+from fastdeploy.core.sampling_params import SamplingParams
+from fastdeploy.fleet.client import FleetClient
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement, StaticLauncher
+from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
+from fastdeploy.inter_communicator import messages as m
+from fastdeploy.inter_communicator.messages import Output
+
+
+class PlayedConnection:
+    """Keeps what the gateway sends. receive: lets the gateway get a message."""
+
+    def __init__(self, client: Any):
+        self.sent: list[m.ToEngine] = []
+        self._client = client
+
+    def send(self, message: m.ToEngine) -> None:
+        self.sent.append(message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def output(self, request_id: str, tokens: list[int], choice: int = 0, **fields: Any) -> None:
+        self._client._receive(m.Outputs([Output(request_id, choice, tokens, **fields)]))
+
+    def reject(self, request_id: str, code: str) -> None:
+        self._client._receive(m.Rejected(request_id, m.Failure(code, "why")))
+
+    def reply(self, call: m.Call, **result: Any) -> None:
+        self._client._receive(m.Reply(call.call_id, result))
+
+
+class Fleet:
+    """A FleetClient with ``num`` members without engines."""
+
+    def __init__(self, num: int = 2):
+        self.client = FleetClient(FleetConfig(fleet_id="f"), StaticLauncher([]), lambda placement: None)
+        self.replicas, self.engines = [], []
+        for i in range(num):
+            replica = Replica(Placement(f"r{i}", "", "", "here"), None, 1.0, lambda _: self.client._members_changed())
+            self.client.membership.replicas[replica.name] = replica
+            self.replicas.append(replica)
+            self.engines.append(None)
+            self.connect(i)
+
+    def connect(self, i: int) -> None:
+        replica = self.replicas[i]
+        self.engines[i] = replica.client._connection = PlayedConnection(replica.client)
+        replica.client.welcome, replica.client.model_info = m.Welcome("b", 0, 100), {"max_num_seqs": 8}
+        replica.client._first_connection = False
+        replica.client.connected.set()
+        replica._connected()
+        replica.advance(ReplicaEvent.JOINED)
+
+    def lose(self, i: int) -> None:
+        self.replicas[i].client._connection = None
+        self.replicas[i].client._disconnect(EngineDead("it died"))
+
+    async def settle(self) -> None:
+        """Let the gateway send what waits."""
+        while (task := self.client._dispatcher._task) is not None:
+            await task
+
+
+def in_loop(test: Callable[[Fleet], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    async def run() -> None:
+        await test(Fleet())
+
+    def wrapped() -> None:
+        asyncio.run(run())
+
+    wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
+    return wrapped
+
+
+def request(name: str = "x", **fields: Any) -> AddRequest:
+    sampling = fields.pop("sampling", SamplingParams(max_tokens=10, min_tokens=4, prompt_logprobs=1))
+    return AddRequest(name, [1, 2, 3], sampling, **fields)
+
+
+def taken(stream: RequestStream) -> list[list[int]]:
+    return [output.token_ids for output in stream.take()]
+
+
+@in_loop
+async def test_outputs_pass_unchanged_and_wake_the_client_s_reader(fleet):
+    stream = await fleet.client.submit(request())
+    [sent] = fleet.engines[0].of(AddRequest)
+    assert sent.request_id == "x" and sent.sampling.seed is not None
+    output = Output("x", 0, [7], spans=[Span("v", 2, 0, 1)], cached_tokens=2)
+    fleet.replicas[0].client._receive(m.Outputs([output]))
+    assert await stream.reader.wait() == [stream]
+    [passed] = stream.take()
+    assert passed is output
+    fleet.engines[0].output("x", [8], finish_reason="length")
+    assert stream.ended and taken(stream) == [[8]] and not fleet.engines[0].of(m.CancelRequest)
+    assert fleet.client._relays == {} and fleet.replicas[0].load == 0
+
+
+@in_loop
+async def test_the_rest_of_each_choice_is_a_request_of_its_own(fleet):
+    stream = await fleet.client.submit(request(n=3, deadline_s=60.0, max_queue_s=5.0, retain_s=0.0, priority=4))
+    old, new = fleet.engines
+    fleet.replicas[1].weight_epoch = 2
+    old.output("x", [7], 0, spans=[Span("v", 2, 0, 1)], cached_tokens=2)
+    old.output("x", [8, 9], 2, finish_reason="stop")
+    fleet.lose(0)
+    await fleet.settle()
+    first, second = new.of(AddRequest)
+    assert (first.prompt_token_ids, first.resumed_tokens, first.first_choice) == ([1, 2, 3, 7], 1, 0)
+    assert (first.sampling.max_tokens, first.sampling.min_tokens) == (9, 3)
+    assert (second.prompt_token_ids, second.resumed_tokens, second.first_choice) == ([1, 2, 3], 0, 1)
+    assert first.sampling.prompt_logprobs is None and second.sampling.prompt_logprobs is None
+    for add in (first, second):
+        assert (add.n, add.group, add.priority) == (1, "x", 4) and add.request_id not in ("x", "")
+        assert add.max_queue_s is None and 50 < add.deadline_s <= 60
+    assert first.request_id != second.request_id
+    new.output(first.request_id, [10], spans=[Span("v", 3, 0, 1)], cached_tokens=4, finish_reason="stop")
+    new.output(second.request_id, [11], finish_reason="length")
+    outputs = {output.choice: output for output in stream.take()}
+    assert [outputs[k].token_ids for k in range(3)] == [[7, 10], [11], [8, 9]]
+    assert outputs[0].spans == [Span("v", 2, 0, 1), Span("v", 3, 1, 2, recomputed=True)]
+    assert (outputs[0].cached_tokens, outputs[0].num_preempted, outputs[1].num_preempted) == (2, 1, 0)
+    assert {output.request_id for output in outputs.values()} == {"x"}
+    assert stream.ended and [replica.in_flight for replica in fleet.replicas] == [0, 0]
+
+
+@in_loop
+async def test_a_stop_and_a_leave_reach_the_replicas_of_moved_choices(fleet):
+    stream = await fleet.client.submit(request(n=3))
+    for k in range(3):
+        fleet.engines[0].output("x", [7], k)
+    fleet.lose(0)
+    await fleet.settle()
+    names = [add.request_id for add in fleet.engines[1].of(AddRequest)]
+    stream.stop(1)
+    assert fleet.engines[1].of(m.CancelRequest) == [m.CancelRequest(names[1], 0, "stop")]
+    stream.close()
+    cancels = {(c.request_id, c.choice, c.reason) for c in fleet.engines[1].of(m.CancelRequest)[1:]}
+    assert cancels == {(names[0], 0, "abort"), (names[2], 0, "abort")}
+    assert fleet.replicas[1].load == 0
+
+
+@in_loop
+async def test_a_leave_of_all_choices_is_one_message(fleet):
+    stream = await fleet.client.submit(request(n=3))
+    stream.close()
+    assert fleet.engines[0].of(m.CancelRequest) == [m.CancelRequest("x", None, "abort")]
+    assert fleet.replicas[0].load == fleet.replicas[0].in_flight == 0
+
+
+@in_loop
+async def test_a_choice_that_was_stopped_while_its_request_waited_is_cancelled(fleet):
+    stream = await fleet.client.submit(request(n=2))
+    fleet.lose(1)
+    fleet.lose(0)
+    stream.stop(1)
+    fleet.connect(1)
+    await fleet.settle()
+    assert fleet.engines[1].of(m.CancelRequest) == [m.CancelRequest("x", 1, "abort")]
+    fleet.engines[1].output("x", [5], 0, finish_reason="stop")
+    assert stream.ended and taken(stream) == [[5]]
+
+
+@pytest.mark.parametrize("code", [QueueFull.code, RequestsRejected.code])
+def test_a_refusal_is_passed_on_when_every_replica_refuses(code):
+    async def run() -> None:
+        fleet = Fleet()
+        stream = await fleet.client.submit(request())
+        fleet.engines[0].reject("x", code)
+        await fleet.settle()
+        assert len(fleet.engines[1].of(AddRequest)) == 1 and not stream.ended
+        fleet.engines[1].reject("x", code)
+        with pytest.raises(QueueFull if code == QueueFull.code else RequestsRejected):
+            stream.take()
+
+    asyncio.run(run())
+
+
+@in_loop
+async def test_a_pause_that_rejects_ends_a_choice_with_the_tokens_that_it_has(fleet):
+    stream = await fleet.client.submit(request())
+    fleet.engines[0].output("x", [7])
+    fleet.lose(0)
+    await fleet.settle()
+    [add] = fleet.engines[1].of(AddRequest)
+    fleet.engines[1].reject(add.request_id, RequestsRejected.code)
+    [output] = stream.take()
+    assert (output.token_ids, output.finish_reason) == ([7], "abort") and stream.ended
+
+
+@in_loop
+async def test_an_error_of_the_request_itself_is_passed_on(fleet):
+    stream = await fleet.client.submit(request())
+    fleet.engines[0].reject("x", DuplicateRequest.code)
+    with pytest.raises(DuplicateRequest):
+        stream.take()
+    assert not fleet.engines[1].of(AddRequest)
+
+
+@in_loop
+async def test_an_id_in_use_is_refused_though_another_replica_is_free(fleet):
+    await fleet.client.submit(request("x"))
+    await fleet.client.submit(request("y-0", group="y"))
+    await fleet.client.submit(request("y-1", group="y"))
+    for add in (request("x"), request("y"), request("z", group="x"), request("y-0", group="y")):
+        with pytest.raises(DuplicateRequest):
+            await fleet.client.submit(add)
+
+
+@in_loop
+async def test_a_repeat_goes_to_the_replica_that_has_the_result(fleet):
+    add = request(retain_s=60.0, fingerprint="f")
+    first = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    for engine in fleet.engines:
+        [call] = engine.of(m.Call)
+        engine.reply(call, known=engine is fleet.engines[1])
+    stream = await first
+    assert [len(engine.of(AddRequest)) for engine in fleet.engines] == [0, 1]
+    repeat = asyncio.ensure_future(fleet.client.submit(add))
+    await asyncio.sleep(0)
+    *_, fence = fleet.engines[1].of(m.Call)  # behind it no output of the first stream comes
+    fleet.engines[1].reply(fence)
+    later = await repeat
+    with pytest.raises(AttachedElsewhere):
+        stream.take()
+    sent = [type(message) for message in fleet.engines[1].sent]
+    assert sent == [m.Call, AddRequest, m.CancelRequest, m.Call, AddRequest]
+    later.close()
+
+
+@in_loop
+async def test_the_end_of_the_gateway_ends_all_requests(fleet):
+    stream = await fleet.client.submit(request())
+    fleet.engines[0].output("x", [7])
+    closing = asyncio.ensure_future(fleet.client.abort_open(0.01))
+    await closing
+    assert taken(stream) == [[7]]
+    with pytest.raises(EngineDead):
+        stream.take()
+    assert fleet.replicas[0].state is ReplicaState.MEMBER and fleet.client._relays == {}
