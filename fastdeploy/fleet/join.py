@@ -169,10 +169,11 @@ class Joiner:
 
     async def _give_weights(self, replica: Replica, report: Report) -> None:
         state = self._state
+        self._check_epoch(replica, report)
         if state.weight_epoch == 0 and state.fingerprint is not None:
             why = f"replica {replica.name}: it was started with other weights ({report['fingerprint']}) than the fleet"
             raise ReplicaMisfit(f"{why} ({state.fingerprint})", param="fingerprint")
-        if report["weight_epoch"] >= state.weight_epoch and report["fingerprint"] is not None:
+        if report["weight_epoch"] == state.weight_epoch and report["fingerprint"] is not None:
             raise RestartNeeded(f"replica {replica.name}: it has other weights of epoch {report['weight_epoch']}")
         peers = [other for other in self._replicas() if other is not replica and self.has_weights(other)]
         try:

@@ -11,7 +11,6 @@ from fastdeploy.client.connection import Connector
 from fastdeploy.core.errors import (
     EngineError,
     EngineStalled,
-    FastDeployError,
     NotLeader,
     ReplicaMisfit,
     ReplicaNotFound,
@@ -189,8 +188,8 @@ class Membership:
     async def _restart_and_reconnect(self, replica: Replica, why: str) -> None:
         try:
             await self._launcher.restart(replica.name, why)
-        except FastDeployError as error:
-            logger.error("replica %s could not be restarted: %s", replica.name, error)
+        except Exception:  # the replica may be there all the same
+            logger.exception("replica %s could not be restarted", replica.name)
         if replica.failures:  # the last restart did not help
             await asyncio.sleep(_retry_s(replica.failures))
         replica.failures += 1

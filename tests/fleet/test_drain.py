@@ -47,6 +47,7 @@ def test_a_drained_replica_ends_its_requests_and_gets_no_new_ones(fleet):
     check(later)
 
 
+@pytest.mark.slow
 def test_a_drained_replica_takes_part_in_pauses_and_may_come_back(fleet):
     membership = fleet.client.membership
     fleet.run(membership.drain("replica-0"))
@@ -58,6 +59,7 @@ def test_a_drained_replica_takes_part_in_pauses_and_may_come_back(fleet):
     check(under_load(fleet, 4))
 
 
+@pytest.mark.slow
 def test_a_drained_replica_stays_drained_when_it_is_restarted(fleet):
     fleet.run(fleet.client.membership.drain("replica-0"))
     fleet.launcher.revive("replica-0")
@@ -67,6 +69,7 @@ def test_a_drained_replica_stays_drained_when_it_is_restarted(fleet):
     assert replica.state is ReplicaState.DRAINING
 
 
+@pytest.mark.slow
 def test_a_removed_replica_ends_its_requests_first(fleet):
     replies = under_load(fleet, 6)
     fleet.run(fleet.client.membership.remove("replica-0"))
@@ -89,6 +92,7 @@ def test_a_replica_that_is_added_under_load_joins_and_gets_requests(fleet):
         assert reply.result(20).json()["choices"][0]["token_ids"] == expected_tokens([i, i], BODY["max_tokens"])
 
 
+@pytest.mark.slow
 def test_a_removal_does_not_wait_longer_than_it_may(fleet):
     replies = under_load(fleet, 4)
     for engine in fleet.engines[:1]:
@@ -98,6 +102,7 @@ def test_a_removal_does_not_wait_longer_than_it_may(fleet):
     check(replies)  # those of the removed replica went on at the other one
 
 
+@pytest.mark.slow
 def test_the_end_of_a_drain_needs_no_request(fleet):
     async def drain() -> None:
         async with asyncio.timeout(10):

@@ -56,6 +56,7 @@ def test_the_holds_of_a_gateway_that_died_stand(fleet):
     assert fleet.http.post("/v1/completions", json=BODY).json()["choices"][0]["token_ids"] == expected_tokens([3, 4], 5)
 
 
+@pytest.mark.slow
 def test_a_hold_that_reached_one_engine_only_stands_on_all_after_a_takeover(fleet):
     boot_id = fleet.client.membership.boot_id
     fleet.end_gateway()
@@ -67,6 +68,7 @@ def test_a_hold_that_reached_one_engine_only_stands_on_all_after_a_takeover(flee
     assert holds(fleet) == [["half"], ["half"]]
 
 
+@pytest.mark.slow
 def test_the_ttl_of_a_hold_runs_on_under_the_next_gateway(fleet):
     assert pause(fleet, hold_id="trainer", ttl_s=1.5).status_code == 200
     fleet.replace_gateway()
@@ -88,6 +90,7 @@ def test_a_second_gateway_waits_and_changes_nothing(fleet):
         assert (leadership.leads, fleet.client.membership.leadership.term) == (False, term)
 
 
+@pytest.mark.slow
 def test_a_second_gateway_leads_when_the_first_one_has_gone(fleet):
     assert pause(fleet, hold_id="trainer").status_code == 200
     with second(fleet) as other:

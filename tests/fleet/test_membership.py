@@ -111,6 +111,7 @@ def test_what_is_open_fails_after_the_state_of_a_fenced_replica_has_changed(flee
     assert seen == [(ReplicaState.FENCED, EngineDead)]
 
 
+@pytest.mark.slow
 def test_a_stopped_replica_delivers_nothing_when_it_goes_on():
     config = FleetConfig(fleet_id="fleet-1", stall_s=0.5, rebuild_s=0.2)
     with fake_fleet(2, config=config, heartbeat_s=0.05, runner={"step_s": 0.01}) as fleet:
