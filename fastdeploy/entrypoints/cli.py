@@ -22,6 +22,7 @@ from fastdeploy.entrypoints.fleet_flags import (
     fleet_config,
     launcher_spec,
     put_fleet_key,
+    ray_spec,
 )
 from fastdeploy.http.guards.keys import API_KEY, CONTROL_KEY, Keys, is_exposed, read_keys
 from fastdeploy.inter_communicator.fleet_key import FLEET_KEY, require_fleet_key, take_fleet_key
@@ -227,7 +228,8 @@ def make_parent(
         return Supervisor(engine, serve, engine_module, keys, fleet_key=fleet_key)
     from fastdeploy.entrypoints.fleet import Fleet
 
-    spec = launcher_spec(args, fleet_key, engine, serve)
+    on_ray = args.ray is not None
+    spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
     return Fleet(engine, serve, fleet_config(args), number, spec, keys, fleet_key, engine_module)
 

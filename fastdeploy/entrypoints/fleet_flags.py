@@ -58,14 +58,8 @@ def fleet_config(args: argparse.Namespace) -> FleetConfig:
     return config
 
 
-def launcher_spec(
-    args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig
-) -> LauncherSpec | None:
+def launcher_spec(args: argparse.Namespace, fleet_key: str | None) -> LauncherSpec | None:
     """Return who starts the replicas: None = the parent of the gateway. Raises InvalidField."""
-    if args.ray is not None:
-        if args.replica:
-            raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
-        return _ray_spec(args, fleet_key, engine, serve)
     if not args.replica:
         return None
     if args.replicas is not None:
@@ -88,7 +82,10 @@ def _ray_config(args: argparse.Namespace) -> RayConfig:
     ).check()
 
 
-def _ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+def ray_spec(args: argparse.Namespace, fleet_key: str | None, engine: EngineConfig, serve: ServeConfig) -> RaySpec:
+    """Return the replicas that Ray starts, for --ray. Raises InvalidField."""
+    if args.replica:
+        raise InvalidField("replica", "expected --ray, or --replica for engines that run already")
     ray = _ray_config(args)
     import_ray()
     if fleet_key is None:

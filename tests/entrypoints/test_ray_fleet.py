@@ -221,12 +221,12 @@ async def test_real_engines_behind_one_address(cluster, tmp_path):
     command = [sys.executable, "-m", "fastdeploy.entrypoints.cli", "fleet", *flags]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **RAY_SETTINGS})
-    url = f"http://127.0.0.1:{port}"
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def members() -> dict[str, Any] | None:
         assert process.poll() is None, (tmp_path / "log").read_text()
         try:
-            replicas = httpx.get(f"{url}/v1/replicas", timeout=5).json()["result"]["replicas"]
+            replicas = client.get("/v1/replicas").json()["replicas"]
         except (httpx.TransportError, KeyError):
             return None
         joined = {replica["name"]: replica for replica in replicas if replica["state"] == "member"}
@@ -235,8 +235,9 @@ async def test_real_engines_behind_one_address(cluster, tmp_path):
     try:
         until(members, 3 * WAIT_S, "two members")
         body = {"prompt": "1 + 1 =", "max_tokens": 4, "temperature": 0}
-        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] > 0
+        assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] > 0
     finally:
+        client.close()
         process.terminate()
         assert process.wait(WAIT_S) == 0, (tmp_path / "log").read_text()
     assert KEY not in (tmp_path / "log").read_text()
