@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import runpy
 
@@ -9,13 +10,18 @@ import pytest
 
 from fastdeploy.core.errors import STATUS
 from fastdeploy.entrypoints.cli import make_parser
+from fastdeploy.fleet.replica import TRANSITIONS, ReplicaState
+from fastdeploy.fleet.transaction import Rule
 from fastdeploy.http.guards.route_access import ROUTES
 from support.markdown import EXAMPLES, PAGES, ROOT, anchors, blocks, code_spans, names, tables, text_without_blocks
 from test_layers import LAYERS
 
-OPERATIONS, ARCHITECTURE = ROOT / "docs" / "operations.md", ROOT / "docs" / "architecture.md"
+OPERATIONS, ARCHITECTURE, FLEET_PAGE = (
+    ROOT / "docs" / f"{name}.md" for name in ("operations", "architecture", "fleet")
+)
 SETTINGS = [block for page in PAGES for block in blocks(page) if block.note.startswith("settings of ")]
-SERVE = make_parser()._actions[-1].choices["serve"]
+COMMANDS = make_parser()._actions[-1].choices
+SERVE, FLEET = COMMANDS["serve"], COMMANDS["fleet"]
 # Flags of other programs, which the pages name in their text.
 FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
 
@@ -25,7 +31,7 @@ FOREIGN_FLAGS = re.compile("--(rollout|update-weight|offload|fp16|use-rollout)")
 
 def test_the_readme_is_short_and_every_page_is_linked_from_it():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 175
+    assert len(text.splitlines()) <= 178
     assert all(f"docs/{page.name})" in text for page in PAGES[1:])
 
 
@@ -44,12 +50,13 @@ def test_a_link_leads_to_a_file_and_to_a_heading_of_it(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_file_a_module_a_route_or_a_flag_that_is_named_exists(page):
     for span in code_spans(page):
-        if re.fullmatch(r"(fastdeploy|tests|benchmarks|examples|custom_ops|docs)/[\w/.-]+", span):
+        if re.fullmatch(r"(fastdeploy|tests|benchmarks|examples|custom_ops|deploy|docs)/[\w/.-]+", span):
             assert (ROOT / span).exists(), f"{page.name}: {span}"
         if re.fullmatch(r"/[a-z0-9_]+(/[a-z0-9_]+)*", span) and span != "/workers":  # the router's own
             assert span in ROUTES, f"{page.name}: {span}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", span):
-            assert flag in SERVE._option_string_actions or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
+            known = any(flag in command._option_string_actions for command in (SERVE, FLEET))
+            assert known or FOREIGN_FLAGS.match(flag), f"{page.name}: {flag}"
         if span.startswith("make "):
             assert f"\n{span.split()[1]}:" in (ROOT / "Makefile").read_text(), f"{page.name}: {span}"
     for name in re.findall(r"(?<![\w./-])(?:fastdeploy|benchmarks|examples)(?:\.\w+)+", page.read_text()):
@@ -71,9 +78,23 @@ def is_a_name_of_ours(dotted: str) -> bool:
 
 
 def test_the_flags_and_their_defaults_are_those_of_serve():
-    flags = [action for action in SERVE._actions if action.option_strings and action.dest != "help"]
-    defaults = {action.option_strings[0]: as_told(action.default) for action in flags}
-    assert {names(row[0])[0]: row[1] for row in tables(OPERATIONS)["flags"]} == defaults
+    assert told_defaults("flags") == defaults_of(SERVE)
+
+
+def test_the_further_flags_of_a_fleet_and_their_defaults_are_those_of_the_command():
+    of_both = defaults_of(SERVE).keys()
+    assert told_defaults("flags of fleet") == {flag: text for flag, text in defaults_of(FLEET).items() if flag not in of_both}
+
+
+def told_defaults(note: str) -> dict[str, str]:
+    """Return the defaults in a table of flags of the page."""
+    return {names(row[0])[0]: row[1] for row in tables(OPERATIONS)[note]}
+
+
+def defaults_of(command: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the defaults of the flags of ``command`` as the page shows them."""
+    flags = [action for action in command._actions if action.option_strings and action.dest != "help"]
+    return {action.option_strings[0]: as_told(action.default) for action in flags}
 
 
 def as_told(default: object) -> str:
@@ -100,6 +121,18 @@ def test_the_environment_variables_are_those_that_the_code_reads():
     assert told == set(re.findall(r"FASTDEPLOY_[A-Z_]+", text))
 
 
+def test_the_states_of_a_replica_are_those_of_the_code():
+    rows = tables(FLEET_PAGE)["replica states"]
+    assert {names(row[0])[0]: set(names(row[2])) for row in rows} == {
+        state.value: {to.value for (at, _), to in TRANSITIONS.items() if at is state is not to}
+        for state in ReplicaState
+    }
+
+
+def test_the_rules_of_transactions_are_those_of_the_code():
+    assert [names(row[0])[0] for row in tables(FLEET_PAGE)["rules"]] == [rule.value for rule in Rule]
+
+
 def test_the_layers_are_those_of_the_test_of_imports():
     rows = tables(ARCHITECTURE)["layers"]
     assert {names(row[0])[0]: tuple(names(row[1])) for row in rows} == LAYERS
@@ -108,8 +141,8 @@ def test_the_layers_are_those_of_the_test_of_imports():
 def test_every_dependency_is_explained(monkeypatch):
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    lists = (setup[name] for name in ("RUNTIME", "TEST", "TRL", "LINT"))
-    wanted = {re.split("[><=]", package)[0] for packages in lists for package in packages} | {"paddlepaddle"}
+    lists = (setup[name] for name in ("RUNTIME", "TEST", "TRL", "RAY", "LINT"))
+    wanted = {re.split(r"[\[><=]", package)[0] for packages in lists for package in packages} | {"paddlepaddle"}
     told = ARCHITECTURE.read_text().partition("## Dependencies")[2]
     assert wanted <= set(re.findall(r"[\w-]+", told))
 

@@ -22,14 +22,19 @@ import numpy as np
 import pytest
 
 from benchmarks.make_adapters import main as make_adapters
+from e2e.fleet_server import FleetServer
 from e2e.server import Server
 from fastdeploy.embedded import MODEL_DIR
 from fastdeploy.entrypoints.cli import configs, make_parser
+from fastdeploy.entrypoints.fleet_flags import fleet_config, launcher_spec, put_fleet_key
 from fastdeploy.http.guards.keys import read_keys
-from support.markdown import EXAMPLES, PAGES, ROOT, blocks, names, tables
+from fastdeploy.inter_communicator.fleet_key import read_fleet_key, require_fleet_key
+from support.markdown import EXAMPLES, PAGES, ROOT, Block, blocks, names, tables
 
 BLOCKS = [block for page in [*PAGES, *EXAMPLES] for block in blocks(page)]
-SCRIPTS = [b for b in BLOCKS if b.language == "bash" and "curl " in b.text]
+IN_A_FLEET = "in a fleet"  # note of a script that runs against a fleet of two replicas
+SCRIPTS = [b for b in BLOCKS if b.language == "bash" and "curl " in b.text and b.note != IN_A_FLEET]
+FLEET_SCRIPTS = [b for b in BLOCKS if b.note == IN_A_FLEET]
 COMMANDS = [b for b in BLOCKS if b.language == "bash" and "curl " not in b.text]
 PYTHON = [b for b in BLOCKS if b.language == "python" and not b.note.startswith("not run: ")]
 # Names that the text around a Python block explains.
@@ -45,13 +50,13 @@ def test_every_block_has_a_test():
     for block in BLOCKS:
         assert block.language in ("bash", "python", "text"), f"{block}: no test for a block of {block.language!r}"
         assert block.language != "text" or "curl " not in block.text, f"{block}: shell commands"
-    assert len(SCRIPTS) > 5 and len(COMMANDS) > 2 and len(PYTHON) > 2
+    assert len(SCRIPTS) > 5 and FLEET_SCRIPTS and len(COMMANDS) > 2 and len(PYTHON) > 2
 
 
 @pytest.mark.parametrize("block", COMMANDS, ids=str)
 def test_a_program_takes_the_arguments_that_a_page_gives_it(block, tmp_path):
-    (tmp_path / "keys.txt").write_text("key\n")
-    text = re.sub(r"\b(api|control)\.txt\b", str(tmp_path / "keys.txt"), block.text.replace("\\\n", " "))
+    (tmp_path / "keys.txt").write_text("0123456789abcdef" * 4)
+    text = re.sub(r"\b((api|control)\.txt|fleet\.key)\b", str(tmp_path / "keys.txt"), block.text.replace("\\\n", " "))
     text = text.replace("$Q05", str(MODEL_DIR)).replace("PATH", str(MODEL_DIR))
     commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     for command in commands:
@@ -68,7 +73,14 @@ def check_command(command: list[str]) -> None:
         case ["fastdeploy" | ".venv/bin/fastdeploy", *arguments]:
             args = make_parser().parse_args(arguments)
             read_keys(args.api_key, args.control_key, {})
-            configs(args)
+            engine, _ = configs(args)
+            put_fleet_key(args.fleet_key_file, environment := {})
+            fleet_key = read_fleet_key(environment)
+            require_fleet_key(engine.fleet_endpoint, fleet_key)
+            if args.command == "fleet":
+                fleet_config(args)
+                launcher_spec(args, fleet_key)
+                assert args.ray is None or fleet_key
         case [".venv/bin/python", "-m", "pytest" | "mypy", *paths] | [".venv/bin/python", *paths]:
             # The files are run by the suite, by make lint and by make ops.
             assert paths and all((ROOT / path.partition("::")[0]).exists() for path in paths), command
@@ -138,6 +150,20 @@ def local(text: str, server: Server, model: Path, adapter: Path | str = "") -> s
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_a_script_runs(block, server, model, adapter, untouched):
+    run_script(block, server, model, adapter)
+
+
+@pytest.mark.parametrize("block", FLEET_SCRIPTS, ids=str)
+def test_a_script_runs_in_a_fleet(block, model):
+    server = FleetServer(2)
+    try:
+        run_script(block, server.wait_ready(), model)
+    finally:
+        server.remove()
+
+
+def run_script(block: Block, server: Server, model: Path, adapter: Path | str = "") -> None:
+    """Run the commands of ``block``. Each must succeed."""
     script = 'set -eo pipefail; curl() { command curl -sS --fail-with-body "$@"; echo; }\n'
     done = run(["bash", "-c", script + local(block.text, server, model, adapter)])
     for line in done.stdout.splitlines():
@@ -183,6 +209,12 @@ def test_the_fields_of_an_update_are_those_that_its_table_names(server):
     schema = document["paths"]["/v1/update_weights"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     rows = tables(ROOT / "docs" / "pause-and-weights.md")["body: /v1/update_weights"]
     assert {name for row in rows for name in names(row[0])} == schema["properties"].keys()
+
+
+def test_the_fields_of_a_replica_are_those_that_its_table_names(server):
+    rows = tables(ROOT / "docs" / "fleet.md")["keys of replicas"]
+    [replica] = server.get("/v1/replicas").json["replicas"]
+    assert {name for row in rows for name in names(row[0])} == replica.keys()
 
 
 def test_the_metrics_are_those_of_the_server(server):
