@@ -15,13 +15,14 @@ from fastdeploy.core import errors
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.control import FleetControl
-from fastdeploy.fleet.dispatch import Dispatcher, merged_aborts
+from fastdeploy.fleet.dispatch import Dispatcher
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
 from fastdeploy.fleet.plans import READS
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
+from fastdeploy.fleet.waiting import Ended, end_waiting, with_ended
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class FleetClient:
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
+        self._without_members_since = 0.0  # on the event loop's clock
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()
         self.welcome: m.Welcome | None = None
@@ -83,9 +85,10 @@ class FleetClient:
             assert welcome is not None
             self.model_info = members[0].client.model_info
             self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
+        if members:
             self.connected.set()
-        elif not members:
-            self.welcome = None
+        elif self.connected.is_set():
+            self._without_members_since = asyncio.get_running_loop().time()
             self.connected.clear()
         self._dispatcher.kick()
 
@@ -95,9 +98,15 @@ class FleetClient:
         return self.membership.leadership.why or "every replica is lost, or has not joined yet"
 
     async def require_engine(self) -> m.Welcome:
-        """Return the Welcome of the fleet. Raises EngineDead if it has no member."""
-        if self.welcome is None:
-            raise errors.EngineDead(f"no replica is ready: {self.missing_because}")
+        """Return the Welcome of the fleet. If it has lost its last member, a request may wait for the next one, so this
+        is no error for ``failover_s`` seconds. Raises EngineDead after that, as long as there was no member yet, and
+        while another gateway leads."""
+        if not self.connected.is_set():
+            waited_s = asyncio.get_running_loop().time() - self._without_members_since
+            may_wait = self.welcome is not None and self.membership.leadership.leads
+            if not may_wait or waited_s >= self._config.failover_s:
+                raise errors.EngineDead(f"no replica is ready: {self.missing_because}")
+        assert self.welcome is not None
         return self.welcome
 
     # ------------------------------------------------------------------ requests
@@ -182,26 +191,21 @@ class FleetClient:
         the replicas that it is connected to, and raises NotLeader for all others."""
         if not isinstance(args, READS):
             self.membership.leadership.require()
-        ended = self._abort_waiting(args) if isinstance(args, m.AbortArgs) else {}
+        ended = self._end_waiting(args) if self.membership.quorum or isinstance(args, m.AbortArgs) else {}
         try:
             result = await self._control.call(args)
         finally:
             self._dispatcher.kick()  # the replicas may have newer weights now
-        return merged_aborts(result, ended) if ended else result
+        return with_ended(args, result, ended)
 
-    def _abort_waiting(self, args: m.AbortArgs) -> dict[str, int]:
-        """End what an abort finds at no replica. Return the numbers of tokens by the ids that clients know."""
-        ended: dict[str, int] = {}
-        for relay in list(self._relays.values()):
-            named = args.request_ids is not None and relay.client_id in args.request_ids
-            of_adapter = args.lora_name is not None and args.lora_name == relay.request.adapter
-            if not relay.parts or not (named or of_adapter or args.abort_all):
-                continue
-            choices = [k for part in relay.parts for k in part.open_choices]
-            self._dispatcher.forget(relay.parts)
-            relay.parts.clear()
-            ended[relay.client_id] = ended.get(relay.client_id, 0) + sum(len(relay.tokens[k]) for k in choices)
-            relay.end(choices, "aborted by request")
+    def _end_waiting(self, args: m.Args) -> dict[str, Ended]:
+        """End what a call must end and finds at no replica. In one turn of the event loop with the sending of the call,
+        so nothing that waits goes to a replica behind the call."""
+        parts = {relay: list(relay.parts) for relay in self._relays.values() if relay.parts}
+        ended = end_waiting(args, parts)
+        for relay, waited in parts.items():
+            if not relay.parts:
+                self._dispatcher.forget(waited)
         return ended
 
     async def abort_open(self, bound_s: float) -> None:

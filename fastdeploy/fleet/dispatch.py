@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastdeploy.core.errors import EngineDead, EngineError
 from fastdeploy.fleet.config import FleetConfig
@@ -146,13 +146,3 @@ class Dispatcher:
                 self.forget([part])
         except Exception as error:  # the request cannot be sent to any replica
             part.relay.outer.fail(error)
-
-
-def merged_aborts(report: dict[str, Any], ended: dict[str, int]) -> dict[str, Any]:
-    """Return the report of an abort, with requests that waited in the gateway: {id: number of its tokens}."""
-    known = {entry["request_id"]: entry for entry in report["aborted"]}
-    for request_id, count in ended.items():
-        entry = known.setdefault(request_id, {"request_id": request_id, "output_token_count": 0})
-        entry["output_token_count"] += count
-    not_found = [request_id for request_id in report["not_found"] if request_id not in known]
-    return report | {"aborted": list(known.values()), "not_found": not_found}

@@ -9,7 +9,8 @@ import pytest
 
 from e2e.server import until
 from fastdeploy.fleet.config import FleetConfig
-from fleet.fake_fleet import FakeEngine, FakeFleet, fake_fleet
+from fastdeploy.fleet.launcher import StaticLauncher
+from fleet.fake_fleet import FakeEngine, FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
 BODY = {"ignore_eos": True, "return_token_ids": True, "temperature": 1.0}
@@ -142,6 +143,25 @@ def test_requests_wait_for_a_replica_and_go_on_in_their_order(fleet):
     assert other.reply()["choices"][0]["token_ids"] == expected_tokens([3, 4], 100)
 
 
+def test_a_new_request_waits_for_the_restart_of_the_only_replica():
+    with fake_fleet(1) as fleet:
+        engine = fleet.engines[0]
+        engine.kill()
+        until(lambda: not fleet.client.membership.quorum, 20, "noticed")
+        asked = Asked(fleet, prompt=[1, 2], max_tokens=5)
+        until(lambda: fleet.client._dispatcher.num_waiting == 1, 20, "the request waits")
+        assert fleet.http.get("/health").status_code == fleet.http.get("/ready").status_code == 503
+        engine.start()
+        assert asked.reply()["choices"][0]["token_ids"] == expected_tokens([1, 2], 5)
+
+
+def test_a_fleet_without_a_member_so_far_refuses_requests():
+    gateway = FakeGateway(FleetConfig(fleet_id="fleet-1"), lambda: StaticLauncher([]))
+    refused = gateway.http.post("/v1/completions", json=BODY | {"prompt": [1], "max_tokens": 2})
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+    gateway.end_gateway()
+
+
 def test_no_replica_for_too_long_is_an_error_of_the_engine():
     config = FleetConfig(fleet_id="fleet-1", failover_s=0.3)
     with fake_fleet(1, runner={"step_s": 0.004}, config=config) as fleet:
@@ -151,6 +171,8 @@ def test_no_replica_for_too_long_is_an_error_of_the_engine():
         assert asked._reply.status_code == 503
         assert asked._reply.json()["error"]["code"] == "engine_dead"
         assert fleet.client._relays == {}
+        refused = fleet.http.post("/v1/completions", json=BODY | {"prompt": [1], "max_tokens": 2})
+        assert refused.status_code == 503 and "is ready" in refused.text, "new requests wait no longer"
 
 
 def test_a_full_replica_sends_a_request_to_another_one():

@@ -14,6 +14,7 @@ from fastdeploy.core.errors import EngineDead
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.inter_communicator import messages as m
 from fastdeploy.inter_communicator.messages import Output
 from fleet.fake_fleet import FakeFleet, fake_fleet
 
@@ -107,3 +108,28 @@ def test_a_client_that_leaves_takes_its_request_out_of_the_queue(fleet):
 
     assert on_loop(fleet, come_and_go()).result(20) == 1
     assert fleet.client._dispatcher.num_waiting == 0 and fleet.client._relays == {}
+
+
+@pytest.mark.parametrize(
+    "args", [m.PauseArgs("abort", hold_id="h"), m.SleepArgs(mode="abort"), m.ResetArgs()], ids=lambda args: type(args)
+)
+def test_a_call_that_aborts_all_requests_ends_those_that_wait_in_the_gateway(fleet, args):
+    see(fleet, "s", 3)
+    answer = ask(fleet, request("a", session="s"))
+    until(lambda: fleet.client._dispatcher.num_waiting == 1, 20, "the request waits")
+    report = on_loop(fleet, fleet.client.call(args)).result(20)
+    output = answer.result(20)
+    assert (output.finish_reason, output.token_ids) == ("abort", []) and fleet.client._dispatcher.num_waiting == 0
+    assert output.message.startswith("Abort before prefill: ")
+    if isinstance(args, m.PauseArgs):
+        assert report["aborted_ids"] == ["a"] and report["counts"]["aborted"] == 1
+    if isinstance(args, m.ResetArgs):
+        assert report["aborted"] == 1
+
+
+def test_other_pauses_leave_what_waits_in_the_gateway(fleet):
+    see(fleet, "s", 3)
+    ask(fleet, request("a", session="s"))
+    until(lambda: fleet.client._dispatcher.num_waiting == 1, 20, "the request waits")
+    on_loop(fleet, fleet.client.call(m.PauseArgs("keep"))).result(20)
+    assert fleet.client._dispatcher.num_waiting == 1
