@@ -41,6 +41,7 @@ class FleetClient:
             self.membership.fence,
             self.membership.state,
             self.membership.deposed,
+            self.membership.hosts,
         )
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
