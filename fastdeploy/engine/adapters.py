@@ -27,6 +27,7 @@ from fastdeploy.core.events import EventKind, EventLog
 from fastdeploy.core.runner import Runner
 from fastdeploy.core.scope import ServedModel
 from fastdeploy.core.served_weights import ServedWeights
+from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapter_checks import AdapterChecks, check_adapter_epoch, not_found
 from fastdeploy.engine.adapter_loads import PREPARED_S, Adapter, Load
@@ -36,7 +37,6 @@ from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.lifecycle import RequestLifecycle
 from fastdeploy.engine.scopes import Scopes
 from fastdeploy.engine.staging_thread import Job, StagingThread
-from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 
 log = logging.getLogger("fastdeploy.engine")

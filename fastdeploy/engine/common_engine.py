@@ -27,6 +27,7 @@ from fastdeploy.core.plan import StepPlan
 from fastdeploy.core.request import FinishReason
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.runner import Runner
+from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.engine.adapters import AdapterRegistry
 from fastdeploy.engine.admission import AdmissionControl
 from fastdeploy.engine.delivery import Answer, ClientProcess
@@ -44,7 +45,6 @@ from fastdeploy.engine.sleep import Sleeper
 from fastdeploy.engine.trace_file import tracing
 from fastdeploy.engine.viewers import StateReader, Viewers
 from fastdeploy.engine.weight_checks import check_label
-from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.engine.weights import WeightSessions
 from fastdeploy.inter_communicator import messages as m

@@ -116,7 +116,9 @@ class Leadership:
         leader = f"controller {self.controller!r} leads it in term {self.term}"
         left = round(max(self._expires_at - self._clock(), 0.0), 3)
         return NotLeader(
-            f"{why}: the engine belongs to fleet {self.fleet!r}, and {leader}", **self.describe(), lease_left_s=left
+            f"{why}: the engine belongs to fleet {self.fleet!r}, and {leader}; make the call at the fleet's gateway",
+            **self.describe(),
+            lease_left_s=left,
         )
 
 

@@ -25,6 +25,7 @@ from fastdeploy.core.errors import (
 from fastdeploy.core.events import EventLog
 from fastdeploy.core.runner import ChunkReceipt, Runner
 from fastdeploy.core.scope import Scope
+from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FolderSource, StreamSource
 from fastdeploy.engine.delivery import Answer
 from fastdeploy.engine.holds import Admission, Mode
@@ -42,7 +43,6 @@ from fastdeploy.engine.weight_checks import (
 from fastdeploy.engine.weight_commits import IN_PLACE_HOLD, REPUBLISH_HOLD, WeightCommits
 from fastdeploy.engine.weight_info import WeightInfo
 from fastdeploy.engine.weight_session import Session, SessionEvent, SessionState
-from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.engine.weight_streams import may_stream
 from fastdeploy.engine.weight_switch import WeightSwitch
 from fastdeploy.inter_communicator import messages as m

@@ -231,7 +231,7 @@ def make_parent(
     on_ray = args.ray is not None
     spec = ray_spec(args, fleet_key, engine, serve) if on_ray else launcher_spec(args, fleet_key)
     number = 0 if spec else args.replicas or DEFAULT_REPLICAS
-    return Fleet(engine, serve, fleet_config(args), number, spec, keys, fleet_key, engine_module)
+    return Fleet(engine, serve, fleet_config(args, engine.model_roots), number, spec, keys, fleet_key, engine_module)
 
 
 def main(argv: Sequence[str] | None = None, engine_module: str = "fastdeploy.entrypoints.engine_main") -> int:

@@ -47,12 +47,12 @@ def add_fleet_flags(add: Callable[..., Any]) -> None:
     add("--failover-s", type=float, default=defaults.failover_s, help=text)
 
 
-def fleet_config(args: argparse.Namespace) -> FleetConfig:
-    """Return the checked settings of the gateways of one fleet. Raises InvalidField."""
+def fleet_config(args: argparse.Namespace, model_roots: tuple[str, ...]) -> FleetConfig:
+    """Return the checked settings of the gateways of one fleet. model_roots: of its engines. Raises InvalidField."""
     given = {name: getattr(args, name) for name in ("fence_after_s", "failover_s", "stall_s", "stage_timeout_s")}
     # On Ray, replicas may outlive the gateway and its parent; the next ones must be of the same fleet.
     fleet_id = uuid.uuid4().hex if args.ray is None else _ray_config(args).namespace
-    config = FleetConfig(fleet_id=fleet_id, **given).check()
+    config = FleetConfig(fleet_id=fleet_id, model_roots=model_roots, **given).check()
     if args.replicas is not None and not 1 <= args.replicas <= config.max_replicas:
         raise InvalidField("replicas", f"expected a number from 1 to {config.max_replicas}, got {args.replicas}")
     return config

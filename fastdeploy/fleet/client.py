@@ -44,6 +44,7 @@ class FleetClient:
             self.membership.state,
             self.membership.deposed,
             lambda: [] if self.membership.leadership.leads else self.membership.connected,
+            self.membership.hosts,
         )
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members

@@ -20,7 +20,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rebuild_s: once one engine has answered, a gateway that starts waits so long for the others before it leads. After
     the loss of every replica, the fleet waits so long for one that still has the weights. drain_s: a removed replica
     may finish its requests for so long; then they go on elsewhere.
-    replica_key: bearer key of the replicas' own API servers; "" = none."""
+    replica_key: bearer key of the replicas' own API servers; "" = none. model_roots: see EngineConfig; shared memory is
+    sent to replicas on other hosts only if it is allowed as a source."""
 
     fleet_id: str
     fence_after_s: float = 5.0
@@ -32,6 +33,7 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rebuild_s: float = 5.0
     drain_s: float = 300.0
     replica_key: str = ""
+    model_roots: tuple[str, ...] = ()
 
     def check(self) -> FleetConfig:
         """Return self, or raise InvalidField naming the first setting that is out of range."""

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from fastdeploy.core.errors import EngineDead, FastDeployError, NotLeader
-from fastdeploy.core.weight_source import Source
+from fastdeploy.core.errors import EngineDead, EngineError, FastDeployError, NotLeader, from_wire
+from fastdeploy.core.weight_source import FolderSource, Source
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.plan import Context
 from fastdeploy.fleet.plans import READS, UNCHANGED, plan_for
+from fastdeploy.fleet.remote import RemoteHosts, is_remote, must_send
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.running_call import RunningCall
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
-
-StagePart = Callable[[Replica, Source], Awaitable[Source]]
 
 
 class FleetControl:
     """Makes control calls on every replica of the quorum, and returns one answer each. Use from one event loop only.
 
     quorum: returns the members. fence(replica, why): cuts a member off at once. state: what every member has.
-    stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
-    all replicas can read every source.
+    hosts: sends sources of weights and adapters to replicas on other hosts; None = all replicas are on this one.
     deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
     fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set. connected: returns the
     replicas that answer reads as long as this gateway has no member because it does not lead."""
@@ -39,12 +38,13 @@ class FleetControl:
         state: FleetState | None = None,
         on_deposed: Callable[[str], None] = lambda why: None,
         connected: Callable[[], Sequence[Replica]] = lambda: (),
+        hosts: RemoteHosts | None = None,
     ):
         self._config = config
         self._quorum = quorum
         self._fence = fence
         self.state = state or FleetState()
-        self.stage_part: StagePart | None = None
+        self._hosts = hosts
         self._on_deposed = on_deposed
         self._connected = connected
         self.deposed: NotLeader | None = None
@@ -57,13 +57,15 @@ class FleetControl:
         errors differ, EngineDead if there is no member. Every report and error has a list "replicas".
 
         The call goes on if this coroutine is cancelled. Calls are sent in the order in which this function is called,
-        unless their source must be staged first."""
-        sources: dict[str, Source] = {}
-        if self.stage_part is not None and isinstance(source := getattr(args, "source", None), Source):
-            members = list(self._quorum())
-            staged = await asyncio.gather(*(self.stage_part(replica, source) for replica in members))
-            sources = {replica.name: source for replica, source in zip(members, staged, strict=True)}
-        return await asyncio.shield(self._start(args, sources))
+        unless their source must be sent to other hosts first."""
+        source = getattr(args, "source", None)
+        if self._hosts is not None and isinstance(source, Source):
+            if any(must_send(replica, source) for replica in self._quorum()):
+                return await asyncio.shield(asyncio.ensure_future(self._call_staged(args, source)))
+            if isinstance(source, FolderSource):
+                with self._explained():
+                    return await asyncio.shield(self._start(args, {}))
+        return await asyncio.shield(self._start(args, {}))
 
     def close(self) -> None:
         """End all calls with EngineDead, and fence nobody any more. The holds stay."""
@@ -82,6 +84,54 @@ class FleetControl:
         due += [session.expires_at for session in self.state.sessions.values() if session.open]
         if due and not self._closed:
             self._timer = asyncio.get_running_loop().call_at(min(due), self._expire)
+
+    async def _call_staged(self, args: m.Args, source: Source) -> dict[str, Any]:
+        """Send ``source`` to the other hosts, and make the call. A replica to which it cannot be sent is fenced. Raises
+        the first error with which an API server refuses it; then no engine has the call."""
+        async with contextlib.AsyncExitStack() as files:
+            with self._changing():  # a replica that joined now would not have the file
+                call = self._start(args, await self._stage(source, files))
+            return await call
+
+    async def _stage(self, source: Source, files: contextlib.AsyncExitStack) -> dict[str, Source]:
+        assert self._hosts is not None
+        remote = [replica for replica in self._quorum() if must_send(replica, source)]
+        staged = [self._hosts.staged(replica, source) for replica in remote]
+        outcomes = await asyncio.gather(*map(_entered, staged), return_exceptions=True)
+        sources, refusal = {}, None
+        for replica, cm, outcome in zip(remote, staged, outcomes, strict=True):
+            if isinstance(outcome, EngineError):
+                self.fence(replica, outcome.message)
+            elif isinstance(outcome, BaseException):
+                refusal = refusal or outcome
+            else:
+                files.push_async_exit(cm.__aexit__)
+                sources[replica.name] = outcome
+        if refusal is not None:
+            raise refusal
+        return sources
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self.state.changing += 1
+        self.state.revision += 1
+        try:
+            yield
+        finally:
+            self.state.changing -= 1
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add to the refusal of a folder by other hosts only that folders are not sent."""
+        remote = {replica.name for replica in self._quorum() if is_remote(replica)}
+        try:
+            yield
+        except FastDeployError as error:
+            refused = [entry["name"] for entry in error.detail.get("replicas", ()) if entry["status"] == "refused"]
+            if not refused or not remote.issuperset(refused):
+                raise
+            why = f"refused by {', '.join(refused)}, on other hosts: a folder must have the same path on all hosts"
+            raise from_wire(error.code, f"{error.message} ({why})", error.detail) from error
 
     def _start(self, args: m.Args, sources: dict[str, Source]) -> asyncio.Future[dict[str, Any]]:
         """Send the call to all members, without waiting. Return the future of its report."""
@@ -140,3 +190,7 @@ class FleetControl:
             except FastDeployError:  # no member has the session, or there is no member
                 continue
         self.rearm()
+
+
+async def _entered(context: contextlib.AbstractAsyncContextManager[Source]) -> Source:
+    return await context.__aenter__()

@@ -20,6 +20,7 @@ from fastdeploy.fleet.join import JoinBlocked, Joiner, RestartNeeded
 from fastdeploy.fleet.launcher import Launcher, Placement
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.rebuild import Report, rebuild, reference
+from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica, ReplicaEvent, ReplicaState
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.fleet.transfer import WeightTransfer
@@ -32,7 +33,7 @@ JOIN_TRIES = 5  # then the replica is restarted
 
 class Membership:
     """Follows the launcher, leads every replica, and lets it join. changed: called after each change of the members.
-    connector: makes the connector to a replica's engine. state: of the fleet."""
+    connector: makes the connector to a replica's engine. state: of the fleet. hosts: of replicas elsewhere."""
 
     def __init__(self, config: FleetConfig, launcher: Launcher, connector: MakeConnector, changed: Callable[[], None]):
         self._config = config
@@ -54,7 +55,8 @@ class Membership:
             self._end,
             lambda: -1 if self.state.changing else self.state.revision,
         )
-        transfer = WeightTransfer(config)
+        self.hosts = RemoteHosts(config)
+        transfer = WeightTransfer(self.hosts)
         self._joiner = Joiner(config, self.state, self.leadership, lambda: list(self.replicas.values()), transfer)
 
     @property
@@ -100,6 +102,7 @@ class Membership:
         for replica in self.replicas.values():
             replica.cut("the gateway is shutting down")
         await asyncio.gather(*(replica.client.close() for replica in self.replicas.values()))
+        await self.hosts.close()
         await self._launcher.close()
 
     def describe(self) -> list[dict[str, Any]]:

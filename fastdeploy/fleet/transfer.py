@@ -8,18 +8,15 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-import httpx
-
 from fastdeploy.core.errors import EngineError, FastDeployError, WrongOrder
 from fastdeploy.core.host import host_id
 from fastdeploy.core.weight_source import FileSource, WholeSource
-from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.remote import RemoteHosts
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.state import FleetState
 from fastdeploy.inter_communicator import messages as m
 
 logger = logging.getLogger(__name__)
-READ_TIMEOUT_S = 300.0  # between two pieces of a download or upload
 
 
 class WeightTransfer:
@@ -27,8 +24,8 @@ class WeightTransfer:
     fingerprint of the fleet's weights. A file is used between two replicas of the gateway's host, HTTP between others.
     """
 
-    def __init__(self, config: FleetConfig):
-        self._config = config
+    def __init__(self, hosts: RemoteHosts):
+        self._hosts = hosts
 
     async def give(self, replica: Replica, state: FleetState, peers: Sequence[Replica]) -> None:
         """Give ``replica`` the weights of the fleet. peers: replicas that serve them. Raises WrongOrder, which names
@@ -44,7 +41,7 @@ class WeightTransfer:
             try:
                 await self._update(replica, state, part)
                 return
-            except (FastDeployError, httpx.HTTPError, OSError) as error:
+            except (FastDeployError, OSError) as error:
                 if isinstance(error, EngineError) and not replica.client.connected.is_set():
                     raise
                 logger.warning("replica %s did not get the weights %s: %s", replica.name, name, error)
@@ -78,17 +75,5 @@ class WeightTransfer:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
             return
-        key = self._config.replica_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with (
-            httpx.AsyncClient(timeout=httpx.Timeout(READ_TIMEOUT_S), headers=headers) as http,
-            http.stream("GET", f"{peer.placement.url}/v1/weights/export") as export,
-        ):
-            export.raise_for_status()
-            reply = await http.post(
-                f"{replica.placement.url}/v1/weights/chunk",
-                params={"session_id": session},
-                content=export.aiter_bytes(),
-                headers={"Content-Type": "application/octet-stream"},
-            )
-            reply.raise_for_status()
+        async with self._hosts.exported(peer) as weights:
+            await self._hosts.add_part(replica, session, weights)

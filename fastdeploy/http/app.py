@@ -29,6 +29,7 @@ from fastdeploy.http.dialects.vllm.routes import vllm_router
 from fastdeploy.http.docs_page import add_docs_page
 from fastdeploy.http.errors import add_error_handlers
 from fastdeploy.http.fleet.routes import fleet_router
+from fastdeploy.http.fleet.spool import spool_router
 from fastdeploy.http.guards.body_limit import BodyLimit
 from fastdeploy.http.guards.browser_guard import PagePolicy
 from fastdeploy.http.guards.budget import Budget
@@ -49,7 +50,7 @@ ROUTERS = {
     "Weights": (weights_router, export_router),
     "Adapters": (adapters_router,),
     "Operation": (health_router,),
-    "Fleet": (fleet_router,),
+    "Fleet": (fleet_router, spool_router),
     "vLLM": (vllm_router,),
     "SkyRL": (skyrl_router,),
     "SGLang": (sglang_router,),

@@ -8,6 +8,13 @@ from urllib.request import urlopen
 
 from e2e.server import Server, descendants, until
 
+KINDS = ("serve", "fleet")
+
+
+def server_of(kind: str, *flags: str) -> Server:
+    """Start ``fastdeploy serve``, or a fleet of two, with the same ``flags``."""
+    return Server(*flags) if kind == "serve" else FleetServer(2, *flags)
+
 
 class FleetServer(Server):
     """``fastdeploy fleet`` with ``num`` replicas."""

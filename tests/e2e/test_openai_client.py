@@ -1,19 +1,32 @@
-"""The unmodified ``openai`` package with a real server."""
+"""The unmodified ``openai`` package with a real server, and with a real fleet."""
 
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Iterator
 
 import openai
 import pytest
 
-from e2e.server import until
+from e2e.fleet_server import FleetServer
+from e2e.server import SMALL, Server, until
 from fastdeploy.embedded.arithmetic import problems
+
+KINDS = ["serve", pytest.param("fleet", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest) -> Iterator[Server]:
+    if request.param == "serve":
+        yield request.getfixturevalue("server")
+    else:
+        with FleetServer(2, *SMALL) as fleet:
+            yield fleet
 
 
 @pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+def client(served):
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +137,30 @@ def test_a_live_request_id_is_refused_a_second_time(complete):
     first.close()
 
 
-def test_a_full_queue_is_429(strict_server):
-    server = strict_server
+@pytest.fixture(params=KINDS)
+def with_short_queue(request: pytest.FixtureRequest) -> Iterator[tuple[Server, int]]:
+    """Return a server, and the number of requests that may wait there."""
+    if request.param == "serve":
+        yield request.getfixturevalue("strict_server"), 2
+    else:
+        with FleetServer(2, *SMALL, "--max-waiting", "2") as fleet:
+            yield fleet, 4
+
+
+def test_a_full_queue_is_429(with_short_queue):
+    server, room = with_short_queue
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     ask = {"model": client.models.list().data[0].id, "prompt": [60], "max_tokens": 2}
     server.post("/v1/pause", {"mode": "keep"})
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        held = [pool.submit(client.completions.create, **ask) for _ in range(2)]
-        until(lambda: server.metric("num_requests_waiting") == 2, 10, "two requests wait")
+    with concurrent.futures.ThreadPoolExecutor(room) as pool:
+        held = [pool.submit(client.completions.create, **ask) for _ in range(room)]
+        until(lambda: waiting(server) == room, 10, "all places are taken")
         with pytest.raises(openai.RateLimitError):
             client.completions.create(**ask)
         server.post("/v1/resume")
         assert all(f.result().choices[0].finish_reason for f in held)
+
+
+def waiting(server: Server) -> int:
+    """Return the number of waiting requests of all replicas."""
+    return server.get("/v1/is_paused").result["counts"]["queued"]

@@ -11,16 +11,23 @@ from typing import Any
 
 import pytest
 
+from e2e.fleet_server import KINDS, server_of
 from e2e.server import SMALL, Server
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("FRAMEWORKS_PYTHON") or str(ROOT / ".venv-frameworks" / "bin" / "python")
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Return what the clients talk to: "serve" = one server, or "fleet" = the gateway of two replicas."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def live() -> Iterator[Server]:
+def live(kind: str) -> Iterator[Server]:
     """Return a server for one module, whose clients may change the weights."""
-    with Server(*SMALL) as server:
+    with server_of(kind, *SMALL) as server:
         yield server
 
 

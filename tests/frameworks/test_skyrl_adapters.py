@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e.server import Server
+from e2e.fleet_server import server_of
 from frameworks.adapters import adapter_folder
 from frameworks.conftest import run_child
 
@@ -18,12 +18,12 @@ RUNNING, PAUSED = [False, False], [True, True]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Any]:
+def results(kind: str, tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("adapters")
     policies = [adapter_folder(folder / name, seed) for seed, name in enumerate(POLICIES)]
     # float32, so that an answer is the same ids whether its KV was computed token by token or at once.
     flags = ("--dtype", "float32", "--max-num-seqs", "16", "--num-gpu-blocks-override", "2048")
-    with Server(*flags) as server:
+    with server_of(kind, *flags) as server:
         return run_child("skyrl_adapters_child.py", server.url, *policies)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from e2e.server import SMALL, Server
+from e2e.fleet_server import server_of
+from e2e.server import SMALL
 from fastdeploy.embedded import MODEL_DIR
 from frameworks.conftest import run_child
 
@@ -14,9 +15,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> dict[str, Any]:
+def run(kind: str, tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("skyrl")
-    with Server(*SMALL, "--workers", "2", "--pull-root", str(folder), "--model-root", str(folder)) as server:
+    workers = ("--workers", "2") if kind == "serve" else ()
+    with server_of(kind, *SMALL, *workers, "--pull-root", str(folder), "--model-root", str(folder)) as server:
         return run_child("skyrl_deltas_child.py", server.url, MODEL_DIR, folder)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from e2e.server import SMALL, Server
+from e2e.fleet_server import server_of
+from e2e.server import SMALL
 from fastdeploy.embedded import MODEL_DIR
 from frameworks.conftest import ROOT, run_child
 
@@ -17,9 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.slime]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> list[dict[str, Any]]:
+def runs(kind: str, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("slime")
-    with Server(*SMALL, "--workers", "2", "--pull-root", str(folder), "--model-root", str(folder)) as server:
+    workers = ("--workers", "2") if kind == "serve" else ()
+    with server_of(kind, *SMALL, *workers, "--pull-root", str(folder), "--model-root", str(folder)) as server:
         return run_child("slime_child.py", SLIME, server.url, MODEL_DIR, folder)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from e2e.fleet_server import server_of
 from e2e.server import SMALL, Server, free_port, until
 from fastdeploy.embedded import MODEL_DIR
 from frameworks.conftest import PYTHON, run_child
@@ -22,10 +23,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory) -> Iterator[Server]:
+def serving(kind: str, tmp_path_factory) -> Iterator[Server]:
     """Return a server that looks up adapters in the folder to which the Tinker server extracts its checkpoints."""
     root = tmp_path_factory.mktemp("lora")
-    with Server(*SMALL, "--adapter-root", str(root)) as server:
+    with server_of(kind, *SMALL, "--adapter-root", str(root)) as server:
         server.adapter_root = root
         yield server
 

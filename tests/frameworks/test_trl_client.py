@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from e2e.fleet_server import server_of
 from e2e.server import SMALL, Server
 from frameworks.conftest import run_child
 
@@ -14,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trusting() -> Iterator[Server]:
-    with Server(*SMALL, "--trust-request-chat-template") as server:
+def trusting(kind: str) -> Iterator[Server]:
+    with server_of(kind, *SMALL, "--trust-request-chat-template") as server:
         yield server
 
 

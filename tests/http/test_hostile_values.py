@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fastdeploy.core.errors import InvalidField
-from fastdeploy.engine.weight_sources import SourcePolicy
+from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from support.fake_engine_server import reply_with
 

@@ -14,7 +14,9 @@ from fastdeploy.http.guards.budget import Budget
 from fastdeploy.http.guards.connection_limits import has_large_body
 
 # Routes that take weights or adapters: as the body itself, or as base64 in JSON (SGLang).
-UPLOAD_PATHS = frozenset({"/v1/adapters/load", "/v1/update_weights", "/v1/weights/chunk", "/update_weights"})
+UPLOAD_PATHS = frozenset(
+    {"/v1/adapters/load", "/v1/replicas/spool", "/v1/update_weights", "/v1/weights/chunk", "/update_weights"}
+)
 JSON_UPLOAD_PATHS = frozenset({"/load_lora_adapter_from_tensors", "/update_weights_from_tensor"})
 LARGE_JSON = 1 << 20  # bytes; the event loop parses at most one larger body in each of its rounds
 

@@ -133,7 +133,7 @@ async def main(model: str, weights: str, urls: list[str]) -> dict[str, Any]:
 
 
 async def get(url: str) -> Any:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(verify=False) as client:  # fast to make
         return (await client.get(url)).json()
 
 

@@ -43,7 +43,8 @@ class SourcePolicy:
             case FileSource(path=path):
                 self._check_upload(path)
             case StreamSource(path=path) if source.state != "broken":
-                self._check_upload(path)
+                if path or source.nbytes:  # an upload that the session only waits for has no file
+                    self._check_upload(path)
                 if min(source.offset, source.nbytes, source.start) < 0:
                     raise InvalidField("body", f"expected a piece of an upload, got {source!r}")
 

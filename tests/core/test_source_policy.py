@@ -7,8 +7,8 @@ import os
 import pytest
 
 from engine.weight_calls import begin, chunk
+from fastdeploy.core.source_policy import SourcePolicy
 from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource
-from fastdeploy.engine.weight_sources import SourcePolicy
 from fastdeploy.inter_communicator import messages as m
 from support.harness import Harness
 

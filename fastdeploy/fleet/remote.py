@@ -1,0 +1,154 @@
+"""Replicas on other hosts: the bytes of weights go to them and come from them over HTTP, through their API servers.
+
+The engine of a replica reads files of its own host only. So a source that is a file or shared memory of the gateway's
+host is sent into a file of the replica's host, which is there until the call on the fleet has ended. A folder is not
+sent: it must have the same path on all hosts, so it lies on a file system that they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+from msgspec.structs import replace
+
+from fastdeploy.core.errors import EngineDead, FastDeployError, from_wire
+from fastdeploy.core.host import host_id
+from fastdeploy.core.safe_files import open_regular
+from fastdeploy.core.shared_files import SHARED_MEMORY
+from fastdeploy.core.source_policy import SourcePolicy
+from fastdeploy.core.weight_source import FileSource, FolderSource, SharedMemorySource, Source, StreamSource
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.replica import Replica
+
+PIECE_BYTES = 1 << 20
+READ_TIMEOUT_S = 300.0  # for the answer to weights that were sent, which the engine reads and checks
+SPOOL, CHUNK, EXPORT = "/v1/replicas/spool", "/v1/weights/chunk", "/v1/weights/export"
+
+
+def is_remote(replica: Replica) -> bool:
+    """Return whether the replica is on another host than this process."""
+    return replica.placement.host != host_id()
+
+
+def must_send(replica: Replica, source: Source) -> bool:
+    """Return whether the replica cannot read the source where it is."""
+    return is_remote(replica) and not isinstance(source, FolderSource)
+
+
+class RemoteHosts:
+    """HTTP calls to the API servers of replicas. All of them raise EngineDead if the API server cannot be reached, or
+    sends nothing for too long, and otherwise the error that it answered."""
+
+    def __init__(self, config: FleetConfig):
+        self._policy = SourcePolicy(config.model_roots, "")
+        self._key = config.replica_key
+        self._silence_s = max(config.fence_after_s, config.stall_s)
+        self._http: httpx.AsyncClient | None = None
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
+
+    @contextlib.asynccontextmanager
+    async def staged(self, replica: Replica, source: Source) -> AsyncIterator[Source]:
+        """Send the content of a source to the replica's host. Yield the source that its engine can read while the
+        block runs. Raises InvalidField for shared memory that is not allowed as a source, see also the class."""
+        if isinstance(source, StreamSource) and not source.nbytes:  # nothing is read
+            yield replace(source, path="", offset=0)
+            return
+        self._policy_check(source)
+        with _opened(source) as (fd, offset, nbytes):
+            body = _pieces(fd, offset, nbytes)
+            headers = {"Content-Length": str(nbytes), "Content-Type": "application/octet-stream"}
+            async with self._reply(replica, "POST", SPOOL, content=body, headers=headers) as reply:
+                path = await _first_line(replica, reply)
+                yield replace(source, path=path, offset=0) if isinstance(source, StreamSource) else FileSource(path)
+
+    @contextlib.asynccontextmanager
+    async def exported(self, replica: Replica) -> AsyncIterator[httpx.Response]:
+        """Yield the answer to GET /v1/weights/export, whose body is not received yet."""
+        async with self._reply(replica, "GET", EXPORT, silence_s=READ_TIMEOUT_S) as reply:
+            yield reply
+
+    async def add_part(self, replica: Replica, session: str, weights: httpx.Response) -> None:
+        """Send the body of ``weights`` to the weight session ``session`` of the replica's engine, as it comes."""
+        headers = {"Content-Type": "application/octet-stream"}
+        if (length := weights.headers.get("Content-Length")) is not None:
+            headers["Content-Length"] = length
+        body = weights.aiter_bytes(PIECE_BYTES)
+        options: dict[str, Any] = {"params": {"session_id": session}, "content": body, "headers": headers}
+        async with self._reply(replica, "POST", CHUNK, silence_s=READ_TIMEOUT_S, **options) as reply:
+            await reply.aread()
+
+    def _policy_check(self, source: Source) -> None:
+        if isinstance(source, SharedMemorySource):  # the replica's engine only sees a file
+            self._policy.check(source)
+
+    @contextlib.asynccontextmanager
+    async def _reply(
+        self, replica: Replica, method: str, path: str, silence_s: float | None = None, **options: Any
+    ) -> AsyncIterator[httpx.Response]:
+        if self._http is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            limits = httpx.Limits(max_connections=None)
+            self._http = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        timeout = httpx.Timeout(self._silence_s, read=silence_s or self._silence_s)
+        url = replica.placement.url + path
+        try:
+            async with self._http.stream(method, url, timeout=timeout, **options) as reply:
+                if reply.status_code != 200:
+                    raise _error(replica, reply.status_code, await reply.aread())
+                yield reply
+        except httpx.HTTPError as error:
+            why = f"its API server at {replica.placement.url} failed: {type(error).__name__} {error}".rstrip()
+            raise EngineDead(f"replica {replica.name}: {why}") from error
+
+
+def _error(replica: Replica, status: int, body: bytes) -> FastDeployError:
+    """Return the error that an API server answered."""
+    try:
+        detail = msgspec.json.decode(body)["error"]
+        code, message = str(detail.pop("code")), str(detail.pop("message"))
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return EngineDead(f"replica {replica.name}: {replica.placement.url} answered with status {status}")
+    return from_wire(code, f"replica {replica.name}: {message}", {})
+
+
+async def _first_line(replica: Replica, reply: httpx.Response) -> str:
+    """Return the path in the first line of the answer to SPOOL. The answer goes on."""
+    async for line in reply.aiter_lines():
+        if line:
+            path: str = msgspec.json.decode(line)["path"]
+            return path
+    raise EngineDead(f"replica {replica.name}: {replica.placement.url} has not named its file")
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Any:
+    """Yield (descriptor, offset, number of bytes) of the content. Raises OSError."""
+    path = f"{SHARED_MEMORY}/{source.name.removeprefix('/')}" if isinstance(source, SharedMemorySource) else source.path
+    fd = open_regular(path)
+    try:
+        if isinstance(source, StreamSource):
+            yield fd, source.offset, source.nbytes
+        else:
+            nbytes = source.nbytes if isinstance(source, SharedMemorySource) else 0
+            yield fd, 0, nbytes or os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+async def _pieces(fd: int, offset: int, nbytes: int) -> AsyncIterator[bytes]:
+    end = offset + nbytes
+    while offset < end:
+        piece = await asyncio.to_thread(os.pread, fd, min(end - offset, PIECE_BYTES), offset)
+        if not piece:
+            raise EOFError(f"a source of weights ends {end - offset} bytes too early")
+        yield piece
+        offset += len(piece)
