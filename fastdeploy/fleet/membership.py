@@ -299,7 +299,8 @@ class Membership:
         self.state.end_sessions()
 
     def _renewed(self, replica: Replica, revision: int) -> None:
-        """Fence a member that does not have the weights of the fleet any more, without a call of this gateway."""
+        """Fence a member that does not have the weights of the fleet any more, without a call of this gateway. Learn
+        their fingerprint, if it is not known."""
         state = self.state
         if state.changing or state.revision != revision or not replica.in_quorum:
             return
@@ -307,6 +308,10 @@ class Membership:
             self.fence(
                 replica, f"its weights have epoch {replica.weight_epoch}, those of the fleet {state.weight_epoch}"
             )
+        elif state.fingerprint is None and replica.report["fingerprint"] is not None:
+            # The weights slept when this gateway began to lead. A sleeping engine does not tell the fingerprint.
+            state.fingerprint = replica.report["fingerprint"]
+            state.revision += 1
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -143,6 +143,18 @@ def test_a_joiner_gets_the_adapters_and_the_sleep_of_the_fleet(fleet, tmp_path):
     assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=5)
 
 
+def test_a_replica_joins_after_a_new_gateway_found_the_weights_of_the_fleet_asleep(fleet):
+    publish(fleet, 3)
+    assert fleet.http.post("/v1/sleep").status_code == 200
+    kill(fleet, 0)
+    fleet.replace_gateway()
+    fleet.wait_members(1)
+    fleet.launcher.revive("replica-0")
+    assert fleet.http.post("/v1/wakeup").status_code == 200
+    fleet.wait_members(2)
+    assert [engine.runner.fingerprint for engine in fleet.engines] == [fingerprint_of(3)] * 2
+
+
 @pytest.mark.slow
 def test_an_adapter_that_cannot_be_had_keeps_a_replica_out_until_it_is_unloaded(fleet, tmp_path):
     path = write_adapter(tmp_path / "a", "a5")
