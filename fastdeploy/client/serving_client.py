@@ -13,11 +13,13 @@ from fastdeploy.inter_communicator import messages as m
 class ServingClient(Protocol):
     """See EngineClient, which says what each part means."""
 
-    missing_because: str
     connected: asyncio.Event
     closing: asyncio.Event
     welcome: m.Welcome | None
     model_info: dict[str, Any]
+
+    @property
+    def missing_because(self) -> str: ...
 
     def start(self) -> asyncio.Task[None]: ...
 

@@ -18,6 +18,7 @@ from fastdeploy.fleet.control import FleetControl
 from fastdeploy.fleet.dispatch import Dispatcher, merged_aborts
 from fastdeploy.fleet.launcher import Launcher
 from fastdeploy.fleet.membership import MakeConnector, Membership
+from fastdeploy.fleet.plans import READS
 from fastdeploy.fleet.relay import Relay
 from fastdeploy.fleet.replica import Replica
 from fastdeploy.fleet.router import Router
@@ -41,6 +42,7 @@ class FleetClient:
             self.membership.fence,
             self.membership.state,
             self.membership.deposed,
+            lambda: [] if self.membership.leadership.leads else self.membership.connected,
         )
         self.router = router or Router()
         self._open: list[Replica] = []  # as of the last change of the members
@@ -49,7 +51,6 @@ class FleetClient:
         self._by_client_id: dict[str, set[str]] = {}  # request ids by the id that the client knows
         self._retained: OrderedDict[str, str] = OrderedDict()  # names of replicas
         self._task: asyncio.Task[None] | None = None
-        self.missing_because = "no replica has joined yet"
         self.connected = asyncio.Event()
         self.closing = asyncio.Event()
         self.welcome: m.Welcome | None = None
@@ -84,10 +85,14 @@ class FleetClient:
             self.welcome = m.Welcome(boot_id, 0, welcome.max_model_len, welcome.software)
             self.connected.set()
         elif not members:
-            why = self.membership.leadership.why or "every replica is lost, or has not joined yet"
-            self.welcome, self.missing_because = None, why
+            self.welcome = None
             self.connected.clear()
         self._dispatcher.kick()
+
+    @property
+    def missing_because(self) -> str:
+        """Why there is no member."""
+        return self.membership.leadership.why or "every replica is lost, or has not joined yet"
 
     async def require_engine(self) -> m.Welcome:
         """Return the Welcome of the fleet. Raises EngineDead if it has no member."""
@@ -173,8 +178,10 @@ class FleetClient:
     # ------------------------------------------------------------------ control
 
     async def call(self, args: m.Args) -> dict[str, Any]:
-        """Make a control call on the whole fleet. See FleetControl. Raises NotLeader if another gateway leads."""
-        self.membership.leadership.require()
+        """Make a control call on the whole fleet. See FleetControl. A gateway that does not lead answers reads, from
+        the replicas that it is connected to, and raises NotLeader for all others."""
+        if not isinstance(args, READS):
+            self.membership.leadership.require()
         ended = self._abort_waiting(args) if isinstance(args, m.AbortArgs) else {}
         try:
             result = await self._control.call(args)

@@ -28,7 +28,8 @@ class FleetControl:
     stage_part: brings the source of new weights to the host of a replica, and returns the source to use there; None =
     all replicas can read every source.
     deposed: the error of a replica that another gateway leads. As long as it is set, this gateway changes nothing and
-    fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set."""
+    fences nobody. Whoever leads again sets it to None. on_deposed(why): called when it is set. connected: returns the
+    replicas that answer reads as long as this gateway has no member because it does not lead."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class FleetControl:
         fence: Callable[[Replica, str], None],
         state: FleetState | None = None,
         on_deposed: Callable[[str], None] = lambda why: None,
+        connected: Callable[[], Sequence[Replica]] = lambda: (),
     ):
         self._config = config
         self._quorum = quorum
@@ -44,6 +46,7 @@ class FleetControl:
         self.state = state or FleetState()
         self.stage_part: StagePart | None = None
         self._on_deposed = on_deposed
+        self._connected = connected
         self.deposed: NotLeader | None = None
         self._runs: dict[RunningCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -86,15 +89,18 @@ class FleetControl:
             raise EngineDead("the gateway is shutting down")
         if self.deposed is not None and not isinstance(args, READS):
             raise NotLeader(self.deposed.message)
-        members = {replica.name: replica for replica in self._quorum()}
-        if not members:
+        replicas, in_quorum = self._quorum(), True
+        if not replicas and isinstance(args, READS):
+            replicas, in_quorum = self._connected(), False
+        if not replicas:
             raise EngineDead("no replica of the fleet is ready")
-        plan = plan_for(args, Context(self.state, self._config, asyncio.get_running_loop().time()))
+        members = {replica.name: replica for replica in replicas}
+        plan = plan_for(args, Context(self.state, self._config, asyncio.get_running_loop().time(), in_quorum))
         plan.sources = sources
-        replicas = [members[name] for name in plan.participants(list(members))]
+        participants = [members[name] for name in plan.participants(list(members))]
         msgspec.msgpack.encode(args)  # raises if the call cannot be sent: then nothing has begun
         shows_replicas = not isinstance(args, UNCHANGED)
-        run = RunningCall(plan, replicas, self._config, shows_replicas, self.fence, self._ended, self._depose)
+        run = RunningCall(plan, participants, self._config, shows_replicas, self.fence, self._ended, self._depose)
         self._runs[run] = None
         run.start()
         return run.future

@@ -116,11 +116,13 @@ class LocalLauncher:
         """See Launcher. Iterate once."""
         reader, self._writer = await asyncio.open_connection(sock=self._link, limit=MAX_LINE)
         self._task = asyncio.create_task(self._read(reader), name="local-launcher")
-        while True:
+        self._task.add_done_callback(lambda _: self._changed.set())
+        while not self._task.done():
             await self._changed.wait()
             self._changed.clear()
             if self._now is not None:
                 yield self._now
+        self._task.result()  # raises the error of a message that cannot be read
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():

@@ -40,13 +40,14 @@ class Membership:
         self._connector = connector
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Queue[BaseException] = asyncio.Queue()  # errors of tasks
         self._joins: dict[Replica, asyncio.Task[None]] = {}
         self._restarts: dict[Replica, asyncio.Task[None]] = {}
         self.replicas: dict[str, Replica] = {}
         self.state = FleetState()
         self.leadership = Leadership(
             config,
-            lambda: [replica for replica in self.replicas.values() if replica.client.connected.is_set()],
+            lambda: self.connected,
             lambda: len(self.replicas),
             self._begin,
             self._renewed,
@@ -67,6 +68,11 @@ class Membership:
         return [replica for replica in self.replicas.values() if replica.state is ReplicaState.MEMBER]
 
     @property
+    def connected(self) -> list[Replica]:
+        """The replicas whose engine answers, members or not."""
+        return [replica for replica in self.replicas.values() if replica.client.connected.is_set()]
+
+    @property
     def boot_id(self) -> str:
         """The boot id of the fleet. Another one means that its weights were lost."""
         return self.state.boot_id
@@ -76,10 +82,15 @@ class Membership:
         self.leadership.depose(why)
 
     async def run(self) -> None:
-        """Follow the launcher, and lead, until this is cancelled."""
+        """Follow the launcher, and lead, until this is cancelled. Raises an unexpected error of any task, since the
+        fleet would miss what the task did; then this process must be replaced."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._until_broken(), name="fleet-tasks")
             group.create_task(self._follow(), name="fleet-launcher")
             group.create_task(self.leadership.run(), name="fleet-leadership")
+
+    async def _until_broken(self) -> None:
+        raise await self._broken.get()
 
     async def close(self) -> None:
         """Close all connections. The replicas run on, and their holds stand."""
@@ -297,8 +308,13 @@ class Membership:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
         return task
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken.put_nowait(error)
 
 
 def _retry_s(failures: int) -> float:

@@ -20,11 +20,13 @@ A = TypeVar("A", bound=m.Args)
 
 @dataclass(frozen=True)
 class Context:
-    """State and settings of the fleet, and the time on the event loop's clock when the call came."""
+    """State and settings of the fleet, and the time on the event loop's clock when the call came. in_quorum: the
+    replicas are members, so all have the state of the fleet."""
 
     state: FleetState
     config: FleetConfig
     now: float
+    in_quorum: bool = True
 
 
 class Plan(Generic[A]):
@@ -43,6 +45,7 @@ class Plan(Generic[A]):
         self.state = context.state
         self.config = context.config
         self.now = context.now
+        self.in_quorum = context.in_quorum
         self.order = 0
         self.sources: dict[str, Source] = {}
         self.errors: dict[str, FastDeployError] = {}

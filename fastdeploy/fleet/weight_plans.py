@@ -322,7 +322,7 @@ class WeightInfoPlan(Plan[m.WeightInfoArgs]):
             name: (result["version"], result["weight_epoch"], result["fingerprint"])
             for name, result in self.results.items()
         }
-        if len(set(labels.values())) > 1 and not self.state.changing:
+        if len(set(labels.values())) > 1 and self.in_quorum and not self.state.changing:
             raise FleetCallFailed(f"the replicas do not serve the same weights: {labels}")
         report = super().done()
         if report["session"] is not None:

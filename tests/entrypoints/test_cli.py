@@ -191,5 +191,5 @@ def test_a_fleet_endpoint_on_the_network_needs_a_long_key_in_the_environment(fol
     with pytest.raises(SystemExit) as info:
         main(["serve", "--model", folder, "--fleet-endpoint", "tcp://0.0.0.0:0"])
     error = capsys.readouterr().err
-    assert info.value.code == 2 and "--fleet-endpoint" in error and FLEET_KEY in error
+    assert info.value.code == 2 and "--fleet-key-file" in error and FLEET_KEY in error
     assert FLEET_KEY not in os.environ

@@ -154,12 +154,15 @@ def test_only_the_engine_inherits_the_fleet_key(tree):
 
 
 def test_the_supervisor_reports_where_each_engine_listens_for_the_fleet():
-    endpoints: list[str] = []
-    config = EngineConfig(model="m", fleet_endpoint="tcp://127.0.0.1:0")
-    supervisor = Supervisor(config, ServeConfig(model="m"), fleet_key="k" * 40, on_engine_ready=endpoints.append)
-    for port in (1, 2):
-        supervisor._on_engine_event(Mock(), {"event": "ready", "fleet_endpoint": f"tcp://127.0.0.1:{port}"})
-    assert endpoints == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
+    report = Mock()
+    supervisor = Supervisor(EngineConfig(model="m"), ServeConfig(model="m"), report=report)
+    engine, server = Mock(), Mock()
+    engine.name, server.name = "engine", "api-0"
+    supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:1"})
+    supervisor._on_event(server, {"event": "ready"})
+    supervisor._on_event(engine, {"event": "ready", "fleet_endpoint": "tcp://127.0.0.1:2"})
+    told = [call.args[1] for call in report.serving.call_args_list]
+    assert told == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 
 
 def test_a_killed_engine_fails_open_requests_and_restarts_with_a_new_boot_id(tree):

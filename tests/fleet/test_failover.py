@@ -133,6 +133,11 @@ def test_requests_wait_for_a_replica_and_go_on_in_their_order(fleet):
         engine.kill()
     until(lambda: fleet.client._dispatcher.num_waiting == 2, 20, "both wait")
     fleet.engines[0].start()
+    fleet.wait_members(1)
+    assert fleet.http.get("/v1/is_paused").json()["result"]["is_paused"], (
+        "the hold of the fleet stands on its next engine"
+    )
+    fleet.http.post("/v1/resume")
     assert asked.reply()["choices"][0]["token_ids"] == expected_tokens([1, 2], 100)
     assert other.reply()["choices"][0]["token_ids"] == expected_tokens([3, 4], 100)
 

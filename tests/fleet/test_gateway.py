@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
-from fleet.fake_fleet import FakeFleet, fake_fleet
+from fastdeploy.fleet.config import FleetConfig
+from fastdeploy.fleet.launcher import Placement, StaticLauncher
+from fleet.fake_fleet import FakeFleet, FakeGateway, fake_fleet
 from support.fake_runner import expected_tokens
 
 
@@ -28,3 +33,27 @@ def test_a_pause_reaches_every_engine(fleet):
     assert all(engine.engine.pause.is_paused for engine in fleet.engines)
     assert fleet.http.post("/v1/resume").status_code == 200
     assert not any(engine.engine.pause.is_paused for engine in fleet.engines)
+
+
+class BrokenLauncher(StaticLauncher):
+    """Names one replica, and has an error afterwards."""
+
+    async def placements(self) -> AsyncIterator[Sequence[Placement]]:
+        yield [Placement("r0", "ipc:///nowhere", "http://r0", "here")]
+        raise RuntimeError("a bug")
+
+
+async def broken() -> None:
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("task", ["launcher", "restart"])
+def test_an_unexpected_error_in_any_task_ends_the_process_of_the_gateway(monkeypatch, task):
+    ended, signals = threading.Event(), []
+    monkeypatch.setattr(os, "kill", lambda pid, number: (signals.append((pid, number)), ended.set()))
+    launcher = BrokenLauncher([]) if task == "launcher" else StaticLauncher([])
+    gateway = FakeGateway(FleetConfig(fleet_id="fleet-1"), lambda: launcher)
+    if task == "restart":
+        gateway.loop.call_soon_threadsafe(lambda: gateway.client.membership._spawn(broken()))
+    assert ended.wait(20) and signals == [(os.getpid(), signal.SIGTERM)]
+    gateway.end_gateway()

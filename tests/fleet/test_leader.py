@@ -87,6 +87,12 @@ def test_a_second_gateway_waits_and_changes_nothing(fleet):
             assert refusal.status_code in (409, 503), refusal.text
         assert holds(fleet) == [[], []]
         assert pause(fleet).status_code == 200
+        assert other.http.get("/v1/is_paused").json()["result"]["is_paused"], "reads are answered"
+        for path in ("/v1/weights", "/metrics"):
+            assert other.http.get(path).status_code == 200, path
+        for path in ("/health", "/ready"):
+            reply = other.http.get(path)
+            assert reply.status_code == 503 and "lease" in reply.json()["reason"], reply.text
         assert (leadership.leads, fleet.client.membership.leadership.term) == (False, term)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import Any
 
+import msgspec
 import pytest
 
 from fastdeploy.core.errors import ControlError, EngineDead
@@ -99,6 +100,12 @@ async def test_the_death_of_the_parent_fails_open_calls_and_is_told(pair):
     await pair.lost.wait()
     with pytest.raises(EngineDead):
         await pair.launcher.add()
+
+
+async def test_a_message_that_cannot_be_read_is_an_error_of_the_placements(pair):
+    pair.parent._link.send(b"[]\n")
+    with pytest.raises(msgspec.DecodeError):
+        await pair._task
 
 
 def test_a_gateway_that_does_not_read_never_blocks_the_parent():

@@ -71,6 +71,7 @@ def test_nothing_leaves_the_state_removed():
 def test_a_late_event_of_an_old_connection_does_not_reach_the_replica():
     replica = new_replica()
     old = replica.client
+    old.model_info = {"max_num_seqs": 8}
     old._on_connected()
     assert replica.state is ReplicaState.JOINING
     replica.advance(ReplicaEvent.FENCE, "a test")

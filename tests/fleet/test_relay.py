@@ -63,7 +63,7 @@ class Fleet:
         replica.client.welcome, replica.client.model_info = m.Welcome("b", 0, 100), {"max_num_seqs": 8}
         replica.client._first_connection = False
         replica.client.connected.set()
-        replica._connected()
+        replica.client._on_connected()
         replica.advance(ReplicaEvent.JOINED)
 
     def lose(self, i: int) -> None:

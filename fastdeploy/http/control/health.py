@@ -33,6 +33,7 @@ def health_router(context: ServingContext) -> APIRouter:
     async def ready() -> Response:
         """Answer 503 with a reason while new requests are refused. A pause that holds new requests refuses none."""
         try:
+            await client.require_engine()  # a gateway that does not lead answers the call below all the same
             status = await client.call(m.PauseStatusArgs())
         except EngineError as error:
             return json_response({"status": "no engine", "reason": error.message}, 503, {"Retry-After": "2"})
