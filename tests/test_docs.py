@@ -83,7 +83,9 @@ def test_the_flags_and_their_defaults_are_those_of_serve():
 
 def test_the_further_flags_of_a_fleet_and_their_defaults_are_those_of_the_command():
     of_both = defaults_of(SERVE).keys()
-    assert told_defaults("flags of fleet") == {flag: text for flag, text in defaults_of(FLEET).items() if flag not in of_both}
+    assert told_defaults("flags of fleet") == {
+        flag: text for flag, text in defaults_of(FLEET).items() if flag not in of_both
+    }
 
 
 def told_defaults(note: str) -> dict[str, str]:

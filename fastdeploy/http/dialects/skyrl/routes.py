@@ -99,8 +99,8 @@ def skyrl_router(context: ServingContext) -> APIRouter:
 
     @routes.post("/finish_session", SessionBody)
     async def finish_session(body: SessionBody) -> dict[str, Any]:
-        """Answer a router that ties a session to a replica. There is nothing to release, since one replica is behind
-        this address. 0 is a valid session id."""
+        """Answer a router that ties a session to a replica. There is nothing to release: the gateway of a
+        fleet forgets the oldest sessions by itself. 0 is a valid session id."""
         return {"status": "ok", "session_id": body.session_id}
 
     return router
