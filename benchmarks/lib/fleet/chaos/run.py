@@ -73,7 +73,7 @@ class Chaos:
             fleet_id="chaos",
             fence_after_s=options.step_s + options.fence_s,
             lease_s=2.0,
-            stall_s=2.0,
+            stall_s=10.0,
             stage_timeout_s=5.0,
             rebuild_s=1.0,
         )
