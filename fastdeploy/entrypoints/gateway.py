@@ -34,7 +34,7 @@ from fastdeploy.http.guards.keys import Keys, take_keys
 from fastdeploy.inter_communicator import ipc_dir
 from fastdeploy.inter_communicator.event_pipe import EventPipe
 from fastdeploy.inter_communicator.fleet_key import take_fleet_key, with_fleet_key
-from fastdeploy.inter_communicator.zmq_transport import ZmqConnector
+from fastdeploy.inter_communicator.zmq_transport import ZmqConnector, context_of_many
 
 
 def make_launcher(spec: LauncherSpec, keys: Keys, fleet_key: str | None, events: EventPipe) -> Launcher:
@@ -78,12 +78,14 @@ async def serve(
     key = next(iter(own_keys.control or own_keys.data), b"").decode()  # not in the config, which is on the command line
     fleet = msgspec.structs.replace(config.fleet, replica_key=key)
     launcher = make_launcher(config.launcher, own_keys, fleet_key, events)
-    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key))
+    context = context_of_many()
+    client = FleetClient(fleet, launcher, lambda place: ZmqConnector(place.endpoint, fleet_key, context))
     server = make_server(client, tokenizer, config.serve, keys)
     announcing = asyncio.create_task(announce(client, events))
     collect_rarely()
     await server.serve(sockets=list(listeners))
     announcing.cancel()
+    context.destroy(linger=0)
 
 
 def main() -> int:

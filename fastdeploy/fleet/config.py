@@ -11,7 +11,8 @@ class FleetConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Settings of a gateway. Times are in seconds.
 
     fleet_id: of the fleet; the same for every gateway of it. fence_after_s: a replica that has not answered a call for
-    so long is fenced, if the call itself sets no longer time. lease_s: of the gateway's leadership of the engines.
+    so long is fenced, if the call itself sets no longer time. If most replicas have not answered, the call waits for
+    them until stall_s: the cause may be the gateway's own host. lease_s: of the gateway's leadership of the engines.
     stall_s: a silent engine is lost after so long. failover_s: a request whose replica was lost waits so long for
     another one. max_replicas: places in the fleet.
     stage_timeout_s: seconds in which an engine reads and checks new weights, if the call names none; at least the

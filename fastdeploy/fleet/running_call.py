@@ -18,6 +18,7 @@ from fastdeploy.fleet.transaction import WAITING, Action, Phase, Rule, Send, Ste
 from fastdeploy.inter_communicator import messages as m
 
 LATE_TIMER_S = 0.5  # a timer that comes later than this shows that this process was stopped, or its loop was blocked
+READ_S = 0.005  # after a deadline, to read the answers that have arrived
 STEPS = {Phase.PREPARING: Step.PREPARE, Phase.COMMITTING: Step.COMMIT, Phase.ROLLING_BACK: Step.ROLLBACK}
 
 
@@ -52,6 +53,7 @@ class RunningCall:
         self._over = False
         self._phase: Phase | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._patient_until = 0.0
         self._began = self._loop.time()
         self._answered_ms = dict.fromkeys(self._replicas, 0.0)
         self._fenced: dict[str, str] = {}
@@ -95,8 +97,7 @@ class RunningCall:
             self._conclude()
         elif self._phase is not self._transaction.phase:
             self._phase = self._transaction.phase
-            step = STEPS[self._phase]
-            self._set_deadline(step, self._plan.seconds(step))
+            self._begin_wait(STEPS[self._phase])
 
     def _send(self, name: str, step: Step) -> None:
         calls = [args for args in self._messages(name, step) if args is not None]
@@ -118,19 +119,33 @@ class RunningCall:
             return [self._plan.commit(name)]
         if self._phase is not Phase.ROLLING_BACK:  # the first one
             self._phase = Phase.ROLLING_BACK
-            self._set_deadline(step, self._plan.seconds(step))
+            self._begin_wait(step)
             self._plan.rolling_back()
         return [self._plan.rollback(name)]
+
+    def _begin_wait(self, step: Step) -> None:
+        seconds = self._plan.seconds(step)
+        self._patient_until = self._loop.time() + max(seconds, self._config.stall_s)
+        self._set_deadline(step, seconds)
 
     def _set_deadline(self, step: Step, seconds: float) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         due = self._loop.time() + seconds
-        self._deadline = self._loop.call_at(due, self._late, step, due)
+        self._deadline = self._loop.call_at(due, self._passed, step, due)
+
+    def _passed(self, step: Step, due: float) -> None:
+        """Handle a deadline, after the answers that are here already: this process may have been busy."""
+        self._deadline = self._loop.call_later(READ_S, self._late, step, due)
 
     def _late(self, step: Step, due: float) -> None:
-        """Handle a deadline. If the timer itself is late, answers may wait unread, and the replicas get more time."""
-        if self._loop.time() - due > LATE_TIMER_S:
+        """Fence the replicas that are late. They get more time if the timer itself is late, since answers may wait
+        unread. So do they if most replicas are late: then it is rather this process, its host or the network that is
+        slow, and to fence them all would lose the weights. A replica that is silent for ``stall_s`` is lost anyway."""
+        now = self._loop.time()
+        votes = [vote for vote in self._transaction.votes.values() if vote is not Vote.LOST]
+        most_are_late = 2 * sum(vote in WAITING for vote in votes) > len(votes)
+        if now - due > LATE_TIMER_S or (most_are_late and now < self._patient_until):
             self._set_deadline(step, self._config.fence_after_s)
         else:
             self._act(self._transaction.deadline(step))

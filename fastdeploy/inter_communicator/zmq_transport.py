@@ -144,13 +144,22 @@ def _malformed(frame: bytes, why: str) -> Malformed | None:
     return None
 
 
+def context_of_many() -> zmq.asyncio.Context:
+    """Return a context for connectors to hundreds of engines. The caller ends it with ``destroy``."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
 class ZmqConnector:
     """Makes the connections of one client to ``endpoint`` (see client.connection.Connector). secret: the fleet key,
-    which a TCP endpoint needs. Raises InvalidField without it."""
+    which a TCP endpoint needs. Raises InvalidField without it. context: shared with other connectors, so that two
+    threads of ZMQ serve them all; the caller ends it. None = one of its own."""
 
-    def __init__(self, endpoint: str, secret: str | None = None):
+    def __init__(self, endpoint: str, secret: str | None = None, context: zmq.asyncio.Context | None = None):
         require_fleet_key(endpoint, secret)
-        self._context = zmq.asyncio.Context()
+        self._owns_context = context is None
+        self._context = zmq.asyncio.Context() if context is None else context
         self._endpoint = endpoint
         self._secret = secret
 
@@ -161,7 +170,8 @@ class ZmqConnector:
             raise OSError(error.errno, f"{self._endpoint}: {error}") from error
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        if self._owns_context:
+            self._context.destroy(linger=0)
 
 
 class ZmqConnection:

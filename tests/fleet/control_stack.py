@@ -28,7 +28,7 @@ class ControlStack:
         ]
         self.fenced: dict[str, str] = {}
         self.control = FleetControl(config, lambda: [r for r in self.replicas if r.in_quorum], self._fence)
-        self._blocked: list[threading.Event] = []
+        self._blocked: dict[int, threading.Event] = {}
 
     def _fence(self, replica: Replica, why: str) -> None:
         self.fenced[replica.name] = why
@@ -49,10 +49,15 @@ class ControlStack:
             stopped.set()
             go_on.wait(60)
 
-        self._blocked.append(go_on)
+        self._blocked[at] = go_on
         self.engines[at].engine.send_heartbeats = block  # type: ignore[method-assign]
         self.engines[at]._transport.wake()
         await asyncio.to_thread(stopped.wait, 20)
+
+    def unblock(self, at: int) -> None:
+        """Let an engine that was stopped go on."""
+        del self.engines[at].engine.send_heartbeats
+        self._blocked[at].set()
 
     def in_engines(self, read: Callable[[Any], Any]) -> dict[str, Any]:
         """Return ``read(engine)`` of every member."""
@@ -64,7 +69,7 @@ class ControlStack:
 
     async def close(self) -> None:
         self.control.close()
-        for go_on in self._blocked:
+        for go_on in self._blocked.values():
             go_on.set()
         await asyncio.gather(*(replica.client.close() for replica in self.replicas))
         for engine in self.engines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -88,6 +89,50 @@ async def test_a_replica_that_is_lost_during_a_pause_is_fenced_and_the_others_ar
         assert [entry["error"]["code"] for entry in report["replicas"] if "error" in entry] == ["engine_dead"]
         assert holds(stack) == {"r0": ["h"], "r2": ["h"]}
         assert (fault == "stopped") == ("no answer within the deadline" in stack.fenced.get("r1", ""))
+
+
+async def test_replicas_get_more_time_if_most_of_them_are_late():
+    """Then this process or its host may be the slow one. Nobody waits for longer than stall_s."""
+    async with control_stack(3) as stack:
+        await stack.block(0)
+        await stack.block(1)
+        call = asyncio.ensure_future(stack.control.call(m.PauseArgs("keep", hold_id="h")))
+        await asyncio.sleep(0)
+        (running,) = stack.control._runs
+        while Vote.PREPARED not in running._transaction.votes.values():
+            await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        running._late(Step.PREPARE, loop.time())
+        assert not stack.fenced
+        stack.unblock(0)
+        while list(running._transaction.votes.values()).count(Vote.PREPARED) < 2:
+            await asyncio.sleep(0)
+        running._late(Step.PREPARE, loop.time())
+        assert statuses(await call) == {"r0": "done", "r1": "fenced", "r2": "done"}
+    async with control_stack(1) as stack:
+        await stack.block(0)
+        call = asyncio.ensure_future(stack.control.call(m.PauseArgs("keep", hold_id="h")))
+        await asyncio.sleep(0)
+        (running,) = stack.control._runs
+        running._patient_until = loop.time()
+        running._late(Step.PREPARE, loop.time())
+        with pytest.raises(EngineDead):
+            await call
+
+
+async def test_an_answer_that_came_in_time_counts_even_if_this_process_reads_it_late():
+    async with control_stack(3, fence_after_s=0.5) as stack:
+        await stack.block(1)
+        call = asyncio.ensure_future(stack.control.call(m.PauseArgs("keep", hold_id="h")))
+        await asyncio.sleep(0)
+        (running,) = stack.control._runs
+        while list(running._transaction.votes.values()).count(Vote.PREPARED) < 2:
+            await asyncio.sleep(0)
+        stack.unblock(1)
+        while "h" not in stack.engines[1].engine.pause.holds:  # the event loop stands still meanwhile
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert statuses(await call) == {"r0": "done", "r1": "done", "r2": "done"}
 
 
 async def test_a_refusal_of_one_replica_rolls_the_pause_back_on_all():

@@ -7,6 +7,7 @@ Each line of stdin is an EngineOrder as JSON. Each engine that has bound its soc
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
 import os
 import signal
@@ -25,6 +26,7 @@ from fastdeploy.engine.retained_log import RetainedLog
 from fastdeploy.inter_communicator.zmq_transport import ZmqRouterTransport
 
 FACTOR = struct.Struct("d")
+logging.getLogger("fastdeploy.engine").setLevel(logging.ERROR)  # it tells of each client that goes
 
 
 class EngineOrder(msgspec.Struct, frozen=True):

@@ -144,9 +144,10 @@ class SleepingRunner:
         assert self.has_weights and not self.asleep
         began = time.monotonic()
         steps = [self._take(chunk) for chunk in plan.chunks]
-        cost = self._costs.of(plan) * self._slowness()
+        slowness = self._slowness()
+        cost = self._costs.of(plan) * slowness
         while (left := began + cost - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
+            time.sleep(min(left, POLL_S * slowness))
             if between_layers is not None and between_layers():
                 return None
         sampled: list[Sampled | NonFinite | None] = [
