@@ -1,7 +1,8 @@
 """Loads of sessions for benchmarks of routing. All numbers are drawn from a seed.
 
-rollouts: the rollout of a GRPO step with tools: 48 prompts with 8 samples each begin at once. Public traces give the
-shape: the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079),
+rollouts: the rollout of a GRPO step with tools: 24 prompts with 8 samples each begin at once, at most 24 turns each, on
+replicas that share their memory with a trainer. roomy rollouts: the same sessions on replicas of their own. Public
+traces give the shape: the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079),
 sessions of coding agents have 3 to more than 1,000 requests with about 150 output tokens (semianalysisai/cc-traces on
 Hugging Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999).
 agents, crowded agents: single sessions of agents with short answers, on replicas with little memory.
@@ -21,14 +22,14 @@ from benchmarks.lib.fleet.runner import Costs
 
 # A dense model of 32 billion parameters in bfloat16, with 64 layers and 8 heads of 128 for keys and values, on one H200
 # (990 TFLOP/s, 4.8 TB/s, 141 GB): a step reads 64 GB (13.4 ms), a prompt token takes 2 * 32e9 FLOP at half of the peak,
-# and a token of context is 262 kB to read. 0.2 ms for each sequence are sampling and Python. 90 % of the memory without
-# the weights are 240,000 tokens of KV.
+# and a token of context is 262 kB to read. 0.2 ms for each sequence are sampling and Python. 60 % of the memory, without
+# the weights, are 80,000 tokens of KV.
 COSTS = Costs(
     step_s=0.0134,
     prompt_s=0.00013,
     decode_s=0.0002,
     context_s=0.055e-6,
-    num_blocks=15000,
+    num_blocks=5000,
     block_size=16,
     max_model_len=65536,
     vocab_size=32000,
@@ -62,7 +63,7 @@ class Load:
     engine: dict[str, Any]
 
 
-def make_rollouts(seed: int, prompts: int = 48, samples: int = 8, max_turns: int = 60) -> list[Session]:
+def make_rollouts(seed: int, prompts: int = 24, samples: int = 8, max_turns: int = 24) -> list[Session]:
     """Return ``samples`` sessions for each prompt. Their turns are lognormal, with the median 6."""
     draw = random.Random(seed)
     sessions = []
@@ -105,11 +106,11 @@ def _prompt(draw: random.Random, length: int) -> list[int]:
     return draw.choices(range(1, COSTS.vocab_size), k=length)
 
 
-_SMALL = replace(COSTS, num_blocks=5000, max_model_len=32768)
 LOADS = {
     "rollouts": Load(make_rollouts, COSTS, ENGINE),
-    "agents": Load(partial(make_agents, num=160), replace(_SMALL, num_blocks=6000), ENGINE),
-    "crowded agents": Load(partial(make_agents, num=200), _SMALL, ENGINE),
+    "roomy rollouts": Load(make_rollouts, replace(COSTS, num_blocks=15000), ENGINE),  # 90 % of the memory
+    "agents": Load(partial(make_agents, num=160), replace(COSTS, num_blocks=6000), ENGINE),
+    "crowded agents": Load(partial(make_agents, num=200), COSTS, ENGINE),
 }
 
 
