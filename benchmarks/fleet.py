@@ -1,4 +1,4 @@
-"""Measure policies of routing: ``python benchmarks/fleet.py [--load rollouts --replicas 8 --seeds 10 --jobs 2]``.
+"""Measure policies of routing: ``python benchmarks/fleet.py [--load rollouts --seeds 10 --jobs 2]``.
 
 Sessions (benchmarks/lib/fleet/loads.py) run through the real gateway's client over real engines, whose runner takes as
 long as a large model would. Time is virtual, so the figures depend on the seed only. With --real the engines are
@@ -43,36 +43,36 @@ TARGET = 0.65  # longest session, ours over consistent hashing
 MAIN, OURS, HASHING = "rollouts", "ours", "consistent hashing"
 
 
-async def run(policy: str, load: Load, replicas: int, seed: int, real: bool = False) -> Figures:
+async def run(policy: str, load: Load, seed: int, real: bool = False) -> Figures:
     """Run the sessions of ``seed`` under a policy, on new engines."""
     logging.getLogger("fastdeploy.fleet").setLevel(logging.ERROR)  # a gateway that closes says that it loses replicas
     router = POLICIES[policy]()
     with ExitStack() as stack:
         if real:
             engines = stack.enter_context(FakeEngines(load.costs))
-            client = await _connect(engines, load, replicas, router)
+            client = await _connect(engines, load, router)
         else:
-            client = await start_fleet(replicas, router, load.costs, EngineConfig(model="virtual", **load.engine))
+            client = await start_fleet(load.replicas, router, load.costs, EngineConfig(model="virtual", **load.engine))
         try:
             return figures_of(await asyncio.gather(*(run_session(client, session) for session in load.make(seed))))
         finally:
             await client.close()
 
 
-async def _connect(engines: FakeEngines, load: Load, replicas: int, router: Router) -> FleetClient:
-    launcher = StaticLauncher(engines.start(replicas, **load.engine))
+async def _connect(engines: FakeEngines, load: Load, router: Router) -> FleetClient:
+    launcher = StaticLauncher(engines.start(load.replicas, **load.engine))
     config = FleetConfig(fleet_id="benchmark", stall_s=60.0)
     client = FleetClient(config, launcher, lambda at: ZmqConnector(at.endpoint), router)
     client.start()
-    while len(client.membership.open) < replicas:
+    while len(client.membership.open) < load.replicas:
         await asyncio.sleep(0.01)
     return client
 
 
-def measure(load: str, replicas: int, real: bool, seed: int, policy: str) -> Figures:
+def measure(load: str, real: bool, seed: int, policy: str) -> Figures:
     """Run one policy in this process."""
     runner: Callable = uvloop.run if real else run_virtually
-    return runner(run(policy, LOADS[load], replicas, seed, real))
+    return runner(run(policy, LOADS[load], seed, real))
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
@@ -96,7 +96,6 @@ def table(rows: dict[str, Figures], ratio: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--load", choices=LOADS, default=MAIN)
-    parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), metavar="POLICY")
     parser.add_argument("--jobs", type=int, default=1, help="processes; always 1 with --real")
@@ -106,7 +105,7 @@ def main() -> None:
     runs: dict[str, list[Figures]] = {name: [] for name in args.policies}
     pairs = list(product(range(args.seeds), args.policies))
     with ProcessPoolExecutor(1 if args.real else args.jobs) as pool:
-        jobs = [pool.submit(measure, args.load, args.replicas, args.real, seed, name) for seed, name in pairs]
+        jobs = [pool.submit(measure, args.load, args.real, seed, name) for seed, name in pairs]
         for (seed, name), job in zip(pairs, jobs, strict=True):
             print(f"seed {seed}, {name}: {job.result()}", file=sys.stderr)
             runs[name].append(job.result())
@@ -120,7 +119,7 @@ def main() -> None:
     if {OURS, HASHING} <= rows.keys():
         pairs_of_runs = zip(runs[OURS], runs[HASHING], strict=True)
         ratio = statistics.median(ours.longest_s / hashing.longest_s for ours, hashing in pairs_of_runs)
-    print(f"{args.load}: {len(load.make(0))} sessions over {args.replicas} replicas; medians of {args.seeds} seeds")
+    print(f"{args.load}: {len(load.make(0))} sessions over {load.replicas} replicas; medians of {args.seeds} seeds")
     print(table(rows, ratio))
     print(f"longest session if each were alone in the fleet: {alone:.1f} s")
     if ratio is not None and args.load == MAIN:

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, fields
 
 from benchmarks.lib.fleet.loads import Session
+from fastdeploy.client.request_stream import Reader
 from fastdeploy.core.request_fields import AddRequest
 from fastdeploy.core.sampling_params import SamplingParams
 from fastdeploy.fleet.client import FleetClient
@@ -61,7 +62,7 @@ async def run_session(client: FleetClient, session: Session, adapter: str = "") 
 async def generate(client: FleetClient, request: AddRequest) -> tuple[list[int], int]:
     """Return the tokens of the only choice, and the number of prompt tokens that were cached."""
     tokens, cached, ended = list[int](), 0, False
-    with await client.submit(request) as stream:
+    with await client.submit(request, Reader(for_tokens=False)) as stream:
         while not ended:
             await stream.reader.wait()
             for output in stream.take():

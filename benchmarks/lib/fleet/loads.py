@@ -1,10 +1,11 @@
 """Loads of sessions for benchmarks of routing. All numbers are drawn from a seed.
 
-rollouts: the rollout of a GRPO step with tools: 24 prompts with 8 samples each begin at once, at most 24 turns each, on
-replicas that share their memory with a trainer. roomy rollouts: the same sessions on replicas of their own. Public
-traces give the shape: the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079),
-sessions of coding agents have 3 to more than 1,000 requests with about 150 output tokens (semianalysisai/cc-traces on
-Hugging Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999).
+rollouts: the rollout of a GRPO step with tools, 64 sessions for each replica, which shares its memory with a trainer.
+Eight samples of each prompt begin at once. small rollouts: 16 sessions for each replica. Public traces give the shape:
+the requests of a chat service have 7,590 prompt and 182 output tokens on average (Mooncake, arXiv 2407.00079), sessions
+of coding agents have 3 to more than 1,000 requests with about 150 output tokens (semianalysisai/cc-traces on Hugging
+Face), and lengths are lognormal with a heavy tail (ServeGen, arXiv 2505.09999). The answers of rollouts have half of
+these tokens, and no session has more than 24 turns, so that a run takes seconds.
 agents, crowded agents: single sessions of agents with short answers, on replicas with little memory.
 """
 
@@ -56,28 +57,30 @@ class Session:
 
 @dataclass(frozen=True)
 class Load:
-    """Sessions for a fleet. make(seed): returns the sessions. engine: settings of EngineConfig."""
+    """Sessions for a fleet of ``replicas``. make(seed): returns the sessions. engine: settings of EngineConfig."""
 
     make: Callable[[int], list[Session]]
+    replicas: int
     costs: Costs
     engine: dict[str, Any]
 
 
-def make_rollouts(seed: int, prompts: int = 24, samples: int = 8, max_turns: int = 24) -> list[Session]:
-    """Return ``samples`` sessions for each prompt. Their turns are lognormal, with the median 6."""
+def make_rollouts(seed: int, prompts: int, answer: int, samples: int = 8) -> list[Session]:
+    """Return ``samples`` sessions for each prompt. Their turns are lognormal, with the median 5. answer: the median of
+    the tokens of an answer; the mean is 1.5 times that."""
     draw = random.Random(seed)
     sessions = []
     for i in range(prompts):
         first = _prompt(draw, _between(draw, 3000, 0.5, 500, 12000))
         for k in range(samples):
             turns, total = list[Turn](), 0
-            for _ in range(_between(draw, 6, 0.9, 1, max_turns)):
+            for _ in range(_between(draw, 5, 0.8, 1, 24)):
                 new = _prompt(draw, _between(draw, 250, 1.1, 20, 5000)) if turns else first
-                answer = _between(draw, 120, 0.9, 8, 1000)
-                total += len(new) + answer
+                tokens = _between(draw, answer, 0.9, 8, 1000)
+                total += len(new) + tokens
                 if total >= COSTS.max_model_len:
                     break
-                turns.append(Turn(new, answer, min(draw.lognormvariate(0.0, 1.2), 60.0)))
+                turns.append(Turn(new, tokens, min(draw.lognormvariate(0.0, 1.2), 60.0)))
             sessions.append(Session(f"session-{seed}-{i}-{k}", 0.0, turns))
     return sessions
 
@@ -107,10 +110,10 @@ def _prompt(draw: random.Random, length: int) -> list[int]:
 
 
 LOADS = {
-    "rollouts": Load(make_rollouts, COSTS, ENGINE),
-    "roomy rollouts": Load(make_rollouts, replace(COSTS, num_blocks=15000), ENGINE),  # 90 % of the memory
-    "agents": Load(partial(make_agents, num=160), replace(COSTS, num_blocks=6000), ENGINE),
-    "crowded agents": Load(partial(make_agents, num=200), COSTS, ENGINE),
+    "rollouts": Load(partial(make_rollouts, prompts=32, answer=50), 4, COSTS, ENGINE),
+    "small rollouts": Load(partial(make_rollouts, prompts=16, answer=120), 8, COSTS, ENGINE),
+    "agents": Load(partial(make_agents, num=160), 8, replace(COSTS, num_blocks=6000), ENGINE),
+    "crowded agents": Load(partial(make_agents, num=200), 8, COSTS, ENGINE),
 }
 
 

@@ -142,11 +142,13 @@ class SleepingRunner:
 
     def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult | None:
         assert self.has_weights and not self.asleep
-        cost = self._costs.of(plan) * self._slowness()
         began = time.monotonic()
         steps = [self._take(chunk) for chunk in plan.chunks]
-        if not self.wait(cost, began, between_layers):
-            return None
+        cost = self._costs.of(plan) * self._slowness()
+        while (left := began + cost - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_S))
+            if between_layers is not None and between_layers():
+                return None
         sampled: list[Sampled | NonFinite | None] = [
             self._sample(chunk, *step) for chunk, step in zip(plan.chunks, steps, strict=True)
         ]
@@ -155,15 +157,6 @@ class SleepingRunner:
             i: [Logprob(-1.0)] * chunk.prompt_logprobs for i, chunk in asked
         }
         return StepResult(plan.step_id, sampled, cost, of_prompts)
-
-    def wait(self, duration_s: float, began: float, between_layers: Callable[[], bool] | None) -> bool:
-        """Sleep until a step that has begun has taken its time. Return False if the step is given up before. began:
-        on the monotonic clock."""
-        while (left := began + duration_s - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_S))
-            if between_layers is not None and between_layers():
-                return False
-        return True
 
     def _take(self, chunk: ScheduledChunk) -> tuple[NewSequence, int]:
         new, before = (chunk.new, 0) if chunk.new is not None else self._known[chunk.sequence]

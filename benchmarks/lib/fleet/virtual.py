@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from benchmarks.lib.fleet.runner import Costs, SleepingRunner
 from fastdeploy.core.config import EngineConfig
+from fastdeploy.core.plan import Sampled, StepPlan, StepResult
 from fastdeploy.engine.common_engine import CommonEngine
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
@@ -58,15 +59,21 @@ def run_virtually(main: Coroutine[Any, Any, T]) -> T:
 
 
 class InstantRunner(SleepingRunner):
-    """Adds up the time of its steps in ``spent_s`` instead of sleeping."""
+    """Adds up the time of its steps in ``spent_s`` instead of sleeping. Tokens differ between the
+    sequences of a step."""
 
     def __init__(self, costs: Costs):
         super().__init__(costs)
         self.spent_s = 0.0
 
-    def wait(self, duration_s: float, began: float, between_layers: Callable[[], bool] | None) -> bool:
-        self.spent_s += duration_s
-        return True
+    def execute(self, plan: StepPlan, between_layers: Callable[[], bool] | None = None) -> StepResult:
+        cost = self._costs.of(plan)
+        self.spent_s += cost
+        first, vocabulary = plan.step_id * len(plan.chunks), self._costs.vocab_size - 1
+        sampled = [
+            Sampled(1 + (first + i) % vocabulary, None) if chunk.sample else None for i, chunk in enumerate(plan.chunks)
+        ]
+        return StepResult(plan.step_id, sampled, cost)
 
 
 class VirtualEngine(InprocTransport):
