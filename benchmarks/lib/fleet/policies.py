@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import random
 from collections.abc import Collection, Sequence
+from functools import cache
 from itertools import count
 
 from fastdeploy.core.request_fields import AddRequest
@@ -41,7 +42,7 @@ class ConsistentHashing(_Policy):
     """The replica whose point follows that of the session on a ring."""
 
     def _choose(self, request: AddRequest, replicas: Sequence[Replica]) -> Replica:
-        ring = sorted((_point(f"{replica.name}/{i}"), k) for k, replica in enumerate(replicas) for i in range(POINTS))
+        ring = _ring(tuple(replica.name for replica in replicas))
         at = bisect.bisect(ring, (_point(request.session or request.request_id), 0)) % len(ring)
         return replicas[ring[at][1]]
 
@@ -63,6 +64,12 @@ POLICIES: dict[str, type[Router]] = {
     "consistent hashing": ConsistentHashing,
     "two choices": TwoChoices,
 }
+
+
+@cache
+def _ring(names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return the points on the ring, each with the number of its replica."""
+    return sorted((_point(f"{name}/{i}"), k) for k, name in enumerate(names) for i in range(POINTS))
 
 
 def _point(key: str) -> int:
