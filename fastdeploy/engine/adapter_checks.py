@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from fastdeploy.core.config import EngineConfig
 from fastdeploy.core.errors import InvalidField, ModelNotFound, VersionConflict
@@ -15,10 +16,10 @@ from fastdeploy.inter_communicator.messages import LoadAdapterArgs
 
 
 class AdapterChecks:
-    """The rules of one engine."""
+    """The rules of one engine. is_copy: whether a path is that of a copy that another engine keeps."""
 
-    def __init__(self, config: EngineConfig, policy: SourcePolicy):
-        self._config, self._policy = config, policy
+    def __init__(self, config: EngineConfig, policy: SourcePolicy, is_copy: Callable[[str], bool]):
+        self._config, self._policy, self._is_copy = config, policy, is_copy
 
     def check_load(self, args: LoadAdapterArgs) -> float:
         """Check the fields of a load. Return its time-out. Raises InvalidField."""
@@ -29,7 +30,8 @@ class AdapterChecks:
         check_seconds("timeout_s", timeout_s)
         if (args.config is None) != isinstance(args.source, FolderSource):
             raise InvalidField("config", "expected the content of adapter_config.json, and only without a folder")
-        self._policy.check(args.source, "lora_path")
+        if not (isinstance(args.source, FolderSource) and self._is_copy(args.source.path)):
+            self._policy.check(args.source, "lora_path")
         return timeout_s
 
     def path_in_root(self, name: str) -> str:

@@ -35,6 +35,9 @@ class AdapterStore:
     """A folder with one folder for each load, named by the number of the load. folder: where the store is made; "" =
     the temporary folder. max_bytes: limit of one file of tensors.
 
+    An engine may copy from the stores of other engines of this user, see ``is_copy``: so a replica that joins a fleet
+    gets an adapter whose source is gone.
+
     The store is made when the first adapter is copied. The store holds a lock on its folder, which ends with the
     process. Folders of dead engines are removed then.
     """
@@ -51,6 +54,12 @@ class AdapterStore:
         """Return the folder of a load whose copy is complete."""
         assert self._root is not None
         return os.path.join(self._root, str(number))
+
+    def is_copy(self, path: str) -> bool:
+        """Whether ``path`` is, by its name, a copy in the store of any engine that shares the folder of stores."""
+        root, number = os.path.split(path)
+        parent, name = os.path.split(root)
+        return parent == os.path.abspath(self._parent) and name.startswith(PREFIX) and number.isdecimal()
 
     def copy(self, number: int, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         """Copy an adapter. config: content of adapter_config.json, for a source that is not a folder. roots: a folder
@@ -90,6 +99,8 @@ class AdapterStore:
 
     def _fill(self, path: str, source: WholeSource, config: dict[str, Any] | None, roots: Sequence[str]) -> None:
         if isinstance(source, FolderSource):
+            if self.is_copy(source.path):
+                roots = (_own(os.path.dirname(source.path)),)
             with _opened(source.path, roots) as folder:
                 self._write(path, CONFIG, _read_config(folder))
                 with _naming(TENSORS):
@@ -146,6 +157,14 @@ def _naming(file: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise _refused(file, f"cannot be read: {error.strerror}") from error
+
+
+def _own(root: str) -> str:
+    """Return the store ``root`` of another engine. Raises ModelNotFound unless it is there and belongs to this user."""
+    with contextlib.suppress(OSError):
+        if os.stat(root, follow_symlinks=False).st_uid == os.geteuid():
+            return root
+    raise ModelNotFound(f"lora_path: there is no store {root!r} of this user", param="lora_path")
 
 
 def _opened(path: str, roots: Sequence[str]) -> Folder:

@@ -69,9 +69,9 @@ class AdapterRegistry:
         self._scopes = scopes
         self._lifecycle = lifecycle
         self._memory = lifecycle.scheduler.adapters
-        self._checks = AdapterChecks(config, policy)
         self._clock = clock
         self.store = AdapterStore(config.adapter_store, config.adapter_memory_mb << 20)
+        self._checks = AdapterChecks(config, policy, self.store.is_copy)
         self._copies = StagingThread(wake, clock, COPIES_AT_ONCE)
         self._lookups = StagingThread(wake, clock, COPIES_AT_ONCE)
         self.reads = AdapterReads(runner, lifecycle.scheduler, self.store, wake, clock, config.stage_timeout_s)
@@ -163,6 +163,10 @@ class AdapterRegistry:
             "adapter_epoch": model.served.adapter_epoch,
             "requests_in_flight": len(model.requests),
         }
+
+    def copies(self) -> dict[str, str]:
+        """Return the folder of the engine's own copy of each known adapter."""
+        return {name: self.store.path(adapter.model.served.adapter) for name, adapter in self._known.items()}
 
     def describe(self, limit: int | None = None) -> dict[str, Any]:
         """Return a description of every known adapter, or of the first ``limit`` ones."""

@@ -39,6 +39,7 @@ class FleetReport:
             "rejecting_new_requests": pause.rejecting_new_requests,
             "holds": self._scopes.describe_holds(),
             **self._adapters.describe(),
+            "adapter_copies": self._adapters.copies(),
             "prepared_loads": self._adapters.prepared(),
             "asleep": sorted(self._runner.asleep),
             "session": self._weights.describe_session(),

@@ -4,13 +4,15 @@ The gateway leads the engine, compares the engine's state with that of the fleet
 again, until there is none. Each look is a new answer of the engine, so nothing is assumed to have worked. In the turn
 of the event loop in which the last answer comes, no call may be changing the fleet. Then the replica becomes a member.
 
-A replica that cannot get an adapter of the fleet does not join: all members have the same adapters, so that a call for
-one adapter means the same everywhere. Load the adapter again, or unload it; then the replica joins.
+An adapter whose source is gone is copied from another replica of the same host. A replica that cannot get an adapter of
+the fleet does not join: all members have the same adapters, so that a call for one adapter means the same everywhere.
+Load the adapter again, or unload it; then the replica joins.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +23,7 @@ import msgspec
 from fastdeploy.client.engine_client import result_of
 from fastdeploy.core.errors import FastDeployError, FleetCallFailed, ReplicaMisfit, WrongOrder
 from fastdeploy.core.scope import WHOLE_ENGINE
+from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.leader import Leadership
 from fastdeploy.fleet.pause_plans import TTL_MARGIN_S
@@ -205,15 +208,42 @@ class Joiner:
         self._without_weights_since = None
 
     async def _load(self, replica: Replica, args: m.LoadAdapterArgs, epoch: int) -> None:
-        call = replica.client.call
-        try:
-            await call(msgspec.structs.replace(args, prepare=True, replace=True))
-        except FastDeployError as error:
-            if not replica.client.connected.is_set():
-                raise
-            lacks = f"replica {replica.name} lacks adapter {args.lora_name!r}, whose source cannot be read again"
-            raise JoinBlocked(f"{lacks}: {error.message}") from error
-        await call(m.EndLoadArgs(args.lora_name, commit=True, adapter_epoch=epoch))
+        """Load an adapter from its source, or else from the copy of another replica of the same host."""
+        call, failures = replica.client.call, []
+        args = msgspec.structs.replace(args, prepare=True, replace=True)
+        sources = [args]
+        while sources:
+            try:
+                await call(sources.pop(0))
+            except FastDeployError as error:
+                if not replica.client.connected.is_set():
+                    raise
+                failures.append(error.message)
+                if len(failures) == 1:
+                    copies = await self._copies(replica, args.lora_name, epoch)
+                    sources = [msgspec.structs.replace(args, source=FolderSource(path), config=None) for path in copies]
+            else:
+                await call(m.EndLoadArgs(args.lora_name, commit=True, adapter_epoch=epoch))
+                return
+        lacks = f"replica {replica.name} lacks adapter {args.lora_name!r}, whose source cannot be read again"
+        elsewhere = "; no other replica on its host has a copy" if len(failures) == 1 else ""
+        raise JoinBlocked(f"{lacks}: {'; '.join(failures)}{elsewhere}")
+
+    async def _copies(self, replica: Replica, name: str, epoch: int) -> list[str]:
+        """Return the folders in which other engines of the fleet on the same host keep an adapter."""
+
+        async def ask(other: Replica) -> str | None:
+            with contextlib.suppress(FastDeployError, TimeoutError):
+                async with asyncio.timeout(self._config.fence_after_s):
+                    report = await other.client.call(m.FleetStateArgs())
+                epochs = {adapter["lora_name"]: adapter["adapter_epoch"] for adapter in report["adapters"]}
+                if report["fleet"] == self._leadership.fleet and epochs.get(name) == epoch:
+                    return str(report["adapter_copies"][name])
+            return None
+
+        host = replica.placement.host
+        peers = [other for other in self._replicas() if other is not replica and other.placement.host == host]
+        return [path for path in await asyncio.gather(*map(ask, peers)) if path is not None]
 
     async def _place(self, replica: Replica, keys: Sequence[tuple[str, str]]) -> None:
         now = asyncio.get_running_loop().time()

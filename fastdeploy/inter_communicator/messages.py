@@ -333,9 +333,10 @@ class LeadArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class FleetStateArgs(msgspec.Struct, frozen=True, tag=True):
     """Reply: all that a gateway needs to build the state of its fleet anew: {"fleet", "controller", "term", "boot_id",
     "version", "weight_epoch", "fingerprint", "phase", "is_paused", "rejecting_new_requests", "holds": [as in
-    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "prepared_loads": [names], "asleep": [tags],
-    "session": as in WeightInfoArgs, "running", "waiting": numbers of choices, "available_gpu_block_num",
-    "max_num_seqs"}. "fleet" is "" and "term" 0 as long as no gateway has led."""
+    PauseStatusArgs, of all scopes], "adapters": [as in AdaptersArgs], "adapter_copies": {name: folder on the
+    engine's host}, "prepared_loads": [names], "asleep": [tags], "session": as in WeightInfoArgs, "running", "waiting":
+    numbers of choices, "available_gpu_block_num", "max_num_seqs"}. "fleet" is "" and "term" 0 as long as no gateway
+    has led."""
 
 
 class ExportWeightsArgs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from fastdeploy.core.errors import ModelNotFound, WeightUpdateRefused
 from fastdeploy.core.weight_source import FolderSource
 from fastdeploy.engine.adapter_store import PREFIX, AdapterStore
 from support.fake_runner import write_adapter
@@ -47,3 +50,27 @@ def test_stores_of_killed_engines_are_removed_and_those_of_others_stay(tmp_path)
 def test_a_store_that_was_never_used_makes_no_folder(tmp_path):
     AdapterStore(str(tmp_path), 100).close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_copy_of_another_store_is_read_from_below_no_other_root(tmp_path):
+    source, folder = write_adapter(tmp_path / "source", "a1"), tmp_path / "store"
+    folder.mkdir()
+    first, second = AdapterStore(str(folder), 100), AdapterStore(str(folder), 100)
+    first.copy(1, FolderSource(source), None, ("/",))
+    second.copy(7, FolderSource(first.path(1)), None, ())
+    assert Path(second.path(7), "adapter_model.safetensors").read_text() == "a1"
+    os.symlink(source, os.path.join(os.path.dirname(first.path(1)), "2"))
+    with pytest.raises(WeightUpdateRefused):
+        second.copy(8, FolderSource(first.path(2)), None, ())
+    first.close()
+    with pytest.raises(ModelNotFound):
+        second.copy(9, FolderSource(first.path(1)), None, ())
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "path", ["{0}/x", "{0}/x/1", "{0}/fastdeploy-adapters-a/..", "/fastdeploy-adapters-a/1", "", "1"]
+)
+def test_only_a_numbered_folder_of_a_store_is_taken_for_a_copy(tmp_path, path):
+    store = AdapterStore(str(tmp_path), 100)
+    assert store.is_copy(f"{tmp_path}/{PREFIX}a/1") and not store.is_copy(path.format(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,12 +156,27 @@ def test_a_replica_joins_after_a_new_gateway_found_the_weights_of_the_fleet_asle
     assert [engine.runner.fingerprint for engine in fleet.engines] == [fingerprint_of(3)] * 2
 
 
+def test_a_joiner_gets_an_adapter_whose_source_is_gone_from_a_replica_of_its_host(fleet, tmp_path):
+    path = write_adapter(tmp_path / "a", "a5")
+    loaded = fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path})
+    assert loaded.status_code == 200, loaded.text
+    shutil.rmtree(path)
+    kill(fleet, 0)
+    fleet.launcher.revive("replica-0")
+    fleet.wait_members(2)
+    [adapter] = fleet.engines[0].engine.adapters.describe()["adapters"]
+    assert (adapter["lora_name"], adapter["adapter_epoch"], adapter["path"]) == ("a", 1, path)
+    kill(fleet, 1)
+    assert tokens(fleet, [1], model="a") == expected_tokens([1], 5, adapter=5)
+
+
 @pytest.mark.slow
 def test_an_adapter_that_cannot_be_had_keeps_a_replica_out_until_it_is_unloaded(fleet, tmp_path):
     path = write_adapter(tmp_path / "a", "a5")
     assert fleet.http.post("/v1/adapters/load", json={"lora_name": "a", "lora_path": path}).status_code == 200
     (tmp_path / "a" / "adapter_model.safetensors").unlink()
     kill(fleet, 0)
+    shutil.rmtree(fleet.engines[1].engine.adapters.copies()["a"])
     fleet.launcher.revive("replica-0")
     replica = fleet.replica("replica-0")
     until(lambda: "lacks adapter 'a'" in replica.why, 20, "the reason is shown")

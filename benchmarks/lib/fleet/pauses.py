@@ -15,7 +15,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.lib.fleet.engines import FakeEngines
-from benchmarks.lib.fleet.load import ENGINE
+from benchmarks.lib.fleet.loads import ENGINE
 from fastdeploy.fleet.client import FleetClient
 from fastdeploy.fleet.config import FleetConfig
 from fastdeploy.fleet.launcher import StaticLauncher
